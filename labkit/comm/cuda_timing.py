@@ -124,6 +124,7 @@ class DeviceClock:
     def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
         self._ring = ring
         self._events: Events = events if events is not None else CudaEvents()
+        self.thread_flags = ring.thread_flags
         self._anchors: dict[int, tuple[Event, int]] = {}
         self._spans: deque[tuple[str, str, int, Mark, Mark]] = deque()
         self._operations: deque[DeviceOperation] = deque()
@@ -158,7 +159,7 @@ class DeviceClock:
             name: the span's name.
             line: the student's line.
             start: its start.
-            flags: 0 or `AUTOMATIC`.
+            flags: `AUTOMATIC` for one that labkit records by itself, and those of the thread.
         """
         self._spans.append((name, line, flags, start, self.mark()))
         self.settle()
@@ -240,7 +241,7 @@ class _DeviceSpan(TimedSpan):
 
     def end(self, start: Mark) -> None:
         """Record the span once the GPU has completed the work enqueued since `start`."""
-        self._clock.ended(self.name, self._line, start)
+        self._clock.ended(self.name, self._line, start, self._clock.thread_flags())
 
 
 class DeviceOperation(Operation):

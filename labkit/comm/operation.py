@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import CPU, CUDA, OPEN, SERVED, TIMED
+from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, TIMED
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
@@ -38,7 +38,7 @@ class Operation:
     """
 
     __slots__ = (
-        "_delay_ns", "_issue_delay_ns", "_once", "_ready", "_ring", "_served", "_slot", "_wait_delay_ns", "backend_ns",
+        "_delay_ns", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_thread_flags", "_wait_delay_ns", "backend_ns",
         "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
         "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
@@ -69,7 +69,8 @@ class Operation:
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self.timed = False  # whether waits for it end after a time limit that the program has set
         self._ready = ready
-        self._served = False  # whether the waiting thread serves a remote call
+        # Whether the waiting thread serves a remote call, and whether the program issues it on a thread of its own.
+        self._thread_flags = ring.thread_flags() & OWN_THREAD
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(
             name, start_ns, nbytes=nbytes, peer=peer, root=root, group=group, match=match, line=line, signature=signature
@@ -95,7 +96,7 @@ class Operation:
             self.wait_start_ns = now = clock()
             self._delay_ns = self._ring.thread_delay()
             self.waited_for = True
-            self._served = _thread.get_ident() in self._ring.serving_threads
+            self._thread_flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
@@ -112,7 +113,7 @@ class Operation:
         elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
             self._delay_ns = self._ring.thread_delay()
-            self._served = _thread.get_ident() in self._ring.serving_threads
+            self._thread_flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
@@ -196,13 +197,11 @@ class Operation:
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
         if wait_end_ns <= wait_start_ns:  # it had completed before the wait
             wait_start_ns = wait_end_ns = self._wait_delay_ns = 0
-        if self._served:
-            flags |= SERVED
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
-            device=device, flags=flags, backend_ns=min(self.backend_ns, end_ns), issue_delay_ns=self._issue_delay_ns,
-            wait_delay_ns=self._wait_delay_ns,
+            device=device, flags=flags | self._thread_flags, backend_ns=min(self.backend_ns, end_ns),
+            issue_delay_ns=self._issue_delay_ns, wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
         self._leave_slot()
 

@@ -204,7 +204,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             end_ns, wait_delay_ns = clock(), delay_ns()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
-                match=match, line=line, signature=signature, flags=flags, backend_ns=backend_ns,
+                match=match, line=line, signature=signature, flags=flags | ring.thread_flags(), backend_ns=backend_ns,
                 issue_delay_ns=issue_delay_ns, wait_delay_ns=wait_delay_ns,
             )  # fmt: skip
             ring.unpend(slot)

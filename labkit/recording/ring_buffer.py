@@ -75,7 +75,18 @@ from labkit.recording.ring_layout import (  # fmt: skip
     pending_dtype,
     record_dtype,
 )
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, OPEN, PENDING_FIELDS, SCALAR, WAIT, Pending
+from labkit.recording.schema import (  # fmt: skip
+    COMMUNICATION,
+    COMPUTE,
+    CPU,
+    OPEN,
+    OWN_THREAD,
+    PENDING_FIELDS,
+    SCALAR,
+    SERVED,
+    WAIT,
+    Pending,
+)
 
 __all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
 
@@ -189,16 +200,20 @@ class RingWriter:
 
     def write_wait(self, group: str, match: int, at_ns: int) -> None:
         """Record that the rank's function waited for an operation that was complete already."""
-        if not self.of_function():
+        if self.thread_flags():
             return
         group_id = self.name(group)
         number, at = self.next_slot()
         _pack_wait(self.buffer, at, at_ns, at_ns, match, 0, 0, group_id, 0, WAIT, CPU, number)
 
-    def of_function(self) -> bool:
-        """Whether this thread executes the rank's function, or part of its backward pass."""
+    def thread_flags(self) -> int:
+        """Return the flags of what this thread records: 0 if it executes the rank's function, or its backward pass."""
         thread = get_ident()
-        return thread == self.main_thread or (thread not in self.serving_threads and self.in_backward())
+        if thread == self.main_thread:
+            return 0
+        if thread in self.serving_threads:
+            return SERVED
+        return 0 if self.in_backward() else OWN_THREAD
 
     def pend(
         self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, root: int = -1, group: str = "", match: int = 0,

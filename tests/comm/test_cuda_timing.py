@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -311,6 +312,21 @@ def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
     gpu.catch_up()
     rank.clock.settle()
     assert {(s.name, s.device) for s in rank.written()} == {("forward", "cuda"), ("a file", "cpu")}
+
+
+def test_a_span_of_another_thread(gpu: FakeGpu, rank: Rank) -> None:
+    span = rank.clock.span("load", "cell 2, line 3")
+
+    def load() -> None:
+        with span:
+            pass
+
+    thread = threading.Thread(target=load)
+    for begin in (load, thread.start, thread.join):
+        begin()
+    gpu.catch_up()
+    rank.clock.settle()
+    assert [s.own_thread for s in rank.written()] == [False, True]
 
 
 def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeGpu, rank: Rank) -> None:

@@ -299,6 +299,22 @@ def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> 
     assert bool(span.wait_start_ns) is waits
 
 
+def test_the_thread_that_issues_an_operation(rank: Rank) -> None:
+    def serve() -> None:
+        rank.ring.serving_threads.add(threading.get_ident())
+        rank.issue(10, "issued by a call").completed()
+        waited_for = rank.issue(10, "waited for by a call")
+        rank.at(20, waited_for.wait_begins)
+        rank.at(30, waited_for.wait_ends)
+
+    rank.issue(10, "main").completed()
+    on_a_thread(lambda: rank.issue(10, "own").completed())
+    on_a_thread(serve)
+    assert {s.name: (s.own_thread, s.served) for s in rank.written()} == {
+        "main": (False, False), "own": (True, False), "issued by a call": (False, False), "waited for by a call": (False, True),
+    }  # fmt: skip
+
+
 def test_without_delays_they_are_0(rank: Rank) -> None:
     operation = rank.issue(10)
     rank.at(20, operation.wait_begins)

@@ -187,3 +187,15 @@ def test_delays_are_recorded_where_ranks_outnumber_cores(cores: int, monkeypatch
         assert waited
         assert all(s.wait_delay_ns >= s.issue_delay_ns for s in waited)
         assert {s.wait_delay_ns for s in spans if not s.wait_start_ns} <= {0}
+
+
+def test_operations_of_a_thread_of_the_program(pair: Group) -> None:
+    def work() -> None:
+        dist.all_reduce(torch.ones(1))
+        thread = threading.Thread(target=lambda: (dist.all_reduce(torch.ones(1)), all_reduce().wait()))
+        thread.start()
+        thread.join()
+        all_reduce().wait()
+
+    spans = sorted(pair.run(work).trace.filter(rank=0, name="all_reduce"), key=lambda s: s.match)
+    assert [s.own_thread for s in spans] == [False, True, True, False]
