@@ -1,18 +1,14 @@
-"""Checks each MirroredStrategy that a rank makes: the rank must have its devices, and other ranks do not take part.
-
-TensorFlow does not check the devices. The replica of a missing device never runs, so the first all-reduce waits for it
-without end (TensorFlow 2.21).
-"""
+"""Checks each MirroredStrategy that a rank makes: the rank must have its devices, and other ranks do not take part."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import MIRRORED
 
 __all__ = ["apply"]
 
@@ -23,12 +19,8 @@ def apply(apart: Callable[[], int]) -> None:
     Args:
         apart: returns how many ranks run the same program and may each make such a strategy.
     """
-    from tensorflow.python.distribute.mirrored_strategy import MirroredStrategy
 
-    make = MirroredStrategy.__init__
-
-    @functools.wraps(make)
-    def check_and_make(strategy: Any, devices: Any = None, *args: Any, **kwargs: Any) -> None:
+    def check_and_make(make: Callable[..., None], strategy: Any, devices: Any = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(devices, Sequence) and not isinstance(devices, str):
             _check(devices)
         if (ranks := apart()) > 1:
@@ -36,11 +28,11 @@ def apply(apart: Callable[[], int]) -> None:
                 f"MirroredStrategy connects only the devices of one rank, so {ranks} ranks train {ranks} models, each on all "
                 "data. To train one model, use tf.distribute.MultiWorkerMirroredStrategy(), or one rank with several devices: "
                 f'lab.Group(1, runtime="tensorflow", devices_per_rank={ranks}).',
-                stacklevel=2,
+                stacklevel=3,
             )
         make(strategy, devices, *args, **kwargs)
 
-    MirroredStrategy.__init__ = check_and_make
+    MIRRORED.apply(__init__=check_and_make)
 
 
 def _check(devices: Sequence[Any]) -> None:
@@ -50,20 +42,20 @@ def _check(devices: Sequence[Any]) -> None:
         LabError: this rank lacks one of them.
     """
     import tensorflow as tf
-    from tensorflow.python.distribute import device_util
 
     for device in devices:
-        named = tf.DeviceSpec.from_string(device_util.canonicalize(str(device)))
-        physical = tf.config.get_visible_devices(named.device_type)
+        named = tf.DeviceSpec.from_string(str(device))
+        kind = named.device_type or "CPU"
+        physical = tf.config.get_visible_devices(kind)
         has = sum(len(tf.config.get_logical_device_configuration(one) or [one]) for one in physical)
         if (named.device_index or 0) >= has:
             advice = "lab.Group(..., devices_per_rank=2) gives each rank two; between processes, use MultiWorkerMirroredStrategy."
-            if named.device_type != "CPU":
+            if kind != "CPU":
                 advice = (
                     "MirroredStrategy() without a list takes all devices that the rank has, GPUs or CPUs; "
                     "lab.Group(..., devices_per_rank=2) gives it two."
                 )
-            raise LabError(f"MirroredStrategy names {device!r}, but this rank has {_number(has, named.device_type)}. {advice}")
+            raise LabError(f"MirroredStrategy names {device!r}, but this rank has {_number(has, kind)}. {advice}")
 
 
 def _number(count: int, kind: str) -> str:

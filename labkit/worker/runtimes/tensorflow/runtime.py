@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from labkit.errors.exceptions import LabError
@@ -77,11 +78,13 @@ class TensorFlow(Runtime):
             intra_op_parallelism_threads=self.options.threads, inter_op_parallelism_threads=between
         )
         patches.apply()
-        servers.apply(self.network, own_threads, self.wait_for_release)
+        check = partial(config.check, self.options.jobs, rank_config.rank)
+        servers.apply(self.network, own_threads, self.wait_for_release, check)
         roles.apply(cluster, job)
         mirrored.apply(lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
         unknown = strategies.apply(self._remarks.append)
-        config.apply(self.options.jobs, rank_config.rank)
+        if rank_config.size > 1:
+            config.warn_if_alone(rank_config.rank)
         own, notes = self._share(gpus)
         if rank_config.size > 1 and "ps" not in cluster:
             notes = [*notes, *unknown]
