@@ -67,8 +67,14 @@ print(json.dumps({{"cuda": torch.version.cuda or getattr(torch.version, "hip", N
 """
 
 ASK_TENSORFLOW: Final = """
-import json, tensorflow
-print(json.dumps({"gpus": len(tensorflow.config.list_physical_devices("GPU"))}))
+import sys
+sys.path[:] = {0!r}
+import json, os
+from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
+os.environ |= TensorFlow.environment
+import tensorflow
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import lost
+print(json.dumps({{"gpus": len(tensorflow.config.list_physical_devices("GPU")), "lost": lost()}}))
 """
 
 
@@ -105,7 +111,7 @@ class Facts:
         versions: versions by package; None for a package that is not installed.
         torch: torch's reply: "cuda", "gpus", "gloo", "nccl", "rpc", and "lost", what labkit cannot do with this
             version; or "error".
-        tensorflow: TensorFlow's reply: "gpus"; or "error". Empty without a GPU, because TensorFlow is not asked then.
+        tensorflow: TensorFlow's reply: "gpus", and "lost", as for torch; or "error".
         network: whether ranks use a private network, "private", and "why" if not; whether the machine has "others" than
             this user; or "error".
         start: the value of LABKIT_START; None if it is not set.
@@ -191,7 +197,7 @@ class Report:
 def doctor() -> Report:
     """Report what this machine can run (cores, memory, GPUs, torch, TensorFlow, Jupyter), and how to install the rest.
 
-    Takes a few seconds, because separate processes import torch and, if there is a GPU, TensorFlow.
+    Takes a few seconds, because separate processes import torch and TensorFlow.
 
     Returns:
         the report; a notebook shows its text.
@@ -216,9 +222,9 @@ def diagnose(facts: Facts) -> Report:
             found = f"not installed; needed for {purpose}"
             findings.append(Finding(name, found, ok=package in OPTIONAL, remedy=install_command(extra), pip=True))
         elif package == "torch":
-            findings += _torch(facts, version)
+            findings += [*_torch(facts, version), *_recording("torch", facts.torch)]
         elif package == "tensorflow":
-            findings.append(_tensorflow(facts, version))
+            findings += [_tensorflow(facts, version), *_recording("TensorFlow", facts.tensorflow)]
         else:
             findings.append(Finding(name, version))
     return Report(tuple(findings))
@@ -276,9 +282,14 @@ def _torch(facts: Facts, version: str) -> list[Finding]:
             not missing,
         )
     )
-    if reply["lost"]:
-        findings.append(Finding("recording torch", f"this version lacks what labkit needs for: {'; '.join(reply['lost'])}"))
     return findings
+
+
+def _recording(name: str, reply: dict[str, Any]) -> list[Finding]:
+    """Report what the tables of private names lose with the installed version."""
+    if not reply.get("lost"):
+        return []
+    return [Finding(f"recording {name}", f"this version lacks what labkit needs for: {'; '.join(reply['lost'])}")]
 
 
 def _tensorflow(facts: Facts, version: str) -> Finding:
@@ -290,7 +301,7 @@ def _tensorflow(facts: Facts, version: str) -> Finding:
             "TensorFlow", f"{version} sees none of the GPUs: its lessons run on the CPU",
             remedy='pip install "tensorflow[and-cuda]"', pip=True,
         )  # fmt: skip
-    return Finding("TensorFlow", f"{version}, sees {counted(reply['gpus'], 'GPU')}" if reply else version)
+    return Finding("TensorFlow", f"{version}, sees {counted(reply['gpus'], 'GPU')}" if facts.gpus else version)
 
 
 def _not_loading(name: str, package: str, version: str, error: str) -> Finding:
@@ -305,8 +316,8 @@ def collect_facts() -> Facts:
     asked = {"network": _start_asking(ASK_NETWORK.format(sys.path))}
     if versions["torch"] is not None:
         asked["torch"] = _start_asking(ASK_TORCH.format(sys.path))
-    if versions["tensorflow"] is not None and gpus:
-        asked["tensorflow"] = _start_asking(ASK_TENSORFLOW)  # in parallel with torch, because it takes seconds
+    if versions["tensorflow"] is not None:
+        asked["tensorflow"] = _start_asking(ASK_TENSORFLOW.format(sys.path))  # in parallel with torch: it takes seconds
     replies = {package: _reply(process) for package, process in asked.items()}
     memory_nbytes, free_nbytes = _memory_sizes()
     return Facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -31,13 +32,14 @@ LAPTOP = Facts(
     visible_gpus=None,
     versions={package: "1.2" for package, *_ in doctor.PACKAGES},
     torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True, "lost": []},
+    tensorflow={"gpus": 0, "lost": []},
     network={"private": True, "why": "", "others": True},
 )
 SERVER = dataclasses.replace(
     LAPTOP,
     gpus=("NVIDIA H200, 143771 MiB",) * 2,
     torch={"cuda": "13.0", "gpus": 2, "gloo": True, "nccl": True, "rpc": True, "lost": []},
-    tensorflow={"gpus": 2},
+    tensorflow={"gpus": 2, "lost": []},
 )
 
 
@@ -45,9 +47,11 @@ def lines(facts: Facts, **changes: Any) -> list[str]:
     return str(diagnose(dataclasses.replace(facts, **changes))).splitlines()
 
 
-def test_a_torch_without_some_private_names_is_named() -> None:
-    reply = {**LAPTOP.torch, "lost": ["collectives and messages", "lab.profile"]}
-    (line,) = (line for line in lines(LAPTOP, torch=reply) if "recording torch" in line)
+@pytest.mark.parametrize("name", ["torch", "TensorFlow"])
+def test_a_framework_without_some_private_names_is_named(name: str) -> None:
+    package = name.lower()
+    reply = getattr(LAPTOP, package) | {"lost": ["collectives and messages", "lab.profile"]}
+    (line,) = (line for line in lines(LAPTOP, **{package: reply}) if f"recording {name}" in line)
     assert line.endswith("this version lacks what labkit needs for: collectives and messages; lab.profile")
 
 
@@ -145,6 +149,7 @@ def test_remedies_name_extras_that_exist() -> None:
             "✗ torch.distributed  gloo; without rpc (lessons 07 and 08 show their code, and run it over messages)",
         ),
         ({"torch": {"error": "ended by SIGSEGV"}}, "✗ torch            1.2, but it does not load: ended by SIGSEGV"),
+        ({"tensorflow": {"error": "boom"}}, "✗ TensorFlow         1.2, but it does not load: boom"),
     ],
 )
 def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
@@ -161,8 +166,7 @@ def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
             "✗ torch              1.2 sees none of the GPUs: the installed CUDA build does not fit the driver",
         ),
         ({"torch": SERVER.torch | {"gpus": 0}, "visible_gpus": ""}, "  torch              1.2 (CUDA 13.0, sees 0 GPUs)"),
-        ({"tensorflow": {"gpus": 0}}, "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU"),
-        ({"tensorflow": {"error": "boom"}}, "✗ TensorFlow         1.2, but it does not load: boom"),
+        ({"tensorflow": LAPTOP.tensorflow}, "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU"),
     ],
 )
 def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
@@ -207,6 +211,15 @@ def test_facts_from_torch() -> None:
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc", "lost"}
     assert said["lost"] == []
     assert said["gloo"] is True
+
+
+@pytest.mark.tf
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_facts_from_tensorflow() -> None:
+    said = doctor._reply(doctor._start_asking(doctor.ASK_TENSORFLOW.format(sys.path)))
+    assert set(said) == {"gpus", "lost"}
+    assert said["lost"] == []
 
 
 def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
