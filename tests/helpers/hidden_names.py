@@ -28,4 +28,4 @@ def reports(program: ModuleType, names: list[str], gone: str, folder: Path) -> l
     environment = os.environ | {"GONE": gone, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines()]

@@ -7,6 +7,8 @@ so when a rank is set up, so that the server that has imported TensorFlow can st
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -121,8 +123,9 @@ def main(names: list[str]) -> None:
     for name in names:
         Path(os.environ["GONE"]).write_text(name)
         try:
-            run = run_what_concerns(name)
-            report = {"results": run.results, "recorded": recorded(run)}
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                run = run_what_concerns(name)
+            report = {"results": run.results, "recorded": recorded(run), "said": said.getvalue()}
         except Exception as error:  # noqa: BLE001  # the other entries have their turn, too
             report = {"error": str(error)}
         print(json.dumps({"name": name} | report), flush=True)

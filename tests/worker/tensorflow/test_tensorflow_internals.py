@@ -37,6 +37,8 @@ LEFT_OUT = {
     "GRAPHS": {"all_reduce 4", "send 4"},
     "COLLECTIVES": {"all_reduce 8", "broadcast 4"},
 }
+# What the student is told.
+TOLD = {"LOGICAL_CPUS", "FIT", "FILES", "CLUSTER", "DATA_SERVICE", "PROFILER_SERVER", "PROFILER"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def test_results_are_right_without(seen: dict[str, Any], name: str) -> None:
     lost = [ENTRIES[name].lost] if ENTRIES[name].paths else []  # so this TensorFlow has all other names
     assert seen[name]["results"] == [[lost, *result]] * (2 if expected <= TRAINED else 1)
     assert expected & set(seen[name]["recorded"]) == expected - LEFT_OUT.get(name, set())
+    assert (ENTRIES[name].lost in seen[name]["said"]) == (name in TOLD)
 
 
 def test_what_is_replaced_stands_in_the_table_as_a_patch() -> None:

@@ -22,7 +22,9 @@ __all__ = ["apply", "duplicate"]
 LOOPBACK: Final = "lo"
 
 
-def apply(network: Network, options: Any, wait_for_release: Callable[[], None], check: Callable[[tuple[Any, ...]], None]) -> None:
+def apply(
+    network: Network, options: Any, wait_for_release: Callable[[], None], check: Callable[[tuple[Any, ...]], None]
+) -> list[str]:
     """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
     Args:
@@ -30,6 +32,9 @@ def apply(network: Network, options: Any, wait_for_release: Callable[[], None], 
         options: the ConfigProto for servers that are given none.
         wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
         check: called with the arguments of each function that makes this rank a part of a cluster.
+
+    Returns:
+        a sentence if some of the servers are as TensorFlow starts them.
     """
 
     def start_and_bind(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +95,10 @@ def apply(network: Network, options: Any, wait_for_release: Callable[[], None], 
         **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
         **dict.fromkeys(clients, call_later),
     )
+    missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE, PROFILER_SERVER) if not entry.found]
+    if not missing:
+        return []
+    return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
 
 
 def _connections_within() -> Callable[[], None]:

@@ -1,23 +1,26 @@
-"""Checks each MirroredStrategy that a rank makes: the rank must have its devices, and other ranks do not take part."""
+"""Checks each MirroredStrategy and ParameterServerStrategy that a rank makes: has it the devices, and the job?"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
-from labkit.worker.runtimes.tensorflow.tensorflow_internals import MIRRORED
+from labkit.worker.runtimes.base import has_server
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import MIRRORED, PARAMETER_SERVERS
 
 __all__ = ["apply"]
 
 
-def apply(apart: Callable[[], int]) -> None:
-    """Make the strategy's constructor check its devices, in this process, and warn if several ranks train apart.
+def apply(jobs: Collection[str], job: str, apart: Callable[[], int]) -> None:
+    """Make the strategies' constructors raise errors in this process, and warn if several ranks train apart.
 
     Args:
-        apart: returns how many ranks run the same program and may each make such a strategy.
+        jobs: the jobs of the cluster.
+        job: this rank's job.
+        apart: returns how many ranks run the same program and may each make a MirroredStrategy.
     """
 
     def check_and_make(make: Callable[..., None], strategy: Any, devices: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -32,7 +35,15 @@ def apply(apart: Callable[[], int]) -> None:
             )
         make(strategy, devices, *args, **kwargs)
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LabError(
+            f"tf.distribute.ParameterServerStrategy belongs to the chief, and this rank's job is {job!r}: it runs what the chief "
+            "sends. Use group['chief'].run(...), or call tf.distribute.Server(...).join() on workers and servers."
+        )
+
     MIRRORED.apply(__init__=check_and_make)
+    if "chief" in jobs and has_server(jobs, job):
+        PARAMETER_SERVERS.apply(__init__=refuse)
 
 
 def _check(devices: Sequence[Any]) -> None:
