@@ -1,4 +1,4 @@
-"""Checks each MirroredStrategy and ParameterServerStrategy that a rank makes: has it the devices, and the job?"""
+"""Checks the strategies that a rank makes: MirroredStrategy (for its devices), ParameterServerStrategy (for its job)."""
 
 from __future__ import annotations
 
