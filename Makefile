@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -32,8 +32,13 @@ lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterL
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
 JOBS := 2
 
-test: lint  ## lint, types, all tests, all notebooks, two files at a time (JOBS=0: one)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax tests notebooks
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax
+
+test: lint  ## lint, types, all tests that are not marked slow, all notebooks, two files at a time (JOBS=0: one)
+	$(PYTEST) -m "not slow" tests notebooks
+
+test-slow: setup  ## the tests marked slow: in a browser, under load, with random faults, without parts of torch, ...
+	$(PYTEST) -m slow tests
 
 quick: setup  ## for daily work, under two minutes: lint, types, the tests that start no processes, lesson 00
 	@$(MAKE) --no-print-directory -j2 quick-plots quick-tests quick-lesson
@@ -41,10 +46,10 @@ quick: setup  ## for daily work, under two minutes: lint, types, the tests that 
 # Its parts, for two cores: the figures take half of the time of all tests, so they are a part of their own.
 .PHONY: quick-plots quick-tests quick-lesson
 quick-plots:
-	$(BIN)/python -m pytest -m "not processes and not slow" tests/plots
+	$(BIN)/python -m pytest -m "not processes and not slow and not tf" tests/plots
 
 quick-tests:
-	$(BIN)/python -m pytest -m "not processes and not slow" tests --ignore=tests/plots
+	$(BIN)/python -m pytest -m "not processes and not slow and not tf" tests --ignore=tests/plots
 
 quick-lesson: lint
 	$(BIN)/python -m pytest --nbval-lax notebooks/00_start_here.ipynb

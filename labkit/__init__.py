@@ -24,7 +24,7 @@ from labkit.errors.exceptions import (
     Stopped,
 )
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
-from labkit.notebook.startup import begin
+from labkit.notebook.on_import import begin
 
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.

@@ -23,7 +23,7 @@ import psutil
 import pytest
 from cells import Cells, new_main
 from processes import START, below, left_after, shared
-from quick_run import mark_those_that_start_processes, note_started_processes, started
+from quick_run import note_started_processes, started
 
 if TYPE_CHECKING:
     from reported import Reported
@@ -47,11 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not processes" in config.getoption("markexpr"):
         note_started_processes()
-
-
-@pytest.hookimpl(tryfirst=True)  # before the tests that `-m` does not select are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_those_that_start_processes(items)
 
 
 @pytest.fixture(autouse=True)

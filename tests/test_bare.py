@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 
 from labkit.errors.exceptions import missing
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "tensorflow", "keras", "matplotlib", "ipywidgets", "anywidget", "sklearn", "numpy", "psutil", "IPython")
 

@@ -201,6 +201,7 @@ def test_only_the_floor_that_launches_ranks_knows_that_they_are_processes_of_thi
 
 
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="not a git checkout")
+@pytest.mark.processes
 def test_no_committed_file_contains_a_path_of_a_machine() -> None:
     """Paths of the machine that a notebook ran on easily get into a traceback or a file name."""
     machine = re.compile(rf"{re.escape(str(ROOT))}\b|/(home|Users|root)/(?!ada/)\w+")  # ada is an example in the tests

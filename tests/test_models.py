@@ -18,6 +18,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.processes
 def test_importing_the_models_loads_no_framework() -> None:
     code = "import sys, labkit.models; print([m for m in ('torch', 'tensorflow', 'keras') if m in sys.modules])"
     assert python(code) == "[]"
@@ -26,6 +27,7 @@ def test_importing_the_models_loads_no_framework() -> None:
 @pytest.mark.parametrize(
     ("missing", "name", "command"), [("torch", "CNN", "labkit[torch]"), ("keras", "keras_cnn", "labkit[tf]")]
 )
+@pytest.mark.processes
 def test_a_missing_framework_is_named_with_the_command_that_installs_it(missing: str, name: str, command: str) -> None:
     code = (
         "import importlib.abc, sys\n"
@@ -93,6 +95,7 @@ def test_the_text_classifier_uses_every_word_and_ignores_the_padding() -> None:
 
 @pytest.mark.tf
 @pytest.mark.slow
+@pytest.mark.processes
 def test_the_keras_network_computes_the_same_as_the_pytorch_one() -> None:
     """In a process of its own: the tests' process runs no TensorFlow, as the notebook's kernel does not."""
     pytest.importorskip("tensorflow")

@@ -79,6 +79,7 @@ def test_indirect_dependencies_are_pinned_too() -> None:
 
 
 @needs_make
+@pytest.mark.processes
 def test_conda_installs_what_make_installs() -> None:
     lines = make("--dry-run", "--always-make", "setup").stdout.splitlines()
     (install,) = [line for line in lines if " pip install " in line]
@@ -86,6 +87,7 @@ def test_conda_installs_what_make_installs() -> None:
     assert shlex.split(install.split(" pip install ")[1]) == [word for line in conda for word in line.split()]
 
 
+@pytest.mark.processes
 def test_make_accepts_condas_python(tmp_path: Path) -> None:
     (python,) = [d for d in ENVIRONMENT["dependencies"] if isinstance(d, str) and d.startswith("python=")]
     version = python.removeprefix("python=")
@@ -128,6 +130,7 @@ def find_python(folder: Path, versions: dict[str, str], *arguments: str, **envir
         ({"python3": "3.14.0", "python": "3.11.9"}, "python"),
     ],
 )
+@pytest.mark.processes
 def test_a_python_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
     answer = find_python(tmp_path, versions)
     assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
@@ -144,6 +147,7 @@ def test_a_python_is_found(tmp_path: Path, versions: dict[str, str], chosen: str
         ({"python3.11": "3.11.4"}, "nowhere", "nowhere does not run"),
     ],
 )
+@pytest.mark.processes
 def test_a_missing_python_is_reported_in_one_sentence(
     tmp_path: Path, versions: dict[str, str], named: str | None, found: str
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_missing_python_is_reported_in_one_sentence(
     )
 
 
+@pytest.mark.processes
 def test_a_python_that_does_not_run_is_skipped(tmp_path: Path) -> None:
     fake_python(tmp_path / "python3.11", "", works=False)
     assert find_python(tmp_path, {"python3.12": "3.12.1"}).stdout.strip() == str(tmp_path / "python3.12")
@@ -168,12 +173,14 @@ def test_a_python_that_does_not_run_is_skipped(tmp_path: Path) -> None:
         ({"python3": "3.12.4"}, "python3"),
     ],
 )
+@pytest.mark.processes
 def test_a_python_of_one_version_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
     """Whatever PYTHON names: that is the one of the course."""
     answer = find_python(tmp_path, versions, "3.12", HOME=str(tmp_path), PYTHON="python3.11")
     assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
 
 
+@pytest.mark.processes
 def test_a_python_of_uv_is_found(tmp_path: Path) -> None:
     fake_python(tmp_path / "elsewhere", "3.12.9")
     (tmp_path / "uv").write_text(f"#!/bin/sh\n[ $4 = 3.12 ] && echo {tmp_path / 'elsewhere'}\n")
@@ -182,6 +189,7 @@ def test_a_python_of_uv_is_found(tmp_path: Path) -> None:
     assert find_python(tmp_path, {}, "3.13").returncode == 1
 
 
+@pytest.mark.processes
 def test_a_version_that_is_missing_is_reported_in_one_sentence(tmp_path: Path) -> None:
     answer = find_python(tmp_path, {"python3": "3.11.4"}, "3.12")
     assert (answer.returncode, answer.stdout) == (1, "")
@@ -193,11 +201,13 @@ def test_a_version_that_is_missing_is_skipped_in_one_line(capfd: pytest.CaptureF
     assert re.fullmatch(r"Python 3\.10 is not tested: labkit needs Python 3\.10; found .*\n", capfd.readouterr().out)
 
 
+@pytest.mark.processes
 def test_the_short_suite_runs_on_the_pythons_of_the_course() -> None:
     assert f"labkit needs Python {listed(pythons.VERSIONS, word='or')};" in find_python(ROOT, {}, PYTHON="nowhere").stderr
     assert not [path for path in pythons.TESTS if not (ROOT / path).exists()]
 
 
+@pytest.mark.processes
 def test_a_python_without_venv_says_what_to_install(tmp_path: Path) -> None:
     fake_python(tmp_path / "python3", "3.11.2", venv=False)
     answer = find_python(tmp_path, {})
@@ -227,6 +237,7 @@ def installs(tree: Path) -> int:
 
 
 @needs_make
+@pytest.mark.processes
 def test_a_second_make_installs_nothing(tree: Path) -> None:
     python = f"PYTHON={tree / 'python'}"
     first = make("setup", python, folder=tree)
@@ -241,6 +252,7 @@ def test_a_second_make_installs_nothing(tree: Path) -> None:
 
 
 @needs_make
+@pytest.mark.processes
 def test_make_reports_an_unsuitable_python(tree: Path) -> None:
     fake_python(tree / "python", "3.9.18")
     answer = make("setup", f"PYTHON={tree / 'python'}", folder=tree)
@@ -250,6 +262,7 @@ def test_make_reports_an_unsuitable_python(tree: Path) -> None:
 
 
 @needs_make
+@pytest.mark.processes
 def test_a_failed_install_is_tried_again(tree: Path) -> None:
     with (tree / "python").open("a") as file:
         file.write('case "$*" in *"pip install"*) exit 1 ;; esac\n')
@@ -258,6 +271,7 @@ def test_a_failed_install_is_tried_again(tree: Path) -> None:
 
 
 @needs_make
+@pytest.mark.processes
 def test_help_lists_every_target() -> None:
     phony, *_ = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)  # later lines: parts of a target
     listed = re.findall(r"^make ([\w.-]+) +\S", make("help").stdout, re.MULTILINE)
@@ -267,21 +281,25 @@ def test_help_lists_every_target() -> None:
 
 
 @needs_make
-def test_make_test_runs_everything() -> None:
-    commands = make("--dry-run", "test").stdout
-    for part in ("ruff check .", "ruff format --check .", "-m mypy", "pytest -n 2 --dist loadfile --nbval-lax tests notebooks"):
+@pytest.mark.processes
+def test_make_test_and_test_slow_run_everything() -> None:
+    commands, pytest_command = make("--dry-run", "test").stdout, "pytest -n 2 --dist loadfile --nbval-lax"
+    for part in ("ruff check .", "ruff format --check .", "-m mypy", f'{pytest_command} -m "not slow" tests notebooks'):
         assert part in commands
+    assert f"{pytest_command} -m slow tests" in make("--dry-run", "test-slow").stdout
 
 
 @needs_make
+@pytest.mark.processes
 def test_make_quick_leaves_out_what_starts_processes() -> None:
-    tests = '-m "not processes and not slow" tests'
+    tests = '-m "not processes and not slow and not tf" tests'
     commands = make("--dry-run", "quick").stdout
     for part in ("ruff check .", "-m mypy", f"{tests}/plots", f"{tests} --ignore=tests/plots", "notebooks/00_start_here.ipynb"):
         assert part in commands
 
 
 @needs_make
+@pytest.mark.processes
 def test_clean_leaves_the_environment(tree: Path) -> None:
     for folder in (".venv/lib/__pycache__", "labkit/__pycache__", ".mypy_cache", "notebooks/.ipynb_checkpoints"):
         (tree / folder).mkdir(parents=True)
@@ -290,9 +308,10 @@ def test_clean_leaves_the_environment(tree: Path) -> None:
     assert left == {".venv", ".venv/lib", ".venv/lib/__pycache__", "labkit", "notebooks", "tools"}
 
 
+@pytest.mark.processes
 def test_ci_runs_all_tests_and_a_few_elsewhere() -> None:
     script = ROOT / ".ci" / "run"
-    assert script.read_text().splitlines()[-3:] == ["make test", "make pythons", "exec make torch-2.11"]
+    assert script.read_text().splitlines()[-4:] == ["make test", "make test-slow", "make pythons", "exec make torch-2.11"]
     if shutil.which("bash"):
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)
 

@@ -36,6 +36,20 @@ class Futures:
     """The operations behind every future, including futures made by `then` and `collect_all`.
 
     All Python code waits for futures in one C++ method, which is wrapped here.
+
+    What can go wrong, and the tests that show it; those without a file are in `tests/comm/test_operation.py`:
+
+    - A program waits for a future made from another. The wait belongs to the operations behind both, also where a
+      callback completes the second future by hand (`test_waiting_for_a_derived_future`).
+    - The operation is tied to the future while a thread is already waiting, or completes as the wait begins
+      (`test_completed_as_the_wait_begins`).
+    - C++ lets the waiting thread continue before it calls the callbacks. What must be recorded before the program goes
+      on is recorded by whichever comes first, once (`test_rpc_calls.py`:
+      `test_a_reply_is_written_down_once_and_before_its_caller_goes_on`).
+    - C++ completes a future by work that is not recorded. Nobody may conclude that the wait will never end
+      (`test_rpc_calls.py`: `test_futures_that_only_python_completes`).
+    - The process ends while C++ holds callbacks, which it would release after the interpreter is gone
+      (`test_process_group.py`: `test_the_end_of_a_process`).
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Final, TextIO
 
 from labkit.group.displays import Displays
+from labkit.group.printed_lines import Lines
 from labkit.group.repeated_warnings import GroupedWarnings
-from labkit.group.terminal_lines import Lines
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.ranks_cell import cell_number
 

@@ -1,4 +1,25 @@
-"""The server from which ranks are forked, and how a new process becomes a rank."""
+"""The server from which ranks are forked, and how a new process becomes a rank.
+
+What can go wrong, and the tests that show it; those without a file are in `tests/launch/test_starters.py`:
+
+- The notebook's process is killed, before, during or after the imports, with ranks that are blocked in C++. The server
+  waits for its end, a rank dies with the server, and a guard ends spawned ranks
+  (`test_nothing_is_left_when_the_notebooks_process_is_killed`).
+- The server dies. Its ranks die with it; the run says so, and the next one starts a new server
+  (`test_when_the_server_dies_the_run_says_so_and_the_next_one_works`).
+- A rank has started processes, in sessions of their own or as orphans. They end with it
+  (`test_daemons_of_a_rank_that_was_killed_end_too`).
+- The system refuses a process in the middle of a group. The ranks already forked end
+  (`test_a_system_that_cannot_start_more_processes`).
+- A rank inherits what belongs to others: file descriptors
+  (`test_descriptors_and_threads_stay_the_same_over_many_groups`), or the state of random generators
+  (`test_every_rank_draws_its_own_random_numbers`). It would inherit locks that another thread holds, so the server has
+  one thread when it forks.
+- The student's program forks in a rank. The child is no rank: it does not answer for it
+  (`test_a_fork_of_a_rank_does_not_answer_for_it`) and records nothing (`test_record.py`:
+  `test_a_worker_that_a_rank_forks_records_nothing`).
+- Stop comes while the server imports or forks (`test_stop_while_the_server_forks`).
+"""
 
 from __future__ import annotations
 

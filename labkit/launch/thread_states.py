@@ -4,6 +4,20 @@ A rank is blocked for ever only if none of its threads can act. A thread that sl
 anything next. A thread that waits for a lock or a queue without a time limit only continues when another thread of its
 process wakes it. Python's stacks tell where a thread is; on Linux, the kernel tells whether the wait has a time limit,
 and whether the thread has moved between two checks.
+
+What can go wrong, and the tests in `tests/launch/test_thread_states.py` that show it. A mistake in one direction ends a
+healthy run, in the other it lets a stuck one wait for ever, so all doubts count as "may act":
+
+- A thread is woken between two looks, or has ended, or is new: somebody has acted
+  (`test_a_thread_that_waits_without_a_limit_can_only_be_woken`).
+- A wait looks endless in Python and has a time limit in the kernel, or the kernel says nothing
+  (`test_real_threads_that_continue_by_themselves`, `test_without_the_kernels_information_the_line_decides`).
+- A library's thread that wakes up regularly would keep every rank "active" for ever, and an unknown one may be the
+  student's (`test_housekeeping_threads_of_libraries`, `test_an_unknown_librarys_thread_may_act`).
+- A callback runs on a thread that is inside an operation (`test_a_thread_in_an_operation_is_judged_by_the_operation`).
+- A handler of a signal may act in a rank whose threads all wait (`test_a_main_thread_elsewhere`).
+- A child process may send for the rank (`test_child_processes_that_may_act`).
+- The rank has no core, and does not answer in time (`test_a_rank_that_does_not_answer_may_do_anything`).
 """
 
 from __future__ import annotations

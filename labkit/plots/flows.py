@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.plots.ends import Ends, ends_of
+from labkit.plots.endpoints import Ends, ends_of
 from labkit.plots.message_arrows import messages
 from labkit.recording.operations import REPLY, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from labkit.plots.bars import Bars, lanes
-from labkit.plots.ends import devices_of
+from labkit.plots.endpoints import devices_of
 from labkit.recording.events import device_number
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA
 from labkit.tracing.trace import Trace

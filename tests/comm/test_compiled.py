@@ -12,6 +12,8 @@ import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
 
+pytestmark = pytest.mark.processes
+
 MESSAGES = ["send", "recv", "all_reduce", "barrier"]
 
 
@@ -32,7 +34,7 @@ def check_results(run: Run, count: int) -> None:
             torch.testing.assert_close(compiled, plain)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_results_and_records_are_those_of_the_uncompiled_program(pair: Group, backend: str) -> None:
     run = pair.run(cases.compiled_and_not, backend, cases.functional, cases.with_graph_breaks, cases.ddp)
     check_results(run, 3)

@@ -21,6 +21,8 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.recording.schema import Span
 
+pytestmark = pytest.mark.processes
+
 LINK = lab.Link(gbit_per_s=0.1, latency_us=300)
 FROM_ANYONE = 3  # the number of that message in `comm_cases.ring_of_messages` which is received from whoever sends
 LONG = lab.Link(gbit_per_s=0.1, latency_us=600_000)

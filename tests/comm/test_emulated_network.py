@@ -16,6 +16,8 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
 
+pytestmark = pytest.mark.processes
+
 INSIDE = lab.Link(gbit_per_s=1, latency_us=100)
 BETWEEN = lab.Link(gbit_per_s=0.1, latency_us=20_000)  # slower than anything that gloo does on a busy machine
 NETWORK = lab.Network(nodes=2, inside=INSIDE, between=BETWEEN)

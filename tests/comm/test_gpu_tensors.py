@@ -97,6 +97,7 @@ def all_reduced(moved_by: str) -> tuple[list[float], int, list[str]]:
 
 
 @pytest.mark.parametrize("moved_by", ["nccl", "gloo"])
+@pytest.mark.processes
 def test_operations_of_a_gpu_are_timed_by_it(pair: Group, moved_by: str) -> None:
     run = pair.run(all_reduced, moved_by)
     for values, waits, pending in run.results:
@@ -123,6 +124,7 @@ def barrier_of_nccl() -> list[list[str]]:
     return [before, cases.pending()]
 
 
+@pytest.mark.processes
 def test_a_barrier_of_nccl_is_over_when_the_wait_for_it_is(pair: Group) -> None:
     run = pair.run(barrier_of_nccl)
     assert run.results == [[["barrier"], []]] * 2
@@ -185,6 +187,7 @@ def batched() -> tuple[list[float], int, list[str], list[str]]:
     return y.tolist(), len(works), before, cases.pending()
 
 
+@pytest.mark.processes
 def test_a_batch_that_is_launched_as_one(pair: Group) -> None:
     run = pair.run(batched)
     for rank in (0, 1):

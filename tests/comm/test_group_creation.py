@@ -11,6 +11,8 @@ import torch.distributed as dist
 import labkit as lab
 from labkit.group.group import Group
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Group]:

@@ -25,6 +25,8 @@ from labkit.recording.group_keys import GroupKind, kind_of, size_of, store_key  
 from labkit.recording.schema import Pending  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 NOTHING_TO_DO = "init_process_group had nothing to do"
 
 

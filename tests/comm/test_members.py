@@ -15,6 +15,8 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.tracing.trace import Trace
 
+pytestmark = pytest.mark.processes
+
 NBYTES = 4000
 
 

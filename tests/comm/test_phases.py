@@ -29,6 +29,8 @@ from labkit.group.run import Run
 from labkit.tracing.script_traces import load_folder
 from labkit.tracing.trace import Trace
 
+pytestmark = pytest.mark.processes
+
 STEPS = 4
 
 

@@ -51,6 +51,7 @@ def computed(trace: Trace, rank: int) -> list[str]:
     ("schedule", "per_rank", "ideal"),
     [("ScheduleGPipe", 1, "gpipe"), ("Schedule1F1B", 1, "1f1b"), ("ScheduleInterleaved1F1B", 2, "interleaved 1f1b")],
 )
+@pytest.mark.processes
 def test_the_passes_are_those_of_the_ideal_schedule(pair: Group, schedule: str, per_rank: int, ideal: str) -> None:
     trace = pair.run(train, schedule, per_rank).trace
     expected = lab.schedule(ideal, stages=per_rank * RANKS, micro_batches=MICROBATCHES, ranks=RANKS)
@@ -62,6 +63,7 @@ def test_the_passes_are_those_of_the_ideal_schedule(pair: Group, schedule: str, 
 
 
 @pytest.mark.parametrize(("schedule", "opposite"), [("ScheduleInterleavedZeroBubble", False), ("ScheduleZBVZeroBubble", True)])
+@pytest.mark.processes
 def test_a_backward_pass_may_be_split_in_two(pair: Group, schedule: str, opposite: bool) -> None:
     trace = pair.run(train, schedule, 2, opposite).trace
     found = Counter(name for rank in range(RANKS) for name in computed(trace, rank))
@@ -76,6 +78,7 @@ def test_a_backward_pass_may_be_split_in_two(pair: Group, schedule: str, opposit
 
 
 @pytest.mark.usefixtures("plain")
+@pytest.mark.processes
 def test_the_figure_shows_the_bubble_and_the_numbers(pair: Group) -> None:
     run: Run = pair.run(train, "Schedule1F1B")
     trace = run.trace.between(*_passes(run.trace))

@@ -18,6 +18,8 @@ from labkit.group.run import Run
 from labkit.plots.flows import flows_of
 from labkit.recording.schema import Span
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).resolve().parents[1] / "helpers"
 FLOAT = 4  # bytes
 ROOTS = {"broadcast": 1, "gather": 0, "reduce": 0, "scatter": 0}  # in `cases.collectives`

@@ -22,7 +22,7 @@ from labkit.plots.flows import flows_of
 from labkit.recording.schema import Span
 
 # torch's own call in a distributed optimizer; the ranks have the filters of their first run.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")]
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "helpers"

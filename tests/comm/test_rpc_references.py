@@ -9,6 +9,8 @@ import rpc_reference_cases as cases
 
 from labkit.group.group import Group
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Group]:

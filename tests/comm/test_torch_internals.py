@@ -25,6 +25,7 @@ TRAINED = {"all_reduce", "send", "recv", "forward", "backward", "optimizer", "da
 CALLED = {"rpc_sync double", "remote double", "to_here"}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ENTRIES)
 def test_results_are_right_without(name: str, tmp_path: Path) -> None:

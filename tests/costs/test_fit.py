@@ -113,6 +113,7 @@ def test_the_picture() -> None:
     assert labels == ["100 B", "1 kB", "1 MB"]
 
 
+@pytest.mark.processes
 def test_real_ranks() -> None:
     link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(2, link=link) as group:
@@ -125,6 +126,7 @@ def test_real_ranks() -> None:
     assert measured.link.latency_us > 0
 
 
+@pytest.mark.processes
 def test_real_calls() -> None:
     link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
@@ -173,6 +175,7 @@ def test_both_levels_of_a_network() -> None:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc"])
+@pytest.mark.processes
 def test_both_levels_of_real_ranks(runtime: str) -> None:
     network = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=Link(gbit_per_s=0.005, latency_us=40_000))
     names: Any = 4 if runtime == "torch" else ["a", "b", "c", "d"]
@@ -187,6 +190,7 @@ def test_both_levels_of_real_ranks(runtime: str) -> None:
     assert {found.ranks for found in measured} == {2}
 
 
+@pytest.mark.processes
 def test_a_network_with_one_rank_on_each_node_has_one_level() -> None:
     with lab.Group(2, link=lab.Network(nodes=2, inside=LINK, between=LINK)) as group:
         assert isinstance(lab.measure_link(group, operations=["send"], sizes=[64, 4096]), MeasuredLink)
@@ -206,6 +210,7 @@ def test_a_network_with_one_rank_on_each_node_has_one_level() -> None:
         (2, {"operations": "shout"}, ValueError, "'shout' is none of send, all_reduce"),
     ],
 )
+@pytest.mark.processes
 def test_what_cannot_be_measured(group: Any, options: dict[str, Any], error: type[Exception], says: str) -> None:
     given = lab.Group(group) if group else group
     try:

@@ -197,11 +197,13 @@ def test_an_entry_is_reused_by_a_later_operation(books: tuple[SharedLink, Shared
         ({"link": SLOW, "runtime": "tensorflow"}, ValueError, "given 'tensorflow'"),
     ],
 )
+@pytest.mark.processes
 def test_a_group_that_cannot_have_a_link(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         lab.Group(2, **options)
 
 
+@pytest.mark.processes
 def test_a_group_names_its_link() -> None:
     with lab.Group(4, link=lab.Link.ethernet_1g) as group:
         assert repr(group) == "<Group of 4 torch ranks over ethernet_1g (1 Gbit/s, 50 µs)>"

@@ -80,6 +80,7 @@ def test_wrong_arguments(call: Any, error: type[Exception], says: str) -> None:
         call()
 
 
+@pytest.mark.processes
 def test_a_group_knows_its_network() -> None:
     with lab.Group(4, link=NETWORK) as group:
         assert group.link == FOUR

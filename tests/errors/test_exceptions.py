@@ -71,6 +71,7 @@ def test_a_notebook_shows_the_report_and_nothing_else() -> None:
     assert LabError("Group(0): at least one rank")._render_traceback_() == ["LabError: Group(0): at least one rank"]
 
 
+@pytest.mark.processes
 def test_ipython_shows_it_without_the_frames_of_labkit(tmp_path: Path) -> None:
     code = "from labkit.errors.exceptions import *; raise RankError([RankFailure(1, 'rank 1', 'KeyError: 3', 'cell 5, line 3')])"
     shell = subprocess.run(

@@ -147,6 +147,7 @@ with lab.Group(2, runtime="bare", timeout_s=180) as group:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_a_rank_that_the_oom_killer_ends() -> None:
     with limited(400 << 20) as group:
         program = subprocess.run(

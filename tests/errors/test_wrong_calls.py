@@ -56,6 +56,7 @@ def seen(kernel: Kernel, call: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", error[2])
 
 
+@pytest.mark.processes
 def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_own: Kernel) -> None:
     """A new public function is tested here without an entry."""
     tried: set[str] = set()
@@ -103,6 +104,7 @@ def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_ow
         ("lab.Timeline(run)", "AttributeError", "did you mean 'timeline'"),
     ],
 )  # fmt: skip
+@pytest.mark.processes
 def test_a_wrong_call_is_reported_in_the_students_own_frame(kernel: Kernel, call: str, kind: str, message: str) -> None:
     text = seen(kernel, call)
     assert re.search(message, text.splitlines()[-1]), text
@@ -111,6 +113,7 @@ def test_a_wrong_call_is_reported_in_the_students_own_frame(kernel: Kernel, call
     assert "labkit/" not in text
 
 
+@pytest.mark.processes
 def test_stop_while_labkit_works_shows_only_the_students_line(kernel: Kernel) -> None:
     kernel("""
         import signal
@@ -125,6 +128,7 @@ def test_stop_while_labkit_works_shows_only_the_students_line(kernel: Kernel) ->
     assert "in mine()" in seen(kernel, "call(mine)")
 
 
+@pytest.mark.processes
 def test_a_defect_of_labkit_keeps_its_frames(kernel: Kernel) -> None:
     kernel("""
         from labkit.tracing import ideal_pipeline
@@ -174,6 +178,7 @@ def test_importing_it_is_cheap() -> None:
 
 
 @pytest.mark.parametrize("name", ["runtime", "devices", "threads", "timeout_s", "link"])
+@pytest.mark.processes
 def test_a_groups_options_cannot_be_set_later(name: str) -> None:
     """A time limit that is set later would have no effect."""
     group = lab.Group(2, runtime="bare", timeout_s=3)

@@ -244,6 +244,7 @@ def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.Mo
         check("best_cut", lambda _: 1)
 
 
+@pytest.mark.processes
 def test_stop_names_the_check_and_no_function_of_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object) -> None:
         raise Stopped("_on_rank", ["rank 0 was computing"])
@@ -410,6 +411,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield running
 
 
+@pytest.mark.processes
 def test_in_a_notebook_the_answers_prints_and_figures_appear_and_its_lines_are_those_of_the_cell(kernel: Kernel) -> None:
     kernel("import labkit as lab, matplotlib.pyplot as plt")
     cell = kernel("""
@@ -428,6 +430,7 @@ def test_in_a_notebook_the_answers_prints_and_figures_appear_and_its_lines_are_t
     assert re.search(r'File "cell \d+", line 5, in best_cut', cell.result), cell.result
 
 
+@pytest.mark.processes
 def test_stop_ends_an_answer_that_swallows_every_exception(kernel: Kernel) -> None:
     cell = kernel(
         """

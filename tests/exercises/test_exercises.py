@@ -135,6 +135,7 @@ wrong("waiting_share", "expected a number between 0 and 1", "half")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

@@ -221,6 +221,7 @@ def everything_to_each(tally_class, owners, amounts):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

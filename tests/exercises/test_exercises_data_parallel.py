@@ -445,6 +445,7 @@ def not_scaled(base, base_batch, per_rank, ranks):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

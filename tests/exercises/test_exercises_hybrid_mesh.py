@@ -346,6 +346,7 @@ def average_of_the_first(gradients, mesh):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_names_the_mistake(answer):
     judge(answer)
 

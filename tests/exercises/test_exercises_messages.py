@@ -269,6 +269,7 @@ def tree_without_messages(x):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

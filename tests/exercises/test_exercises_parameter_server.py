@@ -333,6 +333,7 @@ def gradients_halved(server, gradient_of, rounds, parts):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

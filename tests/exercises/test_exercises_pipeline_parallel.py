@@ -409,6 +409,7 @@ def one_f_one_b_divided_by_m(stage, inputs, targets, micro_batches):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

@@ -444,6 +444,7 @@ def nothing_done(shard1, shard2, batches, parts, rate):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

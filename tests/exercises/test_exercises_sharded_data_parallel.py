@@ -423,6 +423,7 @@ def norm_through_the_store(gradients):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_verdict(answer):
     judge(answer)
 

@@ -362,6 +362,7 @@ def bytes_in_words(*args):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_names_the_mistake(answer):
     judge(answer)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from answers import Answers, judge
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -325,6 +325,7 @@ def weights_by_numpy(shapes, layouts, mesh):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_names_the_mistake(answer) -> None:
     judge(answer)
 

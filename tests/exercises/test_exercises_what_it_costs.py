@@ -250,6 +250,7 @@ def accumulate_through_the_store(model, batches, loss_function):
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
     judge(answer)
 

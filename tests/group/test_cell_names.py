@@ -13,6 +13,8 @@ import labkit as lab
 from labkit.group.cell_names import MOST_NAMES, lost_names
 from labkit.ipc.ranks_cell import cell_filename
 
+pytestmark = pytest.mark.processes
+
 
 class Notebook:
     """Runs cells of one group, numbered."""

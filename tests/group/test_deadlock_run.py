@@ -26,6 +26,8 @@ from labkit.group.deadlock_words import mismatch_in_words  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def returns_early() -> None:
     if dist.get_rank() == 1:

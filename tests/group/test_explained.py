@@ -34,6 +34,7 @@ def failure(group: lab.Group, function: Callable[..., object]) -> lab.RankError:
 # The cause first
 
 
+@pytest.mark.processes
 def test_a_lost_connection_is_never_the_cause_if_another_is_known(
     ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_lost_connection_is_never_the_cause_if_another_is_known(
     assert error.others == ["rank 0: KeyError: 'mine'"]
 
 
+@pytest.mark.processes
 def test_a_lost_connection_without_a_known_cause_is_reported(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(): raise RuntimeError('[/build/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1')")
     assert failure(ranks, cells.f).failures[0].headline == "RuntimeError: Connection closed by peer [127.0.0.1]:1"
@@ -85,6 +87,7 @@ def test_the_cause_of_an_error() -> None:
     assert cause_of(NotImplementedError()) is Cause.NOT_IMPLEMENTED
 
 
+@pytest.mark.processes
 def test_the_last_action_of_a_killed_rank(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os
@@ -123,6 +126,7 @@ def test_torchs_own_stack_is_left_out() -> None:
     assert students_traceback(RuntimeError(message)) == "RuntimeError: sizes differ\n"
 
 
+@pytest.mark.processes
 def test_omitted_frames_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def even(n): return odd(n + 1)
@@ -143,6 +147,7 @@ def test_omitted_frames_are_counted(ranks: lab.Group, cells: in_cells.Cells) -> 
         ("async def f(): return 1", "f() returned a coroutine, which is never awaited: calling an `async def` function"),
     ],
 )
+@pytest.mark.processes
 def test_results_that_cannot_be_sent_are_named(ranks: lab.Group, cells: in_cells.Cells, source: str, words: str) -> None:
     cells(source)
     assert words in failure(ranks, cells.f).failures[0].headline
@@ -190,6 +195,7 @@ def shown(command: list[str], typed: str, folder: Path) -> list[str]:
     return data.decode().replace("\r\n", "\n").splitlines()
 
 
+@pytest.mark.processes
 def test_a_script_shows_its_own_frames_and_one_of_labkit(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(f"{PROGRAM}\ndef main():\n    group.run(train)\n\nmain()\n")
     lines = shown([sys.executable, "script.py"], "", tmp_path)
@@ -199,6 +205,7 @@ def test_a_script_shows_its_own_frames_and_one_of_labkit(tmp_path: Path) -> None
     assert sum("ZeroDivisionError" in line for line in lines) == 2, "the headline, and the end of its traceback"
 
 
+@pytest.mark.processes
 def test_a_wrong_argument_shows_few_frames(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import labkit as lab\nlab.Group(0)\n")
     lines = shown([sys.executable, "script.py"], "", tmp_path)
@@ -207,6 +214,7 @@ def test_a_wrong_argument_shows_few_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError])
+@pytest.mark.processes
 def test_errors_of_other_libraries_keep_their_frames(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise kind("a defect, or a library's")
@@ -217,6 +225,7 @@ def test_errors_of_other_libraries_keep_their_frames(kind: type[Exception], monk
     assert caught.traceback[-1].name == "broken"
 
 
+@pytest.mark.processes
 def test_plain_ipython_names_the_cell_and_shows_no_labkit_frames(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "--simple-prompt", "--no-confirm-exit"]

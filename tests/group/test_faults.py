@@ -35,6 +35,8 @@ from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.launch.rank_process import RankProcess, Status
 from labkit.recording.schema import Pending
 
+pytestmark = pytest.mark.processes
+
 RULE = "─" * 70
 KEPT = "The ranks are still running and keep their state."
 

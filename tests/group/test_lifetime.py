@@ -25,6 +25,8 @@ from processes import GONE_LIMIT_S, START, left_after
 import labkit as lab
 from labkit.group.processes import RankPool
 
+pytestmark = pytest.mark.processes
+
 NEEDS = {"bare": "os", "torch": "torch", "rpc": "torch", "tensorflow": "tensorflow"}
 EACH = [*[(runtime, "fork") for runtime in NEEDS], ("bare", "spawn")]
 ROOT = Path(__file__).resolve().parents[2]

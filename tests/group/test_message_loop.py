@@ -14,6 +14,8 @@ from labkit.group.message_loop import MessageLoop
 from labkit.ipc.channel import Channel
 from labkit.ipc.protocol import Message, Warned
 
+pytestmark = pytest.mark.processes
+
 
 class FakeRank:
     """A rank without a process: this side's end of its channel, and its own."""

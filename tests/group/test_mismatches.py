@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402  # after the check that it is there
 from torch import nn  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[lab.Group]:

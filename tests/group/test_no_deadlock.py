@@ -29,6 +29,8 @@ from labkit.launch.thread_states import FUTEX  # noqa: E402
 from labkit.recording.group_keys import GroupKind, kind_of  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 LATE_S = 1.0  # delay of the message in these programs
 KEPT: list[Any] = []
 

@@ -19,7 +19,7 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.group import output
 from labkit.group.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Notice, Output
-from labkit.group.terminal_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
+from labkit.group.printed_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
 from labkit.worker.runtimes.base import quiet_stderr
 
 # What three bars of tqdm with `position=` 0, 1 and 2 write when each of them is drawn.
@@ -153,6 +153,7 @@ def test_bars_that_move_are_printed_once_in_a_terminal(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.processes
 def test_a_program_without_standard_output_can_run(closed: bool, ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     stream.close()
@@ -162,6 +163,7 @@ def test_a_program_without_standard_output_can_run(closed: bool, ranks: lab.Grou
     assert ranks.run(lambda: print("said", end="")).output == "[rank 0] said\n[rank 1] said"
 
 
+@pytest.mark.processes
 def test_a_stream_closed_by_a_run_works_again_in_the_next(ranks: lab.Group) -> None:
     def f() -> None:
         sys.stdout.close()
@@ -173,6 +175,7 @@ def test_a_stream_closed_by_a_run_works_again_in_the_next(ranks: lab.Group) -> N
         assert ranks.run(lambda: print("said", file=sys.stderr)).output == "[rank 0] said\n[rank 1] said"
 
 
+@pytest.mark.processes
 def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
     def f(closed: bool) -> None:
         import __main__
@@ -300,6 +303,7 @@ def test_a_notice_in_a_terminal_does_not_mix_with_the_programs_output(capsys: py
 # Real ranks
 
 
+@pytest.mark.processes
 def test_everything_that_a_rank_prints_arrives(ranks: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> None:
         libc = ctypes.CDLL(None)
@@ -330,6 +334,7 @@ def test_everything_that_a_rank_prints_arrives(ranks: lab.Group, capsys: pytest.
     assert capsys.readouterr().out == run.output + "\n"
 
 
+@pytest.mark.processes
 def test_an_unfinished_line_is_shown_while_the_rank_works(ranks: lab.Group, tmp_path: Path) -> None:
     """Also from C, which would buffer it."""
 
@@ -353,6 +358,7 @@ def test_an_unfinished_line_is_shown_while_the_rank_works(ranks: lab.Group, tmp_
         assert ranks[1].run(f, tmp_path / "seen").output == "[rank 1] C asks, Python asks"
 
 
+@pytest.mark.processes
 def test_100_000_lines_of_each_rank(ranks: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> int:
         text = "".join(f"line {i}\n" for i in range(100_000))
@@ -369,6 +375,7 @@ def test_100_000_lines_of_each_rank(ranks: lab.Group, capsys: pytest.CaptureFixt
     assert shown.count("\n") == 200_000, "a terminal shows all of them"
 
 
+@pytest.mark.processes
 def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Output, "_print", lambda *_: None)
 
@@ -385,6 +392,7 @@ def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.Monke
     assert some_limit_does(goes_on)
 
 
+@pytest.mark.processes
 def test_prints_between_two_runs_appear_in_the_next(ranks: lab.Group) -> None:
     """By a thread that keeps working."""
 
@@ -412,6 +420,7 @@ def test_prints_between_two_runs_appear_in_the_next(ranks: lab.Group) -> None:
     assert ranks.run(g).output == "[rank 0] late\n[rank 1] late"
 
 
+@pytest.mark.processes
 def test_output_of_a_failed_run_is_shown(ranks: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> None:
         print("before the error", end="")
@@ -422,6 +431,7 @@ def test_output_of_a_failed_run_is_shown(ranks: lab.Group, capsys: pytest.Captur
     assert capsys.readouterr().out == "[rank 1] before the error\n"
 
 
+@pytest.mark.processes
 def test_prints_of_a_thread_between_runs_are_not_lost(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the pipe holds: the rest comes with the next runs, at whatever point it is read."""
     count, size = 1000, 5000

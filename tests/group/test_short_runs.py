@@ -42,6 +42,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
     return frames
 
 
+@pytest.mark.processes
 def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) -> None:
     ranks.run(int)  # pytest names the test in a variable, which counts as a change
     sent.clear()
@@ -58,6 +59,7 @@ def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) ->
     ],
     ids=["variable", "path"],
 )
+@pytest.mark.processes
 def test_a_change_is_sent_once(
     ranks: lab.Group, sent: Frames, change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

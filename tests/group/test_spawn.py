@@ -10,6 +10,8 @@ import pytest
 import labkit as lab
 from labkit.errors.exceptions import RankError
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[lab.Group]:

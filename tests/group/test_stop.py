@@ -40,7 +40,7 @@ from labkit.ipc.channel import Channel
 from labkit.plots.live.live import Live
 
 # A Stop where Python ignores exceptions.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 RUNTIMES = ("bare", "torch", "rpc", "tensorflow")
 # How many moments of a run a test tries. All of them, some 1,300, take minutes: LABKIT_STOP_MOMENTS=10000 tries them.

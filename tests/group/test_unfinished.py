@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402  # after the check that it is there
 import torch.distributed.rpc as rpc  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def callers() -> Iterator[lab.Group]:

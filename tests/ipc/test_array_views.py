@@ -140,6 +140,7 @@ def test_a_read_only_array_stays_so_beside_its_tensor() -> None:
     assert not array.flags.writeable
 
 
+@pytest.mark.processes
 def test_sharing_holds_between_arguments_globals_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))
@@ -168,6 +169,7 @@ def test_object_arrays_and_empty_arrays() -> None:
     assert back[4] == 5
 
 
+@pytest.mark.processes
 def test_a_by_hand_model_of_views_is_trained_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a flat vector and its views were sent as separate copies, the step silently had no effect."""
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))

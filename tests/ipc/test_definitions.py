@@ -11,6 +11,8 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.ipc.definitions import Received, Sent
 
+pytestmark = pytest.mark.processes
+
 TWO_FORMS = """
 class Model:
     def word(self): return "old"

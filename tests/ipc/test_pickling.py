@@ -68,6 +68,7 @@ def through_a_socket(value: Any) -> Any:
 # What cells define
 
 
+@pytest.mark.processes
 def test_a_function_lives_in_the_ranks_main(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys
@@ -84,6 +85,7 @@ def test_a_function_lives_in_the_ranks_main(ranks: lab.Group, cells: in_cells.Ce
     assert ranks.run(cells.use).results == [("__main__", True, True, 42, "__main__")] * 2
 
 
+@pytest.mark.processes
 def test_everything_that_a_cell_can_define(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import abc, collections, contextlib, dataclasses, enum, functools, typing
@@ -171,6 +173,7 @@ def test_everything_that_a_cell_can_define(ranks: lab.Group, cells: in_cells.Cel
     assert cells.step() == 1, "a closure in the notebook does not notice what the ranks do with theirs"
 
 
+@pytest.mark.processes
 def test_things_that_refer_to_one_another(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def even(n): return n == 0 or odd(n - 1)
@@ -193,6 +196,7 @@ def test_things_that_refer_to_one_another(ranks: lab.Group, cells: in_cells.Cell
     assert ranks.run(cells.f, cells.Node([cells.Node()])).results == [(True, 3, 2, True, True)] * 2
 
 
+@pytest.mark.processes
 def test_a_function_that_claims_to_be_a_librarys(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import functools, os.path, sys
@@ -205,6 +209,7 @@ def test_a_function_that_claims_to_be_a_librarys(ranks: lab.Group, cells: in_cel
     assert ranks.run(cells.join, "a", "b").results == [("a+b", True)] * 2
 
 
+@pytest.mark.processes
 def test_code_with_constants_that_no_compiler_makes(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def f(): return "given"
@@ -214,6 +219,7 @@ def test_code_with_constants_that_no_compiler_makes(ranks: lab.Group, cells: in_
     assert ranks.run(cells.f).results == [Path("put")] * 2
 
 
+@pytest.mark.processes
 def test_redefinition_takes_effect_at_the_next_run(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def helper(): return "old"
@@ -232,6 +238,7 @@ def test_redefinition_takes_effect_at_the_next_run(ranks: lab.Group, cells: in_c
     assert ranks.run(cells.f).results == [("new", 2, "new")] * 2
 
 
+@pytest.mark.processes
 def test_results_have_the_notebooks_own_classes_unchanged(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import dataclasses, enum
@@ -261,6 +268,7 @@ def test_results_have_the_notebooks_own_classes_unchanged(ranks: lab.Group, cell
     assert report.doubled() == 4.5
 
 
+@pytest.mark.processes
 def test_a_class_that_exists_only_in_ranks_comes_back(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def f():
@@ -271,6 +279,7 @@ def test_a_class_that_exists_only_in_ranks_comes_back(ranks: lab.Group, cells: i
     assert [r.word() for r in ranks.run(cells.f).results] == ["here", "here"]
 
 
+@pytest.mark.processes
 def test_bound_methods_partials_and_callable_objects_run(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import functools
@@ -285,12 +294,14 @@ def test_bound_methods_partials_and_callable_objects_run(ranks: lab.Group, cells
         assert ranks.run(function, *args).results == [6, 6]
 
 
+@pytest.mark.processes
 def test_the_source_is_sent(ranks: lab.Group, cells: in_cells.Cells) -> None:
     source = "def f():\n    import inspect  # a comment\n    return inspect.getsource(f)\n"
     cells(source)
     assert ranks.run(cells.f).results == [source, source]
 
 
+@pytest.mark.processes
 def test_a_submodule_imported_through_its_parent(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import xml.dom.minidom
@@ -348,6 +359,7 @@ def test_many_large_arrays_use_one_segment() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.processes
 def test_each_copy_is_private(ranks: lab.Group, cells: in_cells.Cells) -> None:
     """In-place changes are invisible to all others, in arguments and in results."""
     cells("""
@@ -378,6 +390,7 @@ def test_a_read_only_array_stays_read_only() -> None:
     assert not travel(sent).flags.writeable
 
 
+@pytest.mark.processes
 def test_a_rank_frees_results_that_the_notebook_has_read(ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path) -> None:
     """At once, not at the next run."""
     cells("""
@@ -395,6 +408,7 @@ def test_a_rank_frees_results_that_the_notebook_has_read(ranks: lab.Group, cells
         os.sched_yield()
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     cells("import numpy as np\ndef f(): return np.ones(100_000)")
     unpack = pickling.unpack
@@ -416,6 +430,7 @@ def test_a_rank_that_dies_before_its_result_is_read(cells: in_cells.Cells, monke
         assert [r.sum() for r in group.run(cells.f).results] == [100_000] * 2
 
 
+@pytest.mark.processes
 def test_a_result_larger_than_any_buffer(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("def f(n): return list(range(n)), b'x' * n")
     for numbers, text in ranks.run(cells.f, 2_000_000).results:
@@ -477,6 +492,7 @@ def test_tensors_keep_sharing_memory() -> None:
     assert base[10] == 0
 
 
+@pytest.mark.processes
 def test_tied_weights_stay_tied_and_a_network_keeps_its_class(two_with_torch: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import torch
@@ -552,6 +568,7 @@ LOCKED = "cannot be sent: this lock is locked at this moment."
         ("run(even)", "the variable 'lock' used by odd()"),
     ],
 )
+@pytest.mark.processes
 def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: str) -> None:
     cells("""
         import dataclasses, functools, threading
@@ -590,6 +607,7 @@ def test_the_advice_fits_the_object(cells: in_cells.Cells, tmp_path: Any) -> Non
         pickling.pack(Call(print, (file,), {}), label="print()")
 
 
+@pytest.mark.processes
 def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
     with lab.Group(1, runtime="bare") as group:
         cells("def f(): return group")._main.group = group
@@ -598,6 +616,7 @@ def test_a_group_is_not_sent(cells: in_cells.Cells) -> None:
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.processes
 def test_a_result_that_cannot_be_sent_is_named_and_the_ranks_stay(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import sys
@@ -623,6 +642,7 @@ def test_an_objects_own_error_is_the_reason() -> None:
         pickling.pack([{"a": Shy()}])
 
 
+@pytest.mark.processes
 def test_an_object_that_cannot_be_unpickled(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         def fail(): raise ValueError("not in a rank")
@@ -637,6 +657,7 @@ def test_an_object_that_cannot_be_unpickled(ranks: lab.Group, cells: in_cells.Ce
 # Bookkeeping
 
 
+@pytest.mark.processes
 def test_runs_leave_no_descriptors(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, threading
@@ -748,6 +769,7 @@ def test_memory_that_the_system_copies_in_parts(monkeypatch: pytest.MonkeyPatch)
         payload.close()
 
 
+@pytest.mark.processes
 def test_whose_memory_may_be_read() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         assert process_memory.may_read(child.pid)

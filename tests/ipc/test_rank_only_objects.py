@@ -10,6 +10,8 @@ import pytest
 
 import labkit as lab
 
+pytestmark = pytest.mark.processes
+
 torch = pytest.importorskip("torch")
 
 

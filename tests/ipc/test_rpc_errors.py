@@ -111,6 +111,7 @@ def failure(ranks: lab.Group, cells: in_cells.Cells, *args: object) -> lab.RankE
 
 
 @pytest.mark.parametrize(("how", "line"), [("sync", 13), ("async", 15), ("remote", 16)])
+@pytest.mark.processes
 def test_one_traceback_leads_from_the_caller_to_the_callee(
     ranks: lab.Group, cells: in_cells.Cells, how: str, line: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +130,7 @@ def test_one_traceback_leads_from_the_caller_to_the_callee(
     )
 
 
+@pytest.mark.processes
 def test_nested_calls_give_one_traceback(ranks: lab.Group, cells: in_cells.Cells) -> None:
     error = failure(ranks, cells, "sync", cells.middle)
     assert error.failures[0].headline == "KeyError: 'missing' (on shard2)"
@@ -143,12 +145,14 @@ def test_nested_calls_give_one_traceback(ranks: lab.Group, cells: in_cells.Cells
     assert text.count("KeyError") == 1
 
 
+@pytest.mark.processes
 def test_an_error_that_torch_cannot_recreate_is_unchanged(ranks: lab.Group, cells: in_cells.Cells) -> None:
     error = failure(ranks, cells, "sync", cells.odd)
     assert error.failures[0].headline == "Odd: 1 and 2 (on shard1)"
     assert error.failures[0].traceback.splitlines()[-1] == "Odd: 1 and 2"
 
 
+@pytest.mark.processes
 def test_a_callee_that_calls_exit_fails_and_its_caller_does_not_exit(ranks: lab.Group, cells: in_cells.Cells) -> None:
     error = failure(ranks, cells, "sync", cells.leave)
     assert error.failures[0].name == "master"
@@ -156,6 +160,7 @@ def test_a_callee_that_calls_exit_fails_and_its_caller_does_not_exit(ranks: lab.
     assert error.failures[0].traceback.splitlines()[-1] == "SystemExit: 3"
 
 
+@pytest.mark.processes
 def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(
     ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def locked(lock: Any) -> Any:
     return lock
 
 
+@pytest.mark.processes
 def test_module_level_ones_work_in_ranks(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import queue, threading
@@ -149,6 +150,7 @@ IN_USE: dict[str, tuple[Callable[[], Iterator[Any]], str, str]] = {
 
 
 @pytest.mark.parametrize("name", IN_USE)
+@pytest.mark.processes
 def test_an_object_in_use_is_named_by_its_variable(name: str, cells: in_cells.Cells) -> None:
     make, says, remedy = IN_USE[name]
     with lab.Group(1, runtime="bare") as group:
@@ -178,6 +180,7 @@ def test_an_object_in_use_is_named_by_its_variable(name: str, cells: in_cells.Ce
         ("def g(): ...\ng.lock = locked\ndef f(): g", "g.lock"),
     ],
 )
+@pytest.mark.processes
 def test_the_innermost_name_is_reported(source: str, named: str, cells: in_cells.Cells) -> None:
     cells._main.locked = locked(threading.Lock())
     cells(source)
@@ -195,6 +198,7 @@ def test_the_innermost_name_is_reported(source: str, named: str, cells: in_cells
         ("thing = open(__import__('os').devnull, 'wb')\nthing.close()", "Open the file inside the function"),
     ],
 )
+@pytest.mark.processes
 def test_objects_that_cannot_be_sent_are_named_by_their_variable(source: str, says: str, cells: in_cells.Cells) -> None:
     cells(source)("def f(): return thing")
     with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError, match=says) as caught:

@@ -135,6 +135,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.processes
 def test_ranks_that_are_blocked_say_where(
     where: str, ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_ranks_that_are_blocked_say_where(
     assert repr(look.stacks).startswith("rank 0 is here:")
 
 
+@pytest.mark.processes
 def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, cells: in_cells.Cells) -> None:
     """Their frames change while they are read: reading without the GIL ended the rank by SIGSEGV."""
     cells("""
@@ -186,6 +188,7 @@ def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, c
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.processes
 def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signals would end a process that does not handle them yet."""
     monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.1)
@@ -202,6 +205,7 @@ def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+@pytest.mark.processes
 def test_ranks_are_forked_from_a_process_that_ignores_the_signals() -> None:
     """They inherit its state: a signal may arrive before they have done anything."""
     server = notebook.starter("bare", "fork")
@@ -227,6 +231,7 @@ def test_one_answer_for_all_requests_while_a_rank_held_the_gil(monkeypatch: pyte
 
 
 @pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+@pytest.mark.processes
 def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of labkit writes the stacks. Interrupting one that runs Python could crash it."""
     monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.0)
@@ -239,11 +244,13 @@ def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pyte
         assert stack_writer.__file__ in writer.partition("\n\n")[0]
 
 
+@pytest.mark.processes
 def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
     ranks.run(int)
     assert dict(ranks.stacks()) == dict.fromkeys(["rank 0", "rank 1"], "is idle: no function of yours is running")
 
 
+@pytest.mark.processes
 def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
     monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.2)
@@ -257,6 +264,7 @@ def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.
     assert ranks.run(os.getpid).results == pids, "nothing was hurt"
 
 
+@pytest.mark.processes
 def test_without_ranks_there_are_no_stacks() -> None:
     group = lab.Group(2, runtime="bare")
     with pytest.raises(lab.LabError, match="this group has no running ranks"):
@@ -264,6 +272,7 @@ def test_without_ranks_there_are_no_stacks() -> None:
     group.close()
 
 
+@pytest.mark.processes
 def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells) -> None:
     pytest.importorskip("torch")
     cells("""
@@ -283,6 +292,7 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
     assert "while True: pass" in look.stacks["rank 1"]
 
 
+@pytest.mark.processes
 def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets 20 ms after its last line; in sequence, the last ones had no time left."""
     monkeypatch.setattr("labkit.launch.stack_dump.STARVED_S", 60.0)

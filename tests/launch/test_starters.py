@@ -40,6 +40,8 @@ from labkit.launch.starters import ForkStarter, SpawnStarter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.network_namespace import Network
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -448,7 +450,6 @@ def test_a_server_that_died_between_two_runs_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("make", [ForkStarter, SpawnStarter])
-@pytest.mark.processes
 def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An exception is reported by the module's first use; this ends the process that imports.
     (tmp_path / "broken_module.py").write_text("class End(BaseException): pass\nraise End('broken at import')\n")
@@ -492,7 +493,6 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
     assert buried == [1, 2]
 
 
-@pytest.mark.processes
 def test_a_killed_spare_rank_is_not_used() -> None:
     starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
     try:
@@ -534,7 +534,6 @@ BUSY = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
 def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
     """Its ranks are blocked in C++ and in a computation that holds the GIL; each has started a process."""
@@ -752,7 +751,6 @@ def test_a_process_about_to_end_is_distinguished_from_one_that_works() -> None:
     assert process.status() == Status("gone", exiting=True, cpu_s=0.0)
 
 
-@pytest.mark.processes
 def test_a_server_that_another_thread_closes_has_ended() -> None:
     """At the end of a program, a thread in the background may still wait for a reply."""
     starter = ForkStarter(("labkit.worker.main_loop",), {}, RING_BYTES, shared_memory)

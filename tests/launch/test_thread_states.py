@@ -184,6 +184,7 @@ def settled(group: lab.Group) -> str:
     return found
 
 
+@pytest.mark.processes
 def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
     for start in ENDLESS.values():
         rank.run(start)
@@ -191,6 +192,7 @@ def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
     assert settled(rank) == ""
 
 
+@pytest.mark.processes
 def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other systems, where only some waits are known."""
     monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
@@ -200,6 +202,7 @@ def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monke
 
 
 @pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
+@pytest.mark.processes
 def test_real_threads_that_continue_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if tells == "the line tells":
         monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
@@ -218,6 +221,7 @@ def _starts(*command: str) -> int:
     return process.pid
 
 
+@pytest.mark.processes
 def test_child_processes_that_may_act(rank: lab.Group) -> None:
     rank.run(int)
     assert seen(rank).children == ()
@@ -231,11 +235,13 @@ def _forks() -> None:
         os._exit(0)
 
 
+@pytest.mark.processes
 def test_a_forked_child_may_act(rank: lab.Group) -> None:
     rank.run(_forks)
     assert seen(rank).children == ("",)
 
 
+@pytest.mark.processes
 def test_housekeeping_child_processes(rank: lab.Group) -> None:
     rank.run(_starts, sys.executable, "-c", "from multiprocessing.resource_tracker import main; import time; time.sleep(600)")
     assert seen(rank).children == ()

@@ -36,6 +36,7 @@ from tools.moving_picture import chromium
 CHROMIUM = chromium()
 EMPTY = (np.zeros((len(STYLES), 256)), np.zeros((len(STYLES), 256)))
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.browser,
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; .ci/run installs one where it can"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import importlib.util
 import re
 import subprocess
@@ -13,45 +11,62 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import questions
 from fake_control_groups import fake_control_groups
 
-from labkit.notebook.doctor import GIB, Facts, diagnose
+from labkit.notebook import findings
+from labkit.notebook.doctor import TABLE, Gpus
+from labkit.notebook.findings import Finding, Question, Report
 
-doctor = importlib.import_module("labkit.notebook.doctor")  # `labkit.doctor` as a name is the function
+doctor = sys.modules["labkit.notebook.doctor"]  # `labkit.doctor` as a name is the function
+GIB = 2**30
+# What shows each package, the extra that installs it, and what needs it.
+PACKAGES = [
+    ("torch", "torch", "all PyTorch lessons"),
+    ("TensorFlow", "tf", "the TensorFlow lessons"),
+    ("Keras", "tf", "the TensorFlow lessons"),
+    ("JupyterLab", "course", "opening the lessons"),
+    ("ipykernel", "course", "running cells"),
+    ("ipywidgets", "course", "interactive controls in a cell"),
+    ("anywidget", "course", "timelines to explore"),
+    ("matplotlib", "plot", "timelines and all other pictures"),
+    ("scikit-learn", "course", "the handwritten digits"),
+    ("TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard"),
+]
+TORCH = {"version": "1.2", "cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True, "lost": []}
+TENSORFLOW = {"version": "1.2", "gpus": 0, "lost": []}
+LAPTOP = {
+    "Python": "3.11.7 (CPython) on Linux x86_64",
+    "cores": (8, 8),
+    "memory": (16 * GIB, 9 * GIB),
+    "shared memory": 8 * GIB,
+    "GPUs": Gpus((), "no nvidia-smi, no NVIDIA driver in /proc", None),
+    "ranks start by": ("fork", None),
+    "ranks talk over": {"private": True, "why": "", "others": True},
+    **{name: {"version": "1.2"} for name, *_ in PACKAGES},
+    "torch": TORCH,
+    "TensorFlow": TENSORFLOW,
+}
+GPUS = Gpus(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
+SERVER = LAPTOP | {
+    "GPUs": GPUS,
+    "torch": TORCH | {"cuda": "13.0", "gpus": 2, "nccl": True},
+    "TensorFlow": TENSORFLOW | {"gpus": 2},
+}
 
-LAPTOP = Facts(
-    python="3.11.7 (CPython)",
-    system="Linux x86_64",
-    cores=8,
-    usable_cores=8,
-    memory_nbytes=16 * GIB,
-    free_nbytes=9 * GIB,
-    shared_nbytes=8 * GIB,
-    gpus=(),
-    gpu_search="no nvidia-smi, no NVIDIA driver in /proc",
-    visible_gpus=None,
-    versions={package: "1.2" for package, *_ in doctor.PACKAGES},
-    torch={"cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True, "lost": []},
-    tensorflow={"gpus": 0, "lost": []},
-    network={"private": True, "why": "", "others": True},
-)
-SERVER = dataclasses.replace(
-    LAPTOP,
-    gpus=("NVIDIA H200, 143771 MiB",) * 2,
-    torch={"cuda": "13.0", "gpus": 2, "gloo": True, "nccl": True, "rpc": True, "lost": []},
-    tensorflow={"gpus": 2, "lost": []},
-)
+
+def diagnose(facts: dict[str, Any]) -> Report:
+    return findings.report(TABLE, facts)
 
 
-def lines(facts: Facts, **changes: Any) -> list[str]:
-    return str(diagnose(dataclasses.replace(facts, **changes))).splitlines()
+def lines(facts: dict[str, Any], **changes: Any) -> list[str]:
+    return str(diagnose(facts | changes)).splitlines()
 
 
 @pytest.mark.parametrize("name", ["torch", "TensorFlow"])
 def test_a_framework_without_some_private_names_is_named(name: str) -> None:
-    package = name.lower()
-    reply = getattr(LAPTOP, package) | {"lost": ["collectives and messages", "lab.profile"]}
-    (line,) = (line for line in lines(LAPTOP, **{package: reply}) if f"recording {name}" in line)
+    reply = LAPTOP[name] | {"lost": ["collectives and messages", "lab.profile"]}
+    (line,) = (line for line in lines(LAPTOP, **{name: reply}) if f"recording {name}" in line)
     assert line.endswith("this version lacks what labkit needs for: collectives and messages; lab.profile")
 
 
@@ -81,16 +96,6 @@ def test_a_complete_laptop() -> None:
     ]
 
 
-def test_a_notebook_shows_a_table_that_breaks_lines_between_words() -> None:
-    report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {"tensorflow": None}))
-    html = report._repr_html_()
-    assert html.count("<tr>") == len(report.findings)
-    assert "word-break:normal" in html
-    assert "✗" in html
-    assert re.search(r"→ <code>.*pip install", html)
-    assert str(report).splitlines()[-1] in html
-
-
 def test_a_complete_server() -> None:
     text = lines(SERVER)
     assert "  GPUs               2 × NVIDIA H200, 143771 MiB" in text
@@ -100,13 +105,13 @@ def test_a_complete_server() -> None:
     assert diagnose(SERVER).ok
 
 
-@pytest.mark.parametrize(("package", "name", "extra", "purpose"), doctor.PACKAGES)
-def test_missing_packages_name_their_command(package: str, name: str, extra: str, purpose: str) -> None:
-    report = diagnose(dataclasses.replace(LAPTOP, versions=LAPTOP.versions | {package: None}))
+@pytest.mark.parametrize(("name", "extra", "purpose"), PACKAGES)
+def test_missing_packages_name_their_command(name: str, extra: str, purpose: str) -> None:
+    report = diagnose(LAPTOP | {name: {"version": None}})
     (finding,) = [f for f in report.findings if f.remedy]
-    lessons_need_it = package != "tensorboard"
-    assert finding == doctor.Finding(
-        name, f"not installed; needed for {purpose}", ok=not lessons_need_it, remedy=f'pip install "labkit[{extra}]"', pip=True
+    lessons_need_it = name != "TensorBoard"
+    assert finding == Finding(
+        f"not installed; needed for {purpose}", not lessons_need_it, f'pip install "labkit[{extra}]"', pip=True, subject=name
     )
     assert str(report).splitlines()[-2:] == [
         "1 thing is missing: see ✗." if lessons_need_it else "Nothing is missing.",
@@ -116,40 +121,55 @@ def test_missing_packages_name_their_command(package: str, name: str, extra: str
 
 def test_remedies_name_extras_that_exist() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {extra for *_, extra, _ in doctor.PACKAGES} <= set(extras)
+    report = diagnose(LAPTOP | {name: {"version": None} for name, *_ in PACKAGES})
+    named = [extra for f in report.findings for extra in re.findall(r"labkit\[(\w+)\]", f.remedy)]
+    assert len(named) == len(PACKAGES)
+    assert set(named) <= set(extras)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"usable_cores": 1.5}, "  cores              8, of which this process may use 1.5; lessons with more ranks run, too"),
-        ({"free_nbytes": None}, "  memory             16 GiB, the container's limit"),
-        ({"shared_nbytes": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
-        ({"system": "Darwin arm64"}, "  ranks start by     spawn, with spare ranks kept ready"),
-        ({"start": "spawn"}, "  ranks start by     spawn, with spare ranks kept ready, because of LABKIT_START=spawn"),
+        ({"cores": (8, 1.5)}, "  cores              8, of which this process may use 1.5; lessons with more ranks run, too"),
+        ({"memory": (16 * GIB, None)}, "  memory             16 GiB, the container's limit"),
+        ({"shared memory": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
+        ({"ranks start by": ("spawn", None)}, "  ranks start by     spawn, with spare ranks kept ready"),
         (
-            {"start": "spawn"},
+            {"ranks start by": ("spawn", "spawn")},
+            "  ranks start by     spawn, with spare ranks kept ready, because of LABKIT_START=spawn",
+        ),
+        (
+            {"ranks start by": ("spawn", None)},
             "  ranks talk over    this machine's network, where other users of it can reach them (they are spawned)",
         ),
         (
-            {"network": {"private": False, "why": "LABKIT_NETWORK=shared", "others": True}},
+            {"ranks talk over": {"private": False, "why": "LABKIT_NETWORK=shared", "others": True}},
             "  ranks talk over    this machine's network, where other users of it can reach them (LABKIT_NETWORK=shared)",
         ),
         (
-            {"network": {"private": False, "why": "LABKIT_NETWORK=private hides them", "others": False}},
+            {"ranks talk over": {"private": False, "why": "LABKIT_NETWORK=private hides them", "others": False}},
             "  ranks talk over    this machine's network, where nobody else has an account (LABKIT_NETWORK=private hides them)",
         ),
         (
-            {"network": {"error": "LABKIT_NETWORK='public': expected 'private'"}},
+            {"ranks talk over": {"error": "LABKIT_NETWORK='public': expected 'private'"}},
             "✗ ranks talk over    LABKIT_NETWORK='public': expected 'private'",
         ),
-        ({"start": "forkserver"}, "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'"),
         (
-            {"torch": LAPTOP.torch | {"rpc": False}},
+            {"ranks start by": (None, "forkserver")},
+            "✗ ranks start by     LABKIT_START='forkserver' is neither 'fork' nor 'spawn'",
+        ),
+        (
+            {"torch": TORCH | {"rpc": False}},
             "✗ torch.distributed  gloo; without rpc (lessons 07 and 08 show their code, and run it over messages)",
         ),
-        ({"torch": {"error": "ended by SIGSEGV"}}, "✗ torch            1.2, but it does not load: ended by SIGSEGV"),
-        ({"tensorflow": {"error": "boom"}}, "✗ TensorFlow         1.2, but it does not load: boom"),
+        (
+            {"torch": {"version": "1.2", "error": "ended by SIGSEGV"}},
+            "✗ torch            1.2, but it does not load: ended by SIGSEGV",
+        ),
+        (
+            {"TensorFlow": {"version": "1.2", "error": "boom"}},
+            "✗ TensorFlow         1.2, but it does not load: boom",
+        ),
     ],
 )
 def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
@@ -159,20 +179,27 @@ def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"visible_gpus": "1"}, "  GPUs               2 × NVIDIA H200, 143771 MiB; CUDA_VISIBLE_DEVICES=1"),
-        ({"torch": LAPTOP.torch}, "✗ torch              1.2 sees none of the GPUs: the installed build is for the CPU"),
+        ({"GPUs": GPUS._replace(visible="1")}, "  GPUs               2 × NVIDIA H200, 143771 MiB; CUDA_VISIBLE_DEVICES=1"),
+        ({"torch": TORCH}, "✗ torch              1.2 sees none of the GPUs: the installed build is for the CPU"),
         (
-            {"torch": SERVER.torch | {"gpus": 0}},
+            {"torch": TORCH | {"cuda": "13.0"}},
             "✗ torch              1.2 sees none of the GPUs: the installed CUDA build does not fit the driver",
         ),
-        ({"torch": SERVER.torch | {"gpus": 0}, "visible_gpus": ""}, "  torch              1.2 (CUDA 13.0, sees 0 GPUs)"),
-        ({"tensorflow": LAPTOP.tensorflow}, "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU"),
+        (
+            {"torch": TORCH | {"cuda": "13.0"}, "GPUs": GPUS._replace(visible="")},
+            "  torch              1.2 (CUDA 13.0, sees 0 GPUs)",
+        ),
+        (
+            {"TensorFlow": TENSORFLOW},
+            "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU",
+        ),
     ],
 )
 def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
     assert expected in lines(SERVER, **changes)
 
 
+@pytest.mark.processes
 def test_checking_loads_no_framework() -> None:
     program = """
 import sys
@@ -188,26 +215,33 @@ print(report, "loaded:", sorted(loaded))
 
 
 @pytest.mark.processes
-def test_querying_a_process() -> None:
-    def ask(question: str) -> dict[str, Any]:
-        return doctor._reply(doctor._start_asking(question))
-
-    assert ask("print('noise'); print('{\"gpus\": 3}')") == {"gpus": 3}
-    assert ask("import nothing_of_this_name") == {"error": "ModuleNotFoundError: No module named 'nothing_of_this_name'"}
-    assert ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == {"error": "ended by SIGSEGV"}
-    assert ask("raise SystemExit(7)") == {"error": "exit code 7"}
+def test_an_installed_package_is_asked_for_more() -> None:
+    entry = doctor._package("PyTest", "test", "tests", ask=questions.noisy, needs=("GPUs",))
+    assert entry.find(0).reply() == {"version": pytest.__version__, "gpus": 3}
+    assert doctor._package("nothing-of-this-name", "test", "tests", ask=questions.noisy).find() == {"version": None}
 
 
-@pytest.mark.processes
-def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ASK_LIMIT_S", 0)
-    assert doctor._reply(doctor._start_asking("import time; time.sleep(100)")) == {"error": "no reply within 0 s"}
+@pytest.mark.parametrize(
+    ("variable", "platform", "start"),
+    [
+        ("", "linux", ("fork", None)),
+        ("", "darwin", ("spawn", None)),
+        ("spawn", "linux", ("spawn", "spawn")),
+        ("forkserver", "linux", (None, "forkserver")),
+    ],
+)
+def test_how_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, platform: str, start: tuple[str | None, str | None]
+) -> None:
+    monkeypatch.setenv("LABKIT_START", variable)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert doctor._find_start() == start
 
 
 @pytest.mark.processes
 def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    said = doctor._reply(doctor._start_asking(doctor.ASK_TORCH.format(sys.path)))
+    said = Question(doctor._ask_torch).reply()
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc", "lost"}
     assert said["lost"] == []
     assert said["gloo"] is True
@@ -217,7 +251,7 @@ def test_facts_from_torch() -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_facts_from_tensorflow() -> None:
-    said = doctor._reply(doctor._start_asking(doctor.ASK_TENSORFLOW.format(sys.path)))
+    said = Question(doctor._ask_tensorflow).reply()
     assert set(said) == {"gpus", "lost"}
     assert said["lost"] == []
 
@@ -225,10 +259,11 @@ def test_facts_from_tensorflow() -> None:
 def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "DRIVER", tmp_path)
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     for number, text in enumerate(["Model: \t\t NVIDIA H200\nIRQ: 12\n", "IRQ: 13\n"]):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "information").write_text(text)
-    assert doctor._nvidia_gpus() == (("NVIDIA H200", "NVIDIA GPU"), "no nvidia-smi, no NVIDIA driver in /proc")
+    assert doctor._find_gpus() == (("NVIDIA H200", "NVIDIA GPU"), "no nvidia-smi, no NVIDIA driver in /proc", "1")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +284,8 @@ def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "nothing")
-    assert doctor._nvidia_gpus() == (gpus, search)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert doctor._find_gpus() == (gpus, search, None)
 
 
 @pytest.mark.parametrize(
@@ -264,11 +300,11 @@ def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 )
 def test_a_containers_limit_of_memory(version: str, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
     folder = fake_control_groups(tmp_path, version, "/pod")
-    total, free = doctor._memory_sizes(tmp_path)
+    total, free = doctor._find_memory(tmp_path)
     assert free is not None
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    total_now, free_now = doctor._memory_sizes(tmp_path)
+    total_now, free_now = doctor._find_memory(tmp_path)
     assert total_now == (limit or total)
     assert (free_now is None) == (limit is not None)

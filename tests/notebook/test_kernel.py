@@ -19,6 +19,8 @@ nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 from kernels import ANSWER_LIMIT_S, Cell, Kernel, shared_kernel  # noqa: E402
 from nbclient import NotebookClient  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

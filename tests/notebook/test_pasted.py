@@ -19,6 +19,8 @@ pytest.importorskip("ipykernel", reason="needs ipykernel")
 pytest.importorskip("torch")
 from kernels import Kernel
 
+pytestmark = pytest.mark.processes
+
 PROGRAMS = Path(__file__).resolve().parent / "pasted"
 RESULTS: Final = "group.last_run.results"
 # By rank, how often each operation was recorded; `init_*` and rpc.shutdown are not traffic.

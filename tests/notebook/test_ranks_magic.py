@@ -22,6 +22,8 @@ from labkit.ipc.ranks_cell import CellSyntaxError, cell_filename
 from labkit.notebook.ranks_magic import USAGE
 from labkit.notebook.ranks_magic import ranks as magic
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

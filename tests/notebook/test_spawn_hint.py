@@ -12,6 +12,8 @@ from kernels import shared_kernel
 
 from labkit.notebook.spawn_hint import HINT
 
+pytestmark = pytest.mark.processes
+
 CELLS = """
 import functools, operator, os
 import labkit as lab

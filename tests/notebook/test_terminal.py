@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from doings import computing, returned
 
+pytestmark = pytest.mark.processes
+
 pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed: IPython brings it")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +30,6 @@ TYPED = (
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.processes
 def test_an_error_is_shown_once_and_the_next_line_works(shell: str, tmp_path: Path) -> None:
     arguments, prompt = SHELLS[shell]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path), "TERM": "dumb"}

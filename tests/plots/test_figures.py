@@ -757,6 +757,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
             figure(alone())
 
 
+@pytest.mark.processes
 def test_importing_the_figures_does_not_import_matplotlib():
     code = "import labkit.plots.scaling, labkit.plots.live.live, sys; assert 'matplotlib' not in sys.modules, 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

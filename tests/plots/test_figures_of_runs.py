@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import matplotlib as mpl
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
@@ -15,6 +16,8 @@ from labkit.plots.flows import flows_of
 from labkit.plots.message_arrows import messages
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
+
+pytestmark = pytest.mark.processes
 
 
 def to_and_fro():

@@ -450,6 +450,7 @@ def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch)
     assert read(7) == 0
 
 
+@pytest.mark.processes
 def test_memory_taken_by_a_real_process_is_seen():
     code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -940,6 +941,7 @@ nbformat.write(notebook, sys.argv[1])
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_a_saved_notebook_holds_one_image_and_nbval_agrees(tmp_path):
     path = [str(Path(labkit.__file__).parent.parent), str(Path(synthetic.__file__).parent)]
     file = tmp_path / "live.ipynb"

@@ -260,6 +260,7 @@ def at(run, name):
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pytest.mark.parametrize("one_group", [True, False], ids=["one group", "a group per layer"])
+@pytest.mark.processes
 def test_gathered_parameters_disappear_when_fsdp_frees_them(two_ranks, one_group, reshard, make_optimizer, tmp_path):
     run = two_ranks.run(sharded, one_group, reshard, make_optimizer)
     # Two moments, and for each parameter the number of steps, in four bytes.
@@ -277,6 +278,7 @@ def test_gathered_parameters_disappear_when_fsdp_frees_them(two_ranks, one_group
         assert gathered[-1] == 0
 
 
+@pytest.mark.processes
 def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
     usage = memory_uses(two_ranks.run(sharded, True, True, torch.optim.AdamW, steps=1).trace)[0]
     peak = dict(zip(MEMORY_KINDS, usage.nbytes[:, usage.peak].tolist(), strict=True))
@@ -284,6 +286,7 @@ def test_the_peak_of_a_first_step_with_adamw_is_at_the_optimizer(two_ranks):
     assert {kind: value for kind, value in peak.items() if value} == expected
 
 
+@pytest.mark.processes
 def test_gathered_parameters_that_fsdp_keeps_count_until_the_backward_pass():
     with lab.Group(4, devices="cpu") as group:
         run = group.run(sharded, True, 2, torch.optim.SGD)
@@ -309,6 +312,7 @@ def replicated(gradient_as_bucket_view):
 
 
 @pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.processes
 def test_the_buckets_of_data_parallel_training_count_once(two_ranks, as_views):
     run = two_ranks.run(replicated, as_views)
     trained = 4 * (WIDTH * WIDTH + WIDTH + WIDTH * 3 + 3)
@@ -335,6 +339,7 @@ def tensor_parallel(gathered):
 
 
 @pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.processes
 def test_activations_of_dtensors_are_this_ranks_own(two_ranks, gathered):
     run = two_ranks.run(tensor_parallel, gathered)
     # The first layer keeps the whole input; ReLU and the second layer keep this rank's half of the hidden values, once.

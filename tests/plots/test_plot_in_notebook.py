@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("matplotlib_inline")
 
 

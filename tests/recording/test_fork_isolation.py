@@ -11,6 +11,8 @@ import pytest
 
 import labkit as lab
 
+pytestmark = pytest.mark.processes
+
 torch = pytest.importorskip("torch")
 
 

@@ -164,6 +164,7 @@ def test_nothing_else_lists_operations() -> None:
     assert set(found) == ELSEWHERE, found
 
 
+@pytest.mark.processes
 def test_a_new_entry_needs_no_other_edit() -> None:
     program = ROOT / "tests" / "helpers" / "made_up_collective.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=200, check=False)

@@ -464,6 +464,7 @@ def test_a_call_of_the_students_function_is_recorded(rank: Rank) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # from Python 3.12
+@pytest.mark.processes
 def test_a_worker_that_a_rank_forks_records_nothing(rank: Rank) -> None:
     with lab.span("before"):
         pass
@@ -554,6 +555,7 @@ def test_without_the_students_code_on_the_stack_there_is_no_line() -> None:
     assert lines == [""]
 
 
+@pytest.mark.processes
 def test_importing_it_needs_no_numpy() -> None:
     code = "import sys, labkit.recording.record; print('numpy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)

@@ -289,6 +289,7 @@ def shared_file(tmp_path: Path) -> Iterator[tuple[Path, mmap.mmap]]:
         yield path, mmap.mmap(file.fileno(), RING_BYTES)
 
 
+@pytest.mark.processes
 def test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_was_killed(
     shared_file: tuple[Path, mmap.mmap],
 ) -> None:

@@ -101,6 +101,7 @@ def came_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["the ring", "columns", "a file", "a folder"])
+@pytest.mark.processes
 def test_a_field_added_to_the_schema_comes_back_through(way: str, came_back: dict[str, Any]) -> None:
     default = {"retries": -3, "resumed_ns": 0, "algorithm": "", "compressed": False}
     spans = came_back[way]

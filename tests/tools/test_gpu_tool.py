@@ -72,6 +72,7 @@ def test_a_missing_program() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU, where `make gpu` runs")
+@pytest.mark.processes
 def test_without_a_gpu_the_command_says_what_is_missing_and_fails() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     done = subprocess.run(

@@ -14,6 +14,7 @@ from PIL import Image
 from tools.moving_picture import STAYS_MS, chromium, film
 
 pytestmark = [
+    pytest.mark.processes,
     pytest.mark.browser,
     pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine; .ci/run installs one where it can"),
 ]

@@ -191,6 +191,7 @@ def test_a_students_options_come_last() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
+@pytest.mark.processes
 def test_jupyterlab_accepts_a_students_options_beside_ours(tmp_path: Path, given: list[str], shown: str) -> None:
     """It refuses an option that is given twice."""
     line = lab.command([argument.replace("FOLDER", str(tmp_path)) for argument in given])
@@ -259,6 +260,8 @@ def fetch(address: str) -> str:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_make_lab_serves_the_first_lesson_and_its_pictures(server: subprocess.Popen[str]) -> None:
     assert server.stdout is not None
     addresses = (re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/(\S+)\?token=(\w+)", line) for line in server.stdout)

@@ -263,6 +263,7 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
         load_trace(tmp_path)
 
 
+@pytest.mark.processes
 def test_a_folder_without_traces(copied: Path) -> None:
     (copied / "folder.json").mkdir()
     (copied / "list.json").write_text("[1]")
@@ -273,6 +274,7 @@ def test_a_folder_without_traces(copied: Path) -> None:
     assert "mine" in [s.name for s in load_trace(copied)]
 
 
+@pytest.mark.processes
 def test_a_truncated_ring_is_reported(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (ring,) = copied.glob("*.ring")
     ring.write_bytes(ring.read_bytes()[:1000])
@@ -280,6 +282,7 @@ def test_a_truncated_ring_is_reported(copied: Path, capsys: pytest.CaptureFixtur
     assert "what rank 0 left cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_random_damage_to_the_description_of_a_rank(copied: Path) -> None:
     dice = random.Random(7)
     (about,) = copied.glob("*.json")
@@ -290,6 +293,7 @@ def test_random_damage_to_the_description_of_a_rank(copied: Path) -> None:
             use(load_trace(copied))
 
 
+@pytest.mark.processes
 def test_random_damage_to_records(copied: Path) -> None:
     dice = random.Random(7)
     (ring,) = copied.glob("*.ring")

@@ -74,6 +74,7 @@ def lose(when: str) -> None:
 
 
 @pytest.mark.parametrize(("when", "headline"), [("during", "LostError: a connection"), ("before", "DiedError")])
+@pytest.mark.processes
 def test_a_rank_reports_its_error_whenever_a_child_process_dies(when: str, headline: str) -> None:
     with lab.Group(1, runtime="bare") as group, pytest.raises(lab.RankError) as caught:
         group.run(lose, when)
@@ -83,6 +84,7 @@ def test_a_rank_reports_its_error_whenever_a_child_process_dies(when: str, headl
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+@pytest.mark.processes
 def test_a_worker_of_a_data_loader_that_dies(end: str) -> None:
     pytest.importorskip("torch")
 

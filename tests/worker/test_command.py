@@ -13,6 +13,8 @@ import pytest
 
 from labkit.tracing.load import load_trace
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 200
 

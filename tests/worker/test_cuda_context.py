@@ -107,6 +107,7 @@ def process_id() -> int:
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.processes
 def test_ranks_whose_context_is_broken_are_replaced(pair: lab.Group) -> None:
     before = pair.run(process_id).results
     with pytest.raises(RankError, match="rank 0 failed: RuntimeError: CUDA error: device-side assert triggered"):
@@ -114,6 +115,7 @@ def test_ranks_whose_context_is_broken_are_replaced(pair: lab.Group) -> None:
     assert not set(before) & set(pair.run(process_id).results)
 
 
+@pytest.mark.processes
 def test_a_kernel_that_fails_after_the_function_returned_fails_its_own_run(pair: lab.Group) -> None:
     with pytest.raises(RankError, match=r"break_cuda\(\) returned, and then a CUDA kernel that it had started failed: .*assert"):
         pair.run(break_cuda, by_returning=True)

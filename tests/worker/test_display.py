@@ -72,6 +72,7 @@ def run_cell(cells: in_cells.Cells, source: str, on: list[int] | None = None) ->
 # Displays of a rank appear under the cell
 
 
+@pytest.mark.processes
 def test_rich_output_follows_the_prints_labelled_and_in_rank_order(cells: in_cells.Cells, page: Page) -> None:
     run_cell(cells, "import os\nprint('said')\ndisplay(Rich('one'), 'text', 3)\nRich(os.environ['RANK'])")
     prints = [f"[{name}] {text}" for name in "ab" for text in ("said", "'text'", "3")]
@@ -83,12 +84,14 @@ def test_rich_output_follows_the_prints_labelled_and_in_rank_order(cells: in_cel
     ]  # fmt: skip
 
 
+@pytest.mark.processes
 def test_displays_before_an_error_are_shown(cells: in_cells.Cells, page: Page) -> None:
     with pytest.raises(lab.RankError):
         run_cell(cells, "display(Rich('x'))\n1 / 0", [1])
     assert page.shown == ["[b]", {"text/plain": "Rich('x')", "text/html": "<b>x</b>"}]
 
 
+@pytest.mark.processes
 def test_displays_of_a_rank_that_died_or_hangs_are_shown(cells: in_cells.Cells, page: Page) -> None:
     for end in ("os._exit(1)", "os.kill(os.getpid(), 9)"):
         page.shown.clear()
@@ -97,6 +100,7 @@ def test_displays_of_a_rank_that_died_or_hangs_are_shown(cells: in_cells.Cells, 
         assert page.shown[:2] == ["[a]", {"text/plain": "Rich('x')", "text/html": "<b>x</b>"}]
 
 
+@pytest.mark.processes
 def test_displays_between_two_runs_appear_in_the_next(cells: in_cells.Cells, page: Page, tmp_path: Path) -> None:
     go, shown = tmp_path / "go", tmp_path / "shown"
     run_cell(cells, f"""
@@ -118,6 +122,7 @@ thread.start()
     assert page.shown == ["[a]", {"text/plain": "Rich('late')", "text/html": "<b>late</b>"}]
 
 
+@pytest.mark.processes
 def test_displays_are_updated_and_cleared(cells: in_cells.Cells, page: Page) -> None:
     run_cell(cells, """
 h = display(Rich("old"), display_id=True)
@@ -137,6 +142,7 @@ for i in range(200):
     assert page.shown == ["[a] step 199", "[a]", {"text/plain": "Rich(199)", "text/html": "<b>199</b>"}]
 
 
+@pytest.mark.processes
 def test_ipythons_own_objects_and_functions_work(cells: in_cells.Cells, page: Page) -> None:
     pytest.importorskip("IPython")
     run_cell(cells, """
@@ -150,6 +156,7 @@ publish_display_data({"text/plain": "x", "application/json": {"a": [1]}})
     assert data == {"text/plain": "x", "application/json": {"a": [1]}}
 
 
+@pytest.mark.processes
 def test_figures_are_shown_by_show_display_and_at_the_end(cells: in_cells.Cells, page: Page) -> None:
     pytest.importorskip("matplotlib")
     run_cell(cells, """
@@ -171,6 +178,7 @@ plt.figure();
     assert [d["text/plain"] for d in page.shown[1:]] == ["<Figure size 200x100 with 1 Axes>"] * 2
 
 
+@pytest.mark.processes
 def test_a_figure_in_a_result_is_not_displayed_by_itself(cells: in_cells.Cells, page: Page) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
     cells("""
@@ -184,6 +192,7 @@ def test_a_figure_in_a_result_is_not_displayed_by_itself(cells: in_cells.Cells, 
     assert len(page.shown) == 2
 
 
+@pytest.mark.processes
 def test_many_displays_are_bounded_and_counted(cells: in_cells.Cells, page: Page) -> None:
     most = MOST_DISPLAYS // 2
     run_cell(cells, "for i in range(100): display(Rich(i))", [0])
@@ -197,6 +206,7 @@ def test_many_displays_are_bounded_and_counted(cells: in_cells.Cells, page: Page
 # In a plain script
 
 
+@pytest.mark.processes
 def test_outside_a_notebook_the_text_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))
     cells("""
@@ -217,6 +227,7 @@ def test_outside_a_notebook_the_text_is_printed(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.splitlines() == [f"[rank 0] {line}" for line in lines]
 
 
+@pytest.mark.processes
 def test_a_display_that_fails_says_why_and_does_not_end_the_run(cells: in_cells.Cells, page: Page) -> None:
     """As in IPython: the traceback is printed, and a simpler form of the object is shown."""
     cells("""
@@ -314,6 +325,7 @@ def test_all_ranks_together_are_bounded(page: Page) -> None:
 # exit, quit, get_ipython
 
 
+@pytest.mark.processes
 def test_exit_ends_the_function_of_a_rank(cells: in_cells.Cells, page: Page) -> None:
     cells("""
         import os, sys
@@ -338,6 +350,7 @@ def os_getpid() -> int:
     return os.getpid()
 
 
+@pytest.mark.processes
 def test_get_ipython_in_a_rank(cells: in_cells.Cells, page: Page) -> None:
     cells("""
         def f():
@@ -353,6 +366,7 @@ def test_get_ipython_in_a_rank(cells: in_cells.Cells, page: Page) -> None:
         cells.group.run(cells.g)
 
 
+@pytest.mark.processes
 def test_names_that_ipython_defines_become_the_ranks_own(cells: in_cells.Cells) -> None:
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     autocall = pytest.importorskip("IPython.core.autocall")

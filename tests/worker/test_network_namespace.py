@@ -104,6 +104,7 @@ def service() -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.parametrize("runtime", ["bare", "torch", "rpc"])
+@pytest.mark.processes
 def test_nothing_listens_outside_this_machine(runtime: str, start: str) -> None:
     if runtime != "bare":
         pytest.importorskip("torch")
@@ -155,6 +156,7 @@ def where_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(service: tuple[str, int]) -> None:
     pytest.importorskip("torch")
 
@@ -180,6 +182,7 @@ def test_nobody_reaches_torchs_ports_and_the_students_code_reaches_the_machine(s
 
 
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_nobody_reaches_rpcs_ports_and_served_functions_reach_the_machine(service: tuple[str, int]) -> None:
     pytest.importorskip("torch")
 
@@ -211,6 +214,7 @@ def reads_a_store(port: int, limit_s: float) -> tuple[bytes, bytes, float] | str
 
 
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_ranks_reach_a_store_that_the_notebook_serves() -> None:
     dist = pytest.importorskip("torch.distributed")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -230,6 +234,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may start a program of another user")
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_ranks_do_not_take_another_users_program_for_their_store() -> None:
     pytest.importorskip("torch")
     command = [shutil.which("python3", path=os.defpath) or sys.executable, "-c", SERVES]
@@ -248,6 +253,7 @@ def test_ranks_do_not_take_another_users_program_for_their_store() -> None:
 @pytest.mark.tf
 @pytest.mark.slow
 @pytest.mark.usefixtures("where_allowed")
+@pytest.mark.processes
 def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -> None:
     def use() -> tuple[list[Open], list[Open], list[int], bytes]:
         import tensorflow as tf
@@ -275,6 +281,7 @@ def test_tensorflows_workers_listen_only_on_loopback(service: tuple[str, int]) -
 @pytest.mark.tf
 @pytest.mark.slow
 @pytest.mark.usefixtures("where_allowed")
+@pytest.mark.processes
 def test_tensorflows_servers_and_their_chief_listen_only_on_loopback() -> None:
     def look(chief: bool) -> tuple[list[Open], list[Open]]:
         import tensorflow as tf
@@ -304,6 +311,7 @@ def python(source: str, *arguments: str, command: str = sys.executable, **option
 
 
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_calls_in_a_private_network() -> None:
     ran = python("""
 import os
@@ -360,6 +368,7 @@ except lab.LabError as error:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
 def test_a_system_that_allows_no_namespaces() -> None:
     pytest.importorskip("torch")
     ran = python(ON_A_SYSTEM_WITHOUT, "and a group")
@@ -393,12 +402,14 @@ def test_naming_another_interface_requests_the_machines_network() -> None:
         own.unless_asked_outside({"TP_SOCKET_IFNAME": "eth0", "LABKIT_NETWORK": "private"})
 
 
+@pytest.mark.processes
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_NETWORK", "public")
     with pytest.raises(lab.LabError, match="LABKIT_NETWORK='public': expected 'private', 'shared', or nothing"):
         lab.Group(2, runtime="bare")
 
 
+@pytest.mark.processes
 def test_spawned_ranks_cannot_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LABKIT_NETWORK", "private")
     with pytest.raises(lab.LabError, match="LABKIT_NETWORK=private needs start='fork'"):
@@ -467,6 +478,7 @@ def of_another_user() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_of_a_user_other_than_root() -> None:
     """If the tests run as root, as another user. Then the notebook is killed."""
     pytest.importorskip("torch")

@@ -21,6 +21,8 @@ from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.ipc.protocol import Message, NewSettings, Warned
 from labkit.worker.warnings_capture import MOST
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,6 +17,7 @@ from labkit.worker.edited_modules import Imports
 from labkit.worker.process_state import ProcessState
 
 
+@pytest.mark.processes
 def test_a_deleted_folder_is_an_error_at_once(ranks: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -31,6 +32,7 @@ def test_a_deleted_folder_is_an_error_at_once(ranks: lab.Group, tmp_path: Path, 
     assert ranks.run(os.getpid).results == pids, "the ranks go on"
 
 
+@pytest.mark.processes
 def test_folder_path_and_variables_reach_ranks_at_the_next_run(
     ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +62,7 @@ def test_folder_path_and_variables_reach_ranks_at_the_next_run(
     assert ranks.run(cells.own).results == [("the rank's own", "own")] * 2
 
 
+@pytest.mark.processes
 def test_a_ranks_own_variables_stay(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tutorials set MASTER_PORT in a cell, which would send every rank to another address."""
 
@@ -74,6 +77,7 @@ def test_a_ranks_own_variables_stay(ranks: lab.Group, monkeypatch: pytest.Monkey
     assert ranks.run(lambda: os.environ.get("LABKIT_RANK")).results == ["0", "1"]
 
 
+@pytest.mark.processes
 def test_a_folder_changed_by_a_rank_stays(ranks: lab.Group, tmp_path: Path) -> None:
     def go(folder: Path) -> None:
         os.chdir(folder)
@@ -84,6 +88,7 @@ def test_a_folder_changed_by_a_rank_stays(ranks: lab.Group, tmp_path: Path) -> N
     ranks.run(go, here)
 
 
+@pytest.mark.processes
 def test_an_edited_module_is_named(
     ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,8 @@ def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str
             agent.communicate()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_two_nodes_leave_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "traces"
     another = os.pathsep.join([str(HERE / "another_machine"), str(ROOT)])
@@ -106,6 +108,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.processes
 def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     """torchrun is not needed: any launcher that sets RANK and WORLD_SIZE works."""
     ranks = []
@@ -142,6 +145,7 @@ def named(left: Trace) -> list[str]:
     return [s.name for s in left]
 
 
+@pytest.mark.processes
 def test_a_script_without_a_launcher_is_one_rank(tmp_path: Path) -> None:
     ended = python(tmp_path / "new" / "folder", RECORDS)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -151,6 +155,7 @@ def test_a_script_without_a_launcher_is_one_rank(tmp_path: Path) -> None:
     assert [s.value for s in trace.scalars if s.name == "loss"] == [0, 1, 2]
 
 
+@pytest.mark.processes
 def test_the_operations_of_a_killed_rank_are_kept(tmp_path: Path) -> None:
     killed = RECORDS + "span = lab.span('save', kind='communication')\nspan.__enter__()\nimport os\nos.kill(os.getpid(), 9)\n"
     assert python(tmp_path, killed).returncode == -9
@@ -159,6 +164,7 @@ def test_the_operations_of_a_killed_rank_are_kept(tmp_path: Path) -> None:
     assert len(trace.filter(name="forward")) == 3
 
 
+@pytest.mark.processes
 def test_a_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
     children = (
         "import os, subprocess, sys\n"
@@ -181,6 +187,7 @@ def test_a_child_process_of_a_rank_is_not_a_rank(tmp_path: Path) -> None:
     assert sorted(named(load_trace(tmp_path))) == ["-c", "own"]
 
 
+@pytest.mark.processes
 def test_the_ranks_of_a_group_are_not_recorded_as_a_script(tmp_path: Path) -> None:
     """If the notebook's own process has the variable, for example from its shell."""
     notebook = (
@@ -194,6 +201,7 @@ def test_the_ranks_of_a_group_are_not_recorded_as_a_script(tmp_path: Path) -> No
     assert not (tmp_path / "traces").exists()
 
 
+@pytest.mark.processes
 def test_a_folder_that_cannot_be_written_does_not_end_the_script(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ended = python(tmp_path / "file", RECORDS + "print('went on')", RANK="1", WORLD_SIZE="2")
@@ -203,6 +211,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_script(tmp_path: Path)
     assert line.endswith("This rank runs without being recorded.")
 
 
+@pytest.mark.processes
 def test_a_torch_that_cannot_be_recorded_does_not_end_the_script(tmp_path: Path) -> None:
     """The import of torch is noticed even if its spec was asked for before."""
     (tmp_path / "torch.py").write_text("print('torch comes in')")
@@ -213,6 +222,7 @@ def test_a_torch_that_cannot_be_recorded_does_not_end_the_script(tmp_path: Path)
     assert line.startswith("labkit: communication is not recorded: ModuleNotFoundError: ")
 
 
+@pytest.mark.processes
 def test_without_the_variable_nothing_is_loaded() -> None:
     costly = ("labkit.worker.script_recorder", "labkit.recording.record", "mmap", "socket")
     code = f"import labkit, sys; print([m for m in {costly} if m in sys.modules])"
@@ -332,6 +342,7 @@ rpc.shutdown()
 """
 
 
+@pytest.mark.processes
 def test_workers_of_rpc_have_their_names(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     command = [sys.executable, "-c", WORKER, str(folder), str(tmp_path / "store")]

@@ -57,6 +57,7 @@ def close(outer: ProfilerEvent | Span, inner: ProfilerEvent | Span) -> bool:
     return outer.start_ns <= inner.start_ns + NEAR_NS and inner.end_ns <= outer.end_ns + NEAR_NS
 
 
+@pytest.mark.processes
 def test_the_profiler_and_the_spans_have_one_clock(pair: Group, tmp_path: Path) -> None:
     with profile(pair):
         run = pair.run(nested)
@@ -77,6 +78,7 @@ def test_the_profiler_and_the_spans_have_one_clock(pair: Group, tmp_path: Path) 
     assert pair.run(nested).trace.profile == (), "only inside the block"
 
 
+@pytest.mark.processes
 def test_a_failing_run_does_not_disturb_the_profiler(pair: Group) -> None:
     before = pair.run(os.getpid).results
     with profile(pair):
@@ -109,6 +111,7 @@ def with_its_own_profiler(in_a_thread: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True], ids=["main thread", "another thread"])
+@pytest.mark.processes
 def test_a_profiler_of_the_programs_own_pauses_ours(pair: Group, in_a_thread: bool) -> None:
     with profile(pair):
         run = pair.run(with_its_own_profiler, in_a_thread)
@@ -126,12 +129,14 @@ def never_stopped() -> None:
     torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]).start()
 
 
+@pytest.mark.processes
 def test_a_profiler_that_was_not_stopped_is_an_error_and_not_a_crash(pair: Group) -> None:
     pair.run(never_stopped)
     with profile(pair), pytest.raises(RankError, match=r"a torch\.profiler that an earlier run started is still running"):
         pair.run(one_seventh)
 
 
+@pytest.mark.processes
 def test_only_torch_has_a_profiler() -> None:
     expected = "is for torch; this group has the runtime 'bare'"
     with Group(1, runtime="bare") as group, pytest.raises(LabError, match=expected), profile(group):

@@ -6,7 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from bench.chaos.leftovers import MARK, Traces
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_process_that_was_left_is_found(tmp_path: Path) -> None:

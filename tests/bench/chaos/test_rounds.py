@@ -12,6 +12,8 @@ import pytest
 from bench.chaos import rounds
 from bench.chaos.faults import Round
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 250
 
 ROUNDS = [

@@ -28,6 +28,7 @@ def spares() -> None:
     notebook.starter("torch", "spawn").warm(2)
 
 
+@pytest.mark.processes
 def test_background_imports_are_not_growth(spares: None, nothing_imports: None) -> None:
     assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
 
@@ -59,6 +60,7 @@ def test_leaked_memory_is_detected(nothing_imports: None) -> None:
     assert too_much(grown, MANY) == ["resident"]
 
 
+@pytest.mark.processes
 def test_a_leaked_process_is_detected(nothing_imports: None) -> None:
     left: list[subprocess.Popen[bytes]] = []
     try:

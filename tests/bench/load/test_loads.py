@@ -13,6 +13,8 @@ from bench.load import loads
 from bench.load.footprint import too_much
 
 pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
     pytest.mark.usefixtures("nothing_imports"),
 ]
@@ -70,7 +72,6 @@ def test_very_many_spans_are_read_counted_and_drawn() -> None:
     assert spans.seen > 0
 
 
-@pytest.mark.slow
 def test_notebooks_that_start_at_once_see_only_their_own_ranks() -> None:
     pytest.importorskip("torch")
     seen = loads.many_notebooks(6)

@@ -32,7 +32,7 @@ from labkit.ipc.protocol import RankConfig
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -531,6 +531,7 @@ def work_alone(seconds: float) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_working_alone_is_not_stopped(two: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorFlow, "certain_after_s", 0.5)
     assert two.run(work_alone, 1.5).results == [1.5, 1.5]

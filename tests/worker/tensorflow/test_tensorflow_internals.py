@@ -50,6 +50,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.tf
+@pytest.mark.slow
 @pytest.mark.processes
 @needs_tensorflow
 @pytest.mark.parametrize("name", ENTRIES)

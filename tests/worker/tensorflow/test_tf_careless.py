@@ -25,7 +25,7 @@ from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
 from labkit.worker.runtimes.tensorflow.config import mistake
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -61,6 +61,7 @@ def replicas(how: str) -> int:
     return int(strategy.experimental_local_results(step())[0])
 
 
+@pytest.mark.processes
 def test_without_tf_config_a_rank_says_that_it_trains_alone(two: lab.Group) -> None:
     run = two.run(replicas, "none")
     assert run.results == [1, 1]
@@ -68,6 +69,7 @@ def test_without_tf_config_a_rank_says_that_it_trains_alone(two: lab.Group) -> N
         assert run.output.count(f"so rank {rank} trains alone") == 1
 
 
+@pytest.mark.processes
 def test_the_ports_of_a_tutorial_work_in_the_ranks_network(two: lab.Group) -> None:
     if not all(two.run(private).results):
         pytest.skip("the ports would be the machine's")
@@ -114,6 +116,7 @@ def all_as_worker_0() -> None:
     tf.distribute.MultiWorkerMirroredStrategy()
 
 
+@pytest.mark.processes
 def test_ranks_that_start_as_the_same_worker_are_warned_before_they_wait(capsys: pytest.CaptureFixture[str]) -> None:
     def reported_once(limit_s: float) -> bool:
         with lab.Group(2, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError):
@@ -170,7 +173,9 @@ def files(folder: Path) -> list[str]:
 MODELS = [f"model-{epoch}.keras" for epoch in range(1, EPOCHS + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["one path", "own paths"])
+@pytest.mark.processes
 def test_training_continues_from_the_backup_after_a_worker_was_killed(two: lab.Group, tmp_path: Path, own: bool) -> None:
     (tmp_path / "whole").mkdir()
     whole = two.run(fit, str(tmp_path / "whole")).results
@@ -187,6 +192,7 @@ def test_training_continues_from_the_backup_after_a_worker_was_killed(two: lab.G
     assert "backup" not in files(tmp_path / "0" if own else tmp_path), "it is removed at the end"
 
 
+@pytest.mark.processes
 def test_a_second_fit_starts_again(two: lab.Group, tmp_path: Path) -> None:
     runs = two.run(fit, str(tmp_path), twice=True).results
     assert [begun for begun, _ in runs] == [[*range(EPOCHS), *range(EPOCHS)]] * 2
@@ -261,6 +267,7 @@ def mirrored_on(devices: list[str], own: int = 0) -> int:
 
 
 @pytest.mark.parametrize("devices", [["CPU:0", "CPU:1"], ["/cpu:1"], ["/job:localhost/replica:0/task:0/device:CPU:1"]])
+@pytest.mark.processes
 def test_a_strategy_for_devices_that_the_rank_does_not_have_is_refused(two: lab.Group, devices: list[str]) -> None:
     """Its first all-reduce would wait for the missing replica without end."""
     with pytest.raises(lab.RankError) as failed:
@@ -269,6 +276,7 @@ def test_a_strategy_for_devices_that_the_rank_does_not_have_is_refused(two: lab.
     assert "use MultiWorkerMirroredStrategy" in str(failed.value)
 
 
+@pytest.mark.processes
 def test_a_strategy_for_gpus_that_the_rank_does_not_have_gets_advice_that_fits(two: lab.Group) -> None:
     with pytest.raises(lab.RankError) as failed:
         two.run(mirrored_on, ["/gpu:0", "/gpu:1"])
@@ -276,6 +284,7 @@ def test_a_strategy_for_gpus_that_the_rank_does_not_have_gets_advice_that_fits(t
     assert "MultiWorkerMirroredStrategy" not in str(failed.value)
 
 
+@pytest.mark.processes
 def test_ranks_that_train_apart_are_told_so_once(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     def said() -> list[str]:
         return [line for line in "".join(capsys.readouterr()).splitlines() if "2 ranks train 2 models" in line]
@@ -287,6 +296,7 @@ def test_ranks_that_train_apart_are_told_so_once(two: lab.Group, capsys: pytest.
     assert line.startswith("[ranks 0-1] test_tf_careless.py, line")
 
 
+@pytest.mark.processes
 def test_a_strategy_for_the_devices_of_a_rank_is_made(two: lab.Group) -> None:
     assert two.run(mirrored_on, ["CPU:0"]).results == [1, 1]
     assert two.run(mirrored_on, ["CPU:0", "CPU:1"], own=2).results == [2, 2], "configured by the program"
@@ -315,6 +325,7 @@ def late_devices() -> None:
 @pytest.mark.parametrize(
     ("program", "hint"), [(late_strategy, "create the strategy first"), (late_devices, "`devices_per_rank`")]
 )
+@pytest.mark.processes
 def test_what_must_come_before_the_first_operation_is_named(two: lab.Group, program: Any, hint: str) -> None:
     with pytest.raises(lab.RankError) as failed:
         two.run(program)
@@ -339,6 +350,7 @@ def fit_more_on_rank_1() -> None:
     model.fit(data, epochs=2, verbose=0)
 
 
+@pytest.mark.processes
 def test_datasets_of_unlike_length_are_named(two: lab.Group) -> None:
     with pytest.raises(lab.RankError) as failed:
         two.run(fit_more_on_rank_1)

@@ -16,7 +16,7 @@ from labkit.tracing.intervals import Intervals, difference, length, union
 from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -94,6 +94,7 @@ def loop_in_a_graph(how: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("how", ["generator", "map"])
 @pytest.mark.parametrize("program", [fit, loop, loop_in_a_graph])
+@pytest.mark.processes
 def test_each_pause_of_a_dataset_is_waiting_for_data(
     one: lab.Group, program: Callable[[str], list[tuple[int, int]]], how: str
 ) -> None:
@@ -112,6 +113,7 @@ def fit_from_keras_generator() -> None:
     model.fit(((np.ones((8, 4)), np.ones((8, 1))) for _ in range(BATCHES)), verbose=0)
 
 
+@pytest.mark.processes
 def test_keras_waits_for_each_batch_of_a_generator(one: lab.Group) -> None:
     trace = one.run(fit_from_keras_generator).trace
     assert len([s for s in trace if s.name == DATA]) >= BATCHES

@@ -19,7 +19,7 @@ from labkit.plots.live.live import Live
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Trace
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

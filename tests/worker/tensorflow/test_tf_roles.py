@@ -8,7 +8,7 @@ import pytest
 
 import labkit as lab
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

@@ -19,7 +19,7 @@ from labkit.errors.exceptions import DeadlockError
 from labkit.group.deadlock_words import serving_for_ever
 from labkit.worker.runtimes.tensorflow.runtime import threads_between
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

@@ -14,7 +14,7 @@ from labkit.plots.flows import flows_of
 
 SMALL, LARGE = 1_000, 250_000  # elements of 4 bytes
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

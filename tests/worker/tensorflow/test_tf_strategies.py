@@ -15,7 +15,7 @@ import labkit as lab
 from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
 from labkit.worker.runtimes.tensorflow import tensorflow_internals
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
@@ -85,6 +85,7 @@ def replicas(*missing: str) -> int:
     return int(total)
 
 
+@pytest.mark.slow
 def test_a_program_that_needs_patches_is_told_so_once(group: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     group._announced.clear()
     for _ in range(2):

@@ -24,7 +24,7 @@ from labkit.worker.runtimes.tensorflow.profiler_events import Place, scope_of, s
 from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
 from labkit.worker.runtimes.tensorflow.session import Event
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

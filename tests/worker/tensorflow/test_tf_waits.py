@@ -18,7 +18,7 @@ from labkit.group.deadlock import Reason
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
-pytestmark = [pytest.mark.tf, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 

@@ -1,4 +1,4 @@
-"""Checks the strategies that a rank makes: MirroredStrategy (for its devices), ParameterServerStrategy (for its job)."""
+"""Checks the strategies that a rank makes: MirroredStrategy (has it the devices), ParameterServerStrategy (the job)."""
 
 from __future__ import annotations
 
