@@ -106,8 +106,7 @@ PARAMETER_SERVERS: Final = _TENSORFLOW(
     "tensorflow:distribute.ParameterServerStrategy.__init__",
     lost="an error for ParameterServerStrategy outside the chief",
     public="a strategy that checks the job of its process",
-    why="several coordinators in one cluster reset each other's state on the servers: the program hangs, or a server is "
-    "killed by SIGSEGV in `GetOrCreateKernelAndDevice`",
+    why="several coordinators reset each other's state: they hang, or a server dies of SIGSEGV in GetOrCreateKernelAndDevice",
     test="tensorflow/test_tf_roles.py::test_a_worker_or_server_that_makes_the_chiefs_strategy_gets_an_error",
     listed="`MirroredStrategy` with a device that the rank lacks; `ParameterServerStrategy` outside the chief",
 )
@@ -126,11 +125,9 @@ CLUSTER: Final = _TENSORFLOW(
     f"{_EAGER}:TFE_EnableCollectiveOps", f"{_EAGER}:TFE_ContextSetServerDefWithTimeoutAndRetries",
     f"{_EAGER}:TFE_ContextSetServerDef", f"{_EAGER}:TFE_ContextUpdateServerDef",
     f"{_ALONE}:TF_NewServer", f"{_ALONE}:TF_ServerStart", "tensorflow:distribute.Server.join",
-    lost="the private network of TensorFlow's clusters, waits for their start, warnings about a wrong TF_CONFIG, a second "
-    "tf.distribute.Server, and the end of its join()",
+    lost="the private network of TensorFlow's clusters, their waits, warnings about TF_CONFIG, and labkit's tf.distribute.Server",
     public="a server that is told its network, hooks before and after it starts, and a join() with a time limit",
-    why="servers listen on all interfaces; a second one takes some of the connections of the first, which labkit starts; "
-    "join() never returns",
+    why="servers listen on all interfaces; a second one takes connections of the first, labkit's; join() never returns",
     test="tensorflow/test_tf_servers.py::test_ranks_that_join_their_servers_end_with_the_chief",
     listed="`tf.distribute.Server` in a worker or parameter server",
 )  # fmt: skip
@@ -163,8 +160,7 @@ PROFILER: Final = _TENSORFLOW(
     "tensorflow.python.profiler.internal._pywrap_traceme:TraceMe",
     "tensorflow.tsl.profiler.protobuf.xplane_pb2:DESCRIPTOR",
     lost="operations of TensorFlow",
-    public="more than one session at a time, its events in memory, and tf.profiler.experimental.Trace outside of a "
-    "session that tf.profiler.experimental.start has started",
+    public="several sessions at a time, events in memory, and tf.profiler.experimental.Trace in each of them",
     why="TensorFlow allows one session at a time, so labkit's gives way to the program's",
     test="tensorflow/test_tf_timeline.py::test_the_students_own_profiler_works_and_is_noted",
 )  # fmt: skip
@@ -187,17 +183,16 @@ PENDING: Final = _NAMES(
     lost="operations of TensorFlow that are still running when a function returns, such as DTensor's",
     public="tf.test.experimental.sync_devices, if it ran no operations itself",
 )
-GRAPHS: Final = _TENSORFLOW(
+_SIZES: Final = partial(_TENSORFLOW, public="sizes in the profiler's events")
+GRAPHS: Final = _SIZES(
     f"{_GRAPH}.__init__", f"{_GRAPH}.outer_graph",
     lost="bytes of messages, and of collectives in loops and branches of tf.functions",
-    public="sizes in the profiler's events",
     why="the shapes in graphs are the only source of sizes",
     test="tensorflow/test_tf_timeline.py::test_each_steps_collectives_are_recorded_with_bytes_and_matched",
 )  # fmt: skip
-INSTANCE_KEYS: Final = _TENSORFLOW(
+INSTANCE_KEYS: Final = _SIZES(
     f"{_GRAPH}.capture_call_time_value", f"{_LAUNCHER}._next_instance_key", f"{_LAUNCHER}.__init__(_group_key)",
     lost="bytes of collectives whose names several tf.functions share",
-    public="sizes in the profiler's events",
     why="graphs may have operations of the same name, and only the instance key tells which one ran",
     test="tensorflow/test_tf_sizes.py::test_collectives_of_one_name_have_their_own_sizes",
 )  # fmt: skip
@@ -209,13 +204,12 @@ LIBRARY: Final = _TENSORFLOW(
     why="a function is read before it is removed",
     test="tensorflow/test_tf_timeline.py::test_dtensors_collectives_are_numbered_although_their_keys_repeat",
 )  # fmt: skip
-COLLECTIVES: Final = _TENSORFLOW(
+COLLECTIVES: Final = _SIZES(
     f"{_COLLECTIVES}:collective_reduce", f"{_COLLECTIVES}:collective_reduce_v2", f"{_COLLECTIVES}:collective_gather",
     f"{_COLLECTIVES}:collective_gather_v2", f"{_COLLECTIVES}:collective_bcast_send", f"{_COLLECTIVES}:collective_bcast_send_v2",
     f"{_COLLECTIVES}:collective_bcast_recv", f"{_COLLECTIVES}:collective_bcast_recv_v2",
     f"{_COLLECTIVES}:collective_reduce_scatter_v2", f"{_COLLECTIVES}:collective_all_to_all_v2",
     lost="bytes of collectives outside of tf.functions",
-    public="sizes in the profiler's events",
     why="these have no graph",
     test="tensorflow/test_tf_timeline.py::test_the_broadcast_of_a_variables_first_value_has_its_size",
 )  # fmt: skip
@@ -242,8 +236,7 @@ DEVICE_DATASETS: Final = _TENSORFLOW(
 LOG: Final = _TENSORFLOW(
     lost="short log messages",
     public="none is needed",
-    why="a coordinator that has lost a parameter server logs the same error some ten times, with 15 lines each, before its "
-    "program gets it; and connecting to a cluster gives the root logger a handler, which prints all messages again",
+    why="a lost parameter server is logged some ten times with 15 lines each; the root logger prints each message again",
     test="tensorflow/test_tf_lost_workers.py::test_an_error_in_the_log_is_one_line_once",
     listed="log messages about failed operations",
 )
