@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def reports(program: ModuleType, names: list[str], gone: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what a program prints, a line of JSON for each report.
+    """Return what a program prints as objects of JSON, one in each line.
 
     Args:
         program: its file runs; its `HIDE` runs first, in each process of Python.
@@ -28,4 +28,4 @@ def reports(program: ModuleType, names: list[str], gone: str, folder: Path) -> l
     environment = os.environ | {"GONE": gone, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
