@@ -52,6 +52,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.tf
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(600)  # the first one runs the programs of all entries
 @needs_tensorflow
 @pytest.mark.parametrize("name", ENTRIES)
 def test_results_are_right_without(seen: dict[str, Any], name: str) -> None:
