@@ -56,6 +56,7 @@ _MODULES = {
     "record": "recording.record",
     "span": "recording.record",
     "steps": "recording.record",
+    "replay": "replaying.replay",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
     "best_of": "tracing.step_times",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps
+    from labkit.replaying.replay import replay as replay
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.step_times import best_of as best_of

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, under_way
@@ -86,6 +88,7 @@ class Trace:
         notes: notes for the reader, such as a missing rank, or how well clocks agree.
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
         nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
+        link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
 
     Raises:
         ValueError: a span has a rank without a name, or the end is before the start.
@@ -104,11 +107,12 @@ class Trace:
         notes: Sequence[str] = (),
         profile: Iterable[ProfilerEvent] = (),
         nodes: Sequence[int] = (),
+        link: Link | Network | None = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes))
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link)
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -139,6 +143,11 @@ class Trace:
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank in an emulated network; empty without one."""
         return self.info.nodes
+
+    @property
+    def link(self) -> Link | Network | None:
+        """The emulated link or network over which the ranks communicated; None without one."""
+        return self.info.link
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -358,7 +367,7 @@ class Trace:
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], profile: Iterable[ProfilerEvent], **window: Any) -> Trace:
-        part = Trace(columns, scalars, profile=profile, **asdict(self.info), **window)
+        part = Trace(columns, scalars, profile=profile, **self.info.arguments(), **window)
         part.labelled = self.labelled
         return part
 

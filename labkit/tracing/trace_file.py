@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -108,7 +107,7 @@ def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
     for event in profile:
         _check_other(event, ranks)
     window = {"start_ns": times[1], "end_ns": times[2]}
-    return {"spans": columns, "scalars": scalars, "profile": profile} | window | asdict(info)
+    return {"spans": columns, "scalars": scalars, "profile": profile} | window | info.arguments()
 
 
 def _check_spans(columns: Columns, ranks: int) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.tracing.load import load_trace
@@ -45,6 +47,7 @@ def a_trace() -> Trace:
         notes=["a note"],
         profile=[ProfilerEvent(0, "cpu", "aten::mm", "operator", 12, 30)],
         nodes=[0, 1],
+        link=Network(nodes=2, inside=Link.nvlink4, between=Link(gbit_per_s=1, latency_us=50), ranks=2),
     )
 
 
@@ -99,9 +102,13 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
     "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
     "ranks are numbers": (content_with(lambda c: c["otherData"].update(ranks=[0, 1])), "the names of its ranks"),
-    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0])), "it has a .* rank"),
+    "a rank less": (
+        content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0], link=None)),
+        "it has a .* rank",
+    ),
     "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
     "a node less": (content_with(lambda c: c["otherData"].update(nodes=[0])), "its numbers of nodes do not match its ranks"),
+    "a link without its latency": (content_with(lambda c: c["otherData"].update(link={"gbit_per_s": 1})), "its link is invalid"),
     "nodes are words": (content_with(lambda c: c["otherData"].update(nodes=["a", "b"])), "its numbers of nodes"),
     "the end first": (
         content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)),

@@ -1,0 +1,339 @@
+"""The graph of a trace: what each thread did, in which order, and which operations had to wait for which ranks.
+
+A thread's events are the start and the end of its spans, the issue of each operation, and the end of each wait for one.
+The time between two events, without the waits, is the thread's own work: a *gap*. An operation completes after its
+*gate*: once all ranks that it needs have issued it.
+
+Source: the same graph is the basis of dPRO (H. Hu et al., MLSys 2022) and of Daydream (H. Zhu et al., USENIX ATC 2020).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.operations import (
+    GRADIENTS,
+    RECEIVED_GRADIENTS,
+    RECEIVED_REPLY,
+    REMOTE,
+    REPLY,
+    RPC,
+    SERVE,
+    VALUE,
+    OperationType,
+    type_of,
+)
+from labkit.recording.schema import CALL, COMMUNICATION, SERVED
+from labkit.tracing.intervals import union
+from labkit.tracing.trace import Trace
+
+__all__ = ["END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "graph_of"]
+
+START, END, WAIT_START, WAIT_END = range(4)  # which time of a span an event determines
+PLAIN, ISSUE, WAIT = range(3)  # kinds of events
+IN_CPP: Final = (GRADIENTS, RECEIVED_GRADIENTS, RECEIVED_REPLY)  # records without duration of what C++ threads do
+MEETING: Final = (GroupKind.COLLECTIVE, GroupKind.PAIR, GroupKind.CALL, GroupKind.RENDEZVOUS, GroupKind.CREATION)
+
+
+@dataclass(slots=True)
+class Thread:
+    """The events of one thread in their order; the lists have one entry per event.
+
+    Args:
+        rank: its rank.
+        request: the span of the remote call that the thread serves, as an index into the trace's columns; -1 if it
+            serves none, and begins when it did.
+        kinds: `PLAIN`, `ISSUE` or `WAIT`.
+        times: which time it determines: 4 * span + `START`, `END`, `WAIT_START` or `WAIT_END`.
+        at_ns: when it happened.
+        gaps: the time since the event before, without the waits.
+        inside: the innermost span in which that time lies; -1 if there is none.
+    """
+
+    rank: int
+    request: int
+    kinds: list[int]
+    times: list[int]
+    at_ns: list[int]
+    gaps: list[int]
+    inside: list[int]
+
+
+@dataclass(slots=True)
+class Gate:
+    """What must be issued before an operation can complete, and the spans that complete then.
+
+    Args:
+        operation: its type.
+        needs: the spans that must be issued.
+        opens: the spans that complete: all, or those of one rank that does not need the others.
+        whole: whether these are all spans of the operation, so that it now occupies the link.
+    """
+
+    operation: OperationType
+    needs: list[int]
+    opens: list[int]
+    whole: bool = True
+
+
+@dataclass
+class Graph:
+    """A trace as a graph.
+
+    Args:
+        trace: the trace.
+        gates: the gates of all operations.
+        done_ns: for each of them, when the backend had completed it.
+        before: for each of them, the operation of the same group after which the backend began it; -1 if none.
+        served: the served call's span by the span of the call.
+        parent: for each span, the span of the same thread around it; -1 if there is none.
+        threads: its threads. Spans of no thread move with the other events of their rank.
+    """
+
+    trace: Trace
+    gates: list[Gate]
+    done_ns: NDArray[np.int64]
+    before: NDArray[np.int64]
+    served: dict[int, int]
+    parent: list[int]
+    threads: list[Thread] = field(default_factory=list)
+
+    @cached_property
+    def gates_of(self) -> list[list[int]]:
+        """For each span, the gates that need it."""
+        found: list[list[int]] = [[] for _ in range(len(self.trace))]
+        for number, gate in enumerate(self.gates):
+            for row in gate.needs:
+                found[row].append(number)
+        return found
+
+    @cached_property
+    def types(self) -> list[OperationType]:
+        """The type of each span's operation, by the number of its name."""
+        return [type_of(name) for name in self.trace.columns.names]
+
+    @cached_property
+    def thread_of_call(self) -> dict[int, int]:
+        """The thread that serves a remote call, by the span of the call."""
+        return {thread.request: number for number, thread in enumerate(self.threads) if thread.request >= 0}
+
+
+def graph_of(trace: Trace) -> Graph:
+    """Build the graph of a trace that `refusals.check_replayable` accepts."""
+    return _Builder(trace).build()
+
+
+class _Builder:
+    def __init__(self, trace: Trace) -> None:
+        self.trace, columns = trace, trace.columns
+        self.data, self.names = columns.data, columns.names
+        self.types = [type_of(name) for name in self.names]
+        travels = (self.data["kind"] == COMMUNICATION) & ~columns.around
+        in_cpp = np.array([kind in IN_CPP for kind in self.types], bool)[self.data["name"]]
+        self.travels, self.in_cpp = travels & ~in_cpp, travels & in_cpp
+        self.rank = self.data["rank"].tolist()
+        self.type = [self.types[name] for name in self.data["name"].tolist()]
+        self.replies: dict[int, int] = {}  # the reply by the span of the served call
+
+    def build(self) -> Graph:
+        count = len(self.data)
+        thread, requests, served = self._threads_of_spans()
+        gates = self._gates(thread)
+        ended, before = self._done_ns(), np.full(count, -1, np.int64)
+        for one, other in self._consecutive(ended):
+            before[one] = other
+        graph = Graph(self.trace, gates, ended, before, served, [-1] * count)
+        graph.threads = list(self._threads(thread, requests, graph.parent))
+        return graph
+
+    def _done_ns(self) -> NDArray[np.int64]:
+        """When the backend had completed each operation, before an emulated link delayed it."""
+        ended: NDArray[np.int64] = self.data["end_ns"]
+        if "backend_ns" not in (self.data.dtype.names or ()):
+            return ended.copy()
+        return np.where(self.data["backend_ns"] > 0, self.data["backend_ns"], ended)
+
+    def _threads_of_spans(self) -> tuple[NDArray[np.int64], list[int], dict[int, int]]:
+        """Number the threads: first the main threads, in rank order, then one for each served call.
+
+        Returns:
+            the thread of each span, -1 if unknown; for each thread, the call that it serves, or -1; and the served
+            call's span by the span of the call.
+        """
+        thread: NDArray[np.int64] = self.data["rank"].astype(np.int64)
+        requests, served = [-1] * len(self.trace.ranks), {}
+        thread[self.in_cpp] = -1
+        calls = self._calls_by_served()
+        for rank in {self.rank[row] for row, kind in enumerate(self.type) if kind is SERVE}:
+            of_rank = np.flatnonzero(self.data["rank"] == rank)
+            rows = self.data[of_rank]
+            serving = [int(row) for row in of_rank if self.type[row] is SERVE]
+            on_main = np.zeros(len(rows), bool)
+            for call in rows[rows["kind"] == CALL]:
+                on_main |= (rows["start_ns"] >= call["start_ns"]) & (rows["end_ns"] <= call["end_ns"])
+            others = ((rows["flags"] & SERVED) != 0) | ~on_main
+            others &= rows["kind"] != CALL
+            for row in serving:  # in order of their start, so that the innermost comes last
+                of_call = calls.get(row, -1)
+                number = -1
+                if of_call >= 0:
+                    number = len(requests)
+                    requests.append(of_call)
+                    served[of_call] = row
+                begin, end = self.data["start_ns"][row], self.data["end_ns"][row]
+                within = others & (rows["start_ns"] >= begin) & (rows["start_ns"] <= end)
+                within &= np.array([self.type[one] is not SERVE for one in of_rank]) | (of_rank == row)
+                thread[of_rank[within]] = number
+                if row in self.replies:
+                    thread[self.replies[row]] = number
+        return thread, requests, served
+
+    def _calls_by_served(self) -> dict[int, int]:
+        """Find the call of each served span: its reply begins where it ends, and has the call's group and number."""
+        replies, calls = {}, {}
+        remote: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+        for row, kind in enumerate(self.type):
+            at = self.data[row] if kind in (REPLY, VALUE, RPC, REMOTE) else None
+            if at is None:
+                continue
+            function = kind.function_in(self.names[at["name"]])
+            if kind in (REPLY, VALUE):
+                replies[self.rank[row], int(at["start_ns"]), function] = row
+            elif kind is RPC:
+                calls[int(at["group"]), int(at["match"])] = row
+            else:
+                remote[self.rank[row], int(at["peer"]), function].append(row)
+        kept = defaultdict(list)
+        found: dict[int, int] = {}
+        for row, kind in enumerate(self.type):
+            if kind is not SERVE:
+                continue
+            at = self.data[row]
+            function = kind.function_in(self.names[at["name"]])
+            reply = replies.get((self.rank[row], int(at["end_ns"]), function))
+            if reply is None:
+                continue
+            self.replies[row] = reply
+            to = self.data[reply]
+            if (call := calls.get((int(to["group"]), int(to["match"])))) is not None:
+                found[row] = call
+            else:
+                kept[int(to["peer"]), self.rank[row], function].append((int(to["match"]), row))
+        for key, rows in kept.items():  # results that stay there: calls of `remote` have no number of their own
+            if len(rows) == len(remote[key]):
+                found |= zip((row for _, row in sorted(rows)), remote[key], strict=True)
+        return found
+
+    def _gates(self, thread: NDArray[np.int64]) -> list[Gate]:
+        """Find for each operation what must be issued before it completes."""
+        gates: list[Gate] = []
+        data, ended = self.data, self._done_ns().tolist()
+        issued, root = data["start_ns"].tolist(), data["root"].tolist()
+        meets = np.array([bool(name) and kind_of(name) in MEETING for name in self.names], bool)[data["group"]]
+        known = self.travels & (thread >= 0)
+        rows = np.flatnonzero(known & meets)
+        rows = rows[np.lexsort((rows, data["match"][rows], data["group"][rows]))]
+        together: dict[tuple[int, int], list[int]] = {}
+        for row, group, match in zip(rows.tolist(), data["group"][rows].tolist(), data["match"][rows].tolist(), strict=True):
+            together.setdefault((group, match), []).append(row)
+        for row in np.flatnonzero(known & ~meets).tolist():
+            gates.append(Gate(self.type[row], [row], [row]))
+        for members in together.values():
+            kind = self.type[members[0]]
+            answers = [row for row in members if self.type[row] in (REPLY, VALUE)]
+            for row in answers:
+                gates.append(Gate(self.type[row], [row], [row]))
+            if answers:
+                for row in members:
+                    if row not in answers:
+                        gates.append(Gate(self.type[row], [row, *answers], [row]))
+                continue
+            last = max(issued[row] for row in members)
+            late = [row for row in members if ended[row] >= last]
+            gates.append(Gate(kind, members, late))
+            for row in members:
+                if row not in late:  # such as the root of a broadcast, which does not need the receivers
+                    came = [other for other in members if issued[other] <= ended[row] and other != row]
+                    needs = [row, *(other for other in came if self.rank[other] == root[row])]
+                    gates.append(Gate(kind, needs, [row], whole=False))
+        return gates
+
+    def _consecutive(self, ended: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+        """Yield each operation and the one before it in its group, if the backend carried them out in this order."""
+        data = self.data
+        rows = np.flatnonzero(self.travels & (data["group"] != 0))
+        rows = rows[np.lexsort((rows, data["group"][rows], data["rank"][rows]))]
+        same = (np.diff(data["group"][rows].astype(np.int64)) == 0) & (np.diff(data["rank"][rows]) == 0)
+        same &= ended[rows[:-1]] <= ended[rows[1:]]
+        yield from zip(rows[1:][same].tolist(), rows[:-1][same].tolist(), strict=True)
+
+    def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[Thread]:
+        data = self.data
+        waits = self.travels & (data["wait_start_ns"] > 0)
+        blocks = waits & (data["wait_start_ns"] > data["start_ns"])
+        zero = data["start_ns"] == data["end_ns"]
+        spans, everything = ~self.travels & ~self.in_cpp, np.arange(len(data))
+        # Events at the same time: waits end first, since they delay all that follows; then spans end, and begin.
+        parts = (
+            (spans, "start_ns", START, PLAIN, np.full(len(data), 2)),
+            (spans, "end_ns", END, PLAIN, np.where(zero, 5, 1)),
+            (self.travels, "start_ns", START, ISSUE, np.full(len(data), 3)),
+            (blocks, "wait_start_ns", WAIT_START, PLAIN, np.full(len(data), 4)),
+            (waits, "wait_end_ns", WAIT_END, WAIT, np.where(data["wait_end_ns"] == data["wait_start_ns"], 6, 0)),
+        )
+        chosen = [everything[which & (thread >= 0)] for which, *_ in parts]
+        row = np.concatenate(chosen)
+        at = np.concatenate([data[name][rows] for rows, (_, name, *_) in zip(chosen, parts, strict=True)])
+        which = np.concatenate([np.full(len(rows), part[2]) for rows, part in zip(chosen, parts, strict=True)])
+        kind = np.concatenate([np.full(len(rows), part[3]) for rows, part in zip(chosen, parts, strict=True)])
+        order = np.concatenate([part[4][rows] for rows, part in zip(chosen, parts, strict=True)])
+        nested = np.where(which == END, -data["start_ns"][row], -data["end_ns"][row])  # inner spans end first, outer begin first
+        of_thread = thread[row]
+        sort = np.lexsort((nested, order, at, of_thread))
+        bounds = np.searchsorted(of_thread[sort], np.arange(len(requests) + 1))
+        for number, request in enumerate(requests):
+            own = sort[bounds[number] : bounds[number + 1]]
+            busy = _busy(at[own], data[row[own][kind[own] == WAIT]])
+            rank = int(data["rank"][row[own[0]]]) if len(own) else number
+            inside = self._innermost(row[own].tolist(), which[own].tolist(), kind[own].tolist(), parent)
+            yield Thread(
+                rank, request, kind[own].tolist(), (4 * row[own] + which[own]).tolist(), at[own].tolist(),
+                np.diff(busy, prepend=busy[:1]).tolist(), inside,
+            )  # fmt: skip
+
+    def _innermost(self, rows: list[int], which: list[int], kinds: list[int], parent: list[int]) -> list[int]:
+        """Return for each event the innermost span that was open before it, and note each span's parent."""
+        found, opened = [], [-1]
+        for row, time, kind in zip(rows, which, kinds, strict=True):
+            found.append(opened[-1])
+            if kind == ISSUE:
+                parent[row] = opened[-1]
+            elif kind == PLAIN and time == START:
+                parent[row] = opened[-1]
+                opened.append(row)
+            elif kind == PLAIN and time == END:
+                if opened[-1] == row:
+                    opened.pop()
+                elif row in opened:  # another thread's span, which only overlaps
+                    opened.remove(row)
+        return found
+
+
+def _busy(at_ns: NDArray[np.int64], waits: Any) -> NDArray[np.int64]:
+    """Return times on a thread's busy clock, which stands still while the thread waits."""
+    blocked = union(waits["wait_start_ns"], waits["wait_end_ns"])
+    if not len(blocked):
+        return at_ns
+    before = np.append(0, np.cumsum(blocked[:, 1] - blocked[:, 0]))
+    last = np.searchsorted(blocked[:, 0], at_ns, side="right")  # waits that have begun
+    inside = np.where(last > 0, np.maximum(blocked[np.maximum(last - 1, 0), 1] - at_ns, 0), 0)
+    busy: NDArray[np.int64] = at_ns - before[last] + inside
+    return busy
