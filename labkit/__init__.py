@@ -56,6 +56,7 @@ _MODULES = {
     "record": "recording.record",
     "span": "recording.record",
     "steps": "recording.record",
+    "critical_path": "replaying.critical_path",
     "replay": "replaying.replay",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps
+    from labkit.replaying.critical_path import critical_path as critical_path
     from labkit.replaying.replay import replay as replay
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace

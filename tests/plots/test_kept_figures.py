@@ -64,6 +64,7 @@ FIGURES = {
     "timeline_zoomed": lambda: timeline(data_parallel(steps=30)),
     "timeline_messages": lambda: timeline(model_parallel()),
     "timeline_calls": lambda: timeline(remote_calls()),
+    "timeline_critical_path": lambda: timeline(model_parallel(), critical_path=True),
     "timeline_gpu_and_cpu": lambda: timeline(gpu_and_cpu()),
     "timeline_pipelines": lambda: timeline(pipelines()),
     "timeline_many": lambda: timeline(many(40_000)),

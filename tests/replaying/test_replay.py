@@ -16,10 +16,8 @@ from labkit.tracing.load import load_trace
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Span, Trace
 
+from replayed import MB10, ONE_GBIT, beside, blocking, waited  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
-
-ONE_GBIT = Link(gbit_per_s=1, latency_us=0)
-MB10 = 1_250_000  # bytes that take 10 ms at 1 Gbit/s
 
 
 def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
@@ -28,50 +26,6 @@ def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
 
 def waits(trace: Trace, rank: int, name: str) -> list[float]:
     return [(s.wait_end_ns - s.wait_start_ns) / MS for s in trace.filter(rank=rank, name=name)]
-
-
-def all_reduce(
-    book: Book, issued: list[float], end: float, *, match: int = 1, wait: list[float] | None = None, **more: Any
-) -> None:
-    for rank, start in enumerate(issued):
-        since = (wait or issued)[rank]
-        given = {"wait": (since, end)} if since < end else {}
-        book.travel(rank, "all_reduce", start, end, group="world", match=match, nbytes=MB10, **given)
-
-
-def blocking() -> Trace:
-    """Two ranks: forward takes 5 and 8, the all-reduce 2 after the later, the optimizer 1."""
-    book = Book()
-    for rank, forward in enumerate((5.0, 8.0)):
-        book.compute(rank, "forward", 0, forward)
-        book.compute(rank, "optimizer", 10, 11)
-        book.whole(rank, "step", 0, 11)
-    all_reduce(book, [5, 8], 10)
-    return book.trace(2)
-
-
-def beside() -> Trace:
-    """Two ranks: backward takes 20; two all-reduces of 3 run beside it from 5 and from 10; nobody waits for them."""
-    book = Book()
-    for rank in range(2):
-        book.compute(rank, "backward", 0, 20)
-        book.compute(rank, "optimizer", 20, 22)
-        book.whole(rank, "step", 0, 22)
-    for match, issued in ((1, 5.0), (2, 10.0)):
-        all_reduce(book, [issued] * 2, issued + 3, match=match, wait=[99, 99])
-    return book.trace(2)
-
-
-def waited() -> Trace:
-    """The same, but each rank waits at 20 for the second all-reduce, which took from 10 to 24 with the first."""
-    book = Book()
-    for rank in range(2):
-        book.compute(rank, "backward", 0, 24)
-        book.compute(rank, "optimizer", 24, 26)
-        book.whole(rank, "step", 0, 26)
-    all_reduce(book, [5, 5], 14, match=1, wait=[99, 99])
-    all_reduce(book, [10, 10], 24, match=2, wait=[20, 20])
-    return book.trace(2)
 
 
 @pytest.mark.parametrize(
