@@ -52,6 +52,7 @@ _MODULES = {
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
     "traffic": "plots.traffic",
+    "what_helps": "plots.what_helps",
     "track_memory": "comm.memory_tracker",
     "record": "recording.record",
     "span": "recording.record",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from labkit.plots.scaling import scaling as scaling
     from labkit.plots.timeline import timeline as timeline
     from labkit.plots.traffic import traffic as traffic
+    from labkit.plots.what_helps import what_helps as what_helps
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps

@@ -35,7 +35,7 @@ METAPHORS = {
     "ledger", "mend", "mends", "parcel", "parcels", "seat", "sheet", "strike", "told", "what", "wire",
 }  # fmt: skip
 # Names in which such a word is the standard term (edge: of an axis), and a lesson's title.
-STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge", "what_it_costs"}
+STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge", "what_helps", "what_it_costs"}
 
 
 def imports(module: str) -> set[str]:

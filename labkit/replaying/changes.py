@@ -18,11 +18,11 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import did_you_mean
-from labkit.recording.schema import CALL, COMMUNICATION, STEP
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
 from labkit.replaying.graph import ISSUE, WAIT, Graph
-from labkit.replaying.times import Rules, measured
+from labkit.replaying.times import Rules
 
-__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "rules_for", "selected"]
+__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for", "selected"]
 
 
 class AsRecorded(Enum):
@@ -88,15 +88,14 @@ class Changes:
         return listed(said) or "nothing changed"
 
 
-def rules_for(graph: Graph, changes: Changes) -> Rules:
-    """Return the rules of a replay with these changes.
+def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
+    """Return the rules of a replay with these changes, given those of the recorded run (`times.measured`).
 
     Raises:
         LabError: the trace lacks what a change needs.
         ValueError: the trace has no such name or rank.
     """
-    rules = measured(graph)
-    rules.transfer, rules.late, rules.lag = [*rules.transfer], [*rules.late], [*rules.lag]
+    rules = recorded.copy()
     if changes.own_cores:
         _own_cores(graph, rules)
     _change_gaps(graph, rules, changes)
@@ -106,12 +105,16 @@ def rules_for(graph: Graph, changes: Changes) -> Rules:
         for row in _operations(graph, name, changes.rank):
             rules.transfer[row] = round(rules.transfer[row] * factor)
             rules.faster[row] *= divided
+            if row in rules.request:
+                rules.request[row] = round(rules.request[row] * factor)
     for name in changes.free:
         rows = _operations(graph, name, None)
         if not rows:
             raise ValueError(f"replay(free={name!r}): {did_you_mean(name, _names(graph, operations=True))}")
         for row in rows:
-            rules.transfer[row], rules.late[row], rules.faster[row] = 0, 0, 0.0
+            rules.transfer[row], rules.late[row], rules.faster[row] = 0, 0, math.inf
+            if row in rules.request:
+                rules.request[row], rules.request_late[row] = 0, 0
     if not isinstance(changes.link, AsRecorded):
         rules = replace(rules, link=changes.link)
         if changes.link is None:
@@ -156,6 +159,8 @@ def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
         if not which.any():
             raise ValueError(f"replay: no span is named {name!r}; {did_you_mean(name, _names(graph))}")
         factor[:-1][which if changes.rank is None else which & (data["rank"] == changes.rank)] = times
+    if changes.like_others is None and np.isnan(factor).all():
+        return
     for row in range(len(data)):
         at = row
         while at >= 0 and np.isnan(factor[at]):
@@ -164,30 +169,46 @@ def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
     factor = np.nan_to_num(factor, nan=1.0)
     if changes.like_others is not None:
         _like_others(graph, rules, changes.like_others, factor)
-    if (factor != 1).any():
-        rules.gaps = [
-            np.rint(np.array(gaps) * factor[thread.inside]).astype(np.int64).tolist() if len(gaps) else []
-            for thread, gaps in zip(graph.threads, rules.gaps, strict=True)
-        ]
+    rules.gaps = [
+        np.rint(np.array(gaps) * factor[thread.inside]).astype(np.int64).tolist() if len(gaps) else []
+        for thread, gaps in zip(graph.threads, rules.gaps, strict=True)
+    ]
+
+
+def pace_of_others(graph: Graph, gaps: Sequence[Sequence[int]], rank: int) -> tuple[dict[int, float], float]:
+    """Compare a rank's work with that of the other ranks, in spans of the same name.
+
+    Args:
+        graph: the graph.
+        gaps: for each thread, the time before each event.
+        rank: the rank.
+
+    Returns:
+        by the number of a name, how long its spans take on the other ranks, as a multiple of what they take on this
+        one; and the time that this rank would save with their pace, in ns.
+    """
+    data, spent = graph.trace.columns.data, np.zeros((len(graph.trace.ranks), len(graph.trace.columns.names)))
+    count = np.zeros_like(spent)
+    for thread, own in zip(graph.threads, gaps, strict=True):
+        inside = np.array(thread.inside, np.int64)
+        rows = inside >= 0
+        np.add.at(spent[thread.rank], data["name"][inside[rows]], np.array(own, np.float64)[rows])
+    worked = np.isin(data["kind"], (COMPUTE, STEP))
+    np.add.at(count, (data["rank"][worked], data["name"][worked]), 1)
+    spent_there, count_there = spent.sum(axis=0) - spent[rank], count.sum(axis=0) - count[rank]
+    names = np.flatnonzero((spent[rank] > 0) & (count[rank] > 0) & (count_there > 0))
+    factor = spent_there[names] / count_there[names] * count[rank][names] / spent[rank][names]
+    return dict(zip(names.tolist(), factor.tolist(), strict=True)), float((spent[rank][names] * (1 - factor)).sum())
 
 
 def _like_others(graph: Graph, rules: Rules, rank: int, factor: NDArray[np.float64]) -> None:
     """Give a rank's spans the mean pace of the other ranks in spans of the same name."""
     data = graph.trace.columns.data
-    spent: dict[int, dict[int, int]] = defaultdict(dict)  # by name and rank
-    for number, thread in enumerate(graph.threads):
-        for gap, row in zip(rules.gaps[number], thread.inside, strict=True):
-            if row >= 0:
-                of_name = spent[int(data["name"][row])]
-                of_name[thread.rank] = of_name.get(thread.rank, 0) + gap
-    changed = False
-    for name, by_rank in spent.items():
-        others = [ns for one, ns in by_rank.items() if one != rank]
-        if others and by_rank.get(rank, 0) > 0:
-            factor[:-1][(data["name"] == name) & (data["rank"] == rank)] *= np.mean(others) / by_rank[rank]
-            changed = True
-    if not changed:
+    paces, _ = pace_of_others(graph, rules.gaps, rank)
+    if not paces:
         raise LabError(f"replay(like_others={rank}): the other ranks have no spans with the names of those of rank {rank}")
+    for name, pace in paces.items():
+        factor[:-1][(data["name"] == name) & (data["rank"] == rank)] *= pace
 
 
 def _one_bucket(graph: Graph, rules: Rules) -> None:

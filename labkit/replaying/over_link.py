@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,7 +38,7 @@ class OverLink:
         graph: the graph.
         link: the link or the network.
         nbytes: the size of each span's operation.
-        faster: by how much each span's operation is faster than on the link; 0 if it takes no time at all.
+        faster: by how much each span's operation is faster than on the link; inf if it takes no time at all.
     """
 
     def __init__(self, graph: Graph, link: Link | Network, nbytes: Sequence[int], faster: Sequence[float]) -> None:
@@ -63,7 +64,7 @@ class OverLink:
             issued_ns: when each span was issued: every fourth time of `issued_ns`, as in `Thread.times`.
         """
         kind, first = gate.operation, gate.needs[0]
-        if kind in (REPLY, VALUE) or self._faster[first] == 0:
+        if kind in (REPLY, VALUE) or self._faster[first] == math.inf:
             return None
         if kind in (SEND, RECV):
             if len(gate.needs) != 2:

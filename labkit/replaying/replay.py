@@ -17,7 +17,7 @@ from labkit.recording.events import Columns
 from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.refusals import check_replayable
-from labkit.replaying.times import Rules, Times, play
+from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.step_times import step_lengths_ns
 from labkit.tracing.trace import Trace
@@ -75,7 +75,7 @@ def replay(
         changes = replace(changes, link=link.of(len(trace.ranks)))
     check_replayable(trace, "replay")
     graph = graph_of(trace)
-    rules = rules_for(graph, changes)
+    rules = rules_for(graph, measured(graph), changes)
     return replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
 
 
@@ -118,7 +118,11 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     }
     last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
     latest = int(at_ns.max(initial=trace.start_ns))
-    scalars = [replace(s, time_ns=int(moved[s.rank](np.array([s.time_ns]))[0])) for s in trace.scalars]
+    scalars = []
+    for rank, clock in enumerate(moved):
+        own = [scalar for scalar in trace.scalars if scalar.rank == rank]
+        moments = clock(np.array([scalar.time_ns for scalar in own], np.int64)).tolist()
+        scalars += [replace(scalar, time_ns=time_ns) for scalar, time_ns in zip(own, moments, strict=True)]
     columns = Columns(data[kept], trace.columns.names, around=trace.columns.around[kept])
     end_ns = max(latest + trace.end_ns - last, trace.start_ns)
     return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=end_ns, **facts)

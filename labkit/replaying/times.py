@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
@@ -29,7 +30,7 @@ class Rules:
         request_late: how long after the end of that message on the link the call is served.
         link: the emulated link, if any.
         nbytes: the size of an operation.
-        faster: by how much an operation is faster than on the link; 0 if it takes no time.
+        faster: by how much an operation is faster than on the link; inf if it takes no time.
         instead: operations that do not take place, each with the one that does its work.
     """
 
@@ -43,6 +44,11 @@ class Rules:
     nbytes: list[int]
     faster: list[float]
     instead: dict[int, int] = field(default_factory=dict)
+
+    def copy(self) -> Rules:
+        """Return rules that can be changed without these."""
+        copied = {field.name: copy(getattr(self, field.name)) for field in fields(self)}
+        return Rules(**copied)
 
 
 @dataclass
