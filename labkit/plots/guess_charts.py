@@ -25,6 +25,7 @@ MEASURED: Final = STYLES["backward"].colour  # as in the scaling figure
 ROW_IN: Final = 0.34
 WIDE: Final = 20.0  # between the smallest and the largest value: from here on the axis is logarithmic
 CLOSE: Final = 2.0  # a guess within this factor of the measurement counts as close
+COUNTED: Final = 20  # whole numbers up to this one are counted, not measured: a guess hits them or not
 SHOWN_FACTORS: Final = (1.0, 2.0, 5.0, 10.0, 100.0, 1000.0)
 
 
@@ -49,6 +50,11 @@ class Outcome:
     guess: float | None = None
     predicted: float | None = None
     changed: float | None = None
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a small whole number of things, which a guess hits or misses: 1 for 2 is wrong, not close."""
+        return not self.unit and self.measured <= COUNTED and self.measured == round(self.measured)
 
     def in_words(self, value: float) -> str:
         """A value with its unit and three significant digits: "12 ms"."""
@@ -116,13 +122,17 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         outcomes: revealed guesses of numbers, from 0; those without a guess are left out. A zero that is not matched by
             the other value lies at the edge: no factor leads from one to the other.
         right: how many guesses that were no numbers were right.
-        choices: how many of those there are.
+        choices: how many of those there are. Small whole numbers count like them, and have a cross if they were wrong.
         ax: where to draw; default: a figure of its own.
     """
     pyplot()
     drawn = [o for o in outcomes if o.guess is not None]
     ratios = [_ratio(o.guess or 0.0, o.measured) for o in drawn]
     factors = np.array([max(ratio, 1 / ratio if ratio else math.inf) for ratio in ratios])
+    is_count = np.array([o.is_count for o in drawn], bool)
+    kinds = " and ".join(["choices"] * (choices > 0) + ["counts"] * bool(is_count.any()))
+    right, choices = right + int((factors[is_count] == 1).sum()), choices + int(is_count.sum())
+    summary = _summary(factors[~is_count], right, choices, kinds)
     widest = max([10.0, *(factor for factor in factors.tolist() if factor < math.inf)]) * 1.15
     with labkit_style(ax):
         if ax is None:
@@ -135,7 +145,8 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         for row, (outcome, ratio) in enumerate(zip(drawn, ratios, strict=True)):
             at = min(max(ratio, 1 / widest), widest)
             ax.plot([1.0, at], [row, row], color=GUESSED, linewidth=1.4, alpha=0.55)
-            ax.plot([at], [row], "D" if at == ratio else "<" if at < 1 else ">", color=GUESSED, clip_on=False)
+            missed = "x" if outcome.is_count and ratio != 1 else "D"
+            ax.plot([at], [row], missed if at == ratio else "<" if at < 1 else ">", color=GUESSED, clip_on=False)
             words = f"{outcome.in_words(outcome.guess or 0.0)} for {outcome.in_words(outcome.measured)}"
             ax.text(1.01, row, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
         ax.set_yticks(range(len(drawn)), [" · ".join(filter(None, (o.lesson, o.quantity))) for o in drawn])
@@ -145,8 +156,8 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
         ax.set_xticks(ticks, [_factor(tick) for tick in ticks])
         ax.minorticks_off()
         ax.set_xlabel("guess ÷ measured")
-        ax.set_title(_summary(factors, right, choices))
-    return describe(ax, f"All guesses of the course: {_summary(factors, right, choices)}.")
+        ax.set_title(summary)
+    return describe(ax, f"All guesses of the course: {summary}.")
 
 
 def _ratio(guess: float, measured: float) -> float:
@@ -158,7 +169,7 @@ def _ratio(guess: float, measured: float) -> float:
 
 def _beside(outcome: Outcome, value: float) -> str:
     words = outcome.in_words(value)
-    if value == outcome.measured or not outcome.measured:
+    if value == outcome.measured or not outcome.measured or outcome.is_count:
         return words
     return f"{words}, {_digits(value / outcome.measured)} × measured"
 
@@ -172,6 +183,8 @@ def _verdict(outcome: Outcome) -> str:
         return "Revealed without a guess"
     if outcome.guess == outcome.measured:
         return "Your guess was right"
+    if outcome.is_count:
+        return f"Your guess was {_digits(outcome.guess)} instead of {_digits(outcome.measured)}"
     if outcome.guess <= 0 or outcome.measured <= 0:
         return "Your guess beside the measurement"
     ratio = outcome.guess / outcome.measured
@@ -188,7 +201,7 @@ def _factor(ratio: float) -> str:
     return "1" if ratio == 1 else f"{ratio:g}×" if ratio > 1 else f"1/{1 / ratio:g}"
 
 
-def _summary(factors: np.ndarray, right: int, choices: int) -> str:
+def _summary(factors: np.ndarray, right: int, choices: int, kinds: str) -> str:
     parts = []
     if len(factors):
         near = int((factors <= CLOSE).sum())
@@ -196,5 +209,5 @@ def _summary(factors: np.ndarray, right: int, choices: int) -> str:
         typical = f", median factor {_digits(middle)}" if middle < math.inf else ""
         parts.append(f"{near} of {len(factors)} guesses within a factor of {CLOSE:.0f}{typical}")
     if choices:
-        parts.append(f"{right} of {choices} choices right")
+        parts.append(f"{right} of {choices} {kinds} right")
     return "; ".join(parts) or "No guess has been revealed yet"

@@ -224,15 +224,29 @@ def test_the_calibration_before_the_first_reveal():
     ("sealed", "measured", "at", "near"), [(0, 3, "left edge", 0), (3, 0, "right edge", 0), (0, 0, 1, 1), (3, 3, 1, 1)]
 )
 def test_a_guess_or_a_measurement_of_zero_counts_too(sealed, measured, at, near):
-    guess(lost=sealed)
-    reveal(lost=measured)
+    guess(lost_ms=sealed)
+    reveal(lost_ms=measured)
     ax = guesses()
     left, right = ax.get_xlim()
     edges = {"left edge": left, "right edge": right}
     assert drawn(ax) == pytest.approx({"02_data_parallel · lost": edges.get(at, at)})
     assert ax.get_title(loc="left").startswith(f"{near} of 1 guesses within a factor of 2")
-    assert f"{sealed} for {measured}" in texts(ax)
+    assert f"{sealed} ms for {measured} ms" in texts(ax)
     ax.figure.canvas.draw()
+
+
+def test_a_small_whole_number_is_hit_or_missed():
+    guess(stages=1, ranks=4, waits="rank 1")
+    ax = reveal(stages=2)
+    assert ax.get_title(loc="left") == "Your guess was 1 instead of 2"
+    assert "1" in texts(ax)
+    assert reveal(ranks=4).get_title(loc="left") == "Your guess was right"
+    assert guesses().get_title(loc="left") == "1 of 2 counts right"
+    reveal(waits="rank 1")
+    assert guesses().get_title(loc="left") == "2 of 3 choices and counts right"
+    guess(parameters=100)
+    reveal(parameters=64)
+    assert guesses().get_title(loc="left").startswith("1 of 1 guesses within a factor of 2, ")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import LabError, RankError, Stopped
 
-pytestmark = [pytest.mark.processes, *gpu]
+pytestmark = gpu
 
 LONG_CYCLES = 20_000_000_000  # cycles of the GPU's clock: about ten seconds, far longer than it takes to notice a dead rank
 

@@ -12,7 +12,7 @@ from gpu_device import DEVICES, GPUS, REHEARSAL, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
 
-pytestmark = [pytest.mark.processes, *gpu]
+pytestmark = gpu
 
 SHARED = max(GPUS, 1) + 1  # ranks: one more than there are GPUs
 KIND = "cpu" if REHEARSAL else "cuda"

@@ -15,7 +15,7 @@ from labkit.launch.resource_usage import Load
 from labkit.recording.schema import MEMORY
 from labkit.tracing.trace import Trace
 
-pytestmark = [pytest.mark.processes, *gpu]
+pytestmark = gpu
 
 MS = 1_000_000  # ns
 AGREE_NS = 1 * MS  # two ways to put the GPU's time on the host's clock; the kernels below take tens of milliseconds

@@ -16,6 +16,7 @@ GPUS: Final = torch.cuda.device_count()
 DEVICES: Final = "cpu" if REHEARSAL else "cuda"  # the `devices` argument of a group
 
 gpu: Final = [
+    pytest.mark.processes,
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS and not REHEARSAL, reason="no GPU here: `make gpu` runs this test on a machine with one"),
 ]
