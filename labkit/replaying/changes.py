@@ -19,7 +19,7 @@ from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import did_you_mean
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
-from labkit.replaying.graph import ISSUE, WAIT, Graph
+from labkit.replaying.graph import ISSUE, WAIT, Graph, column
 from labkit.replaying.times import Rules
 
 __all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for", "selected"]
@@ -239,13 +239,12 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
 def _own_cores(graph: Graph, rules: Rules) -> None:
     """Take the time in which threads were ready to run, but had no core, out of their work and their waits."""
     data = graph.trace.columns.data
-    fields = data.dtype.names or ()
-    if "issue_delay_ns" not in fields or not data["issue_delay_ns"].any():
+    issued, waited = (column(data, f"{when}_delay_ns").tolist() for when in ("issue", "wait"))
+    if not any(issued):
         raise LabError(
             "replay(own_cores=True): this run did not record how long its threads waited for a core; that is recorded where "
             "ranks outnumber cores"
         )
-    issued, waited = data["issue_delay_ns"].tolist(), data["wait_delay_ns"].tolist()
     rules.gaps = [[*gaps] for gaps in rules.gaps]
     for thread, gaps in zip(graph.threads, rules.gaps, strict=True):
         before, since = 0, 0  # the delay up to the last event with a measurement, and the event after that

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.recording import schema
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import (
     GRADIENTS,
@@ -35,11 +36,15 @@ from labkit.recording.schema import CALL, COMMUNICATION, SERVED
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
-__all__ = ["END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "graph_of"]
+__all__ = [
+    "END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "column", "graph_of",
+    "waits_of",
+]  # fmt: skip
 
 START, END, WAIT_START, WAIT_END = range(4)  # which time of a span an event determines
 PLAIN, ISSUE, WAIT = range(3)  # kinds of events
 IN_CPP: Final = (GRADIENTS, RECEIVED_GRADIENTS, RECEIVED_REPLY)  # records without duration of what C++ threads do
+OWN_THREAD: Final = getattr(schema, "OWN_THREAD", 0)
 MEETING: Final = (GroupKind.COLLECTIVE, GroupKind.PAIR, GroupKind.CALL, GroupKind.RENDEZVOUS, GroupKind.CREATION)
 
 
@@ -91,7 +96,8 @@ class Graph:
     Args:
         trace: the trace.
         gates: the gates of all operations.
-        done_ns: for each of them, when the backend had completed it.
+        done_ns: for each of them, when the backend had completed it, if that is known; else when it completed.
+        done_known: for each of them, whether that is known.
         before: for each of them, the operation of the same group after which the backend began it; -1 if none.
         served: the served call's span by the span of the call.
         parent: for each span, the span of the same thread around it; -1 if there is none.
@@ -101,6 +107,7 @@ class Graph:
     trace: Trace
     gates: list[Gate]
     done_ns: NDArray[np.int64]
+    done_known: NDArray[np.bool_]
     before: NDArray[np.int64]
     served: dict[int, int]
     parent: list[int]
@@ -126,6 +133,17 @@ class Graph:
         return {thread.request: number for number, thread in enumerate(self.threads) if thread.request >= 0}
 
 
+def column(data: Any, name: str) -> NDArray[np.int64]:
+    """Return a column of a trace; zeros if it has none of this name."""
+    found: NDArray[np.int64] = data[name] if name in data.dtype.names else np.zeros(len(data), np.int64)
+    return found
+
+
+def waits_of(trace: Trace) -> Any:
+    """Return the waits for operations that were complete already; empty if the trace has none."""
+    return getattr(trace, "waits", ())
+
+
 def graph_of(trace: Trace) -> Graph:
     """Build the graph of a trace that `refusals.check_replayable` accepts."""
     return _Builder(trace).build()
@@ -142,58 +160,57 @@ class _Builder:
         self.rank = self.data["rank"].tolist()
         self.type = [self.types[name] for name in self.data["name"].tolist()]
         self.replies: dict[int, int] = {}  # the reply by the span of the served call
+        backend_ns = column(self.data, "backend_ns")
+        self.done_known = backend_ns > 0
+        self.done_ns = np.where(self.done_known, backend_ns, self.data["end_ns"])
 
     def build(self) -> Graph:
         count = len(self.data)
         thread, requests, served = self._threads_of_spans()
         gates = self._gates(thread)
-        ended, before = self._done_ns(), np.full(count, -1, np.int64)
-        for one, other in self._consecutive(ended):
+        before = np.full(count, -1, np.int64)
+        for one, other in self._consecutive(self.done_ns):
             before[one] = other
-        graph = Graph(self.trace, gates, ended, before, served, [-1] * count)
+        graph = Graph(self.trace, gates, self.done_ns, self.done_known, before, served, [-1] * count)
         graph.threads = list(self._threads(thread, requests, graph.parent))
         return graph
 
-    def _done_ns(self) -> NDArray[np.int64]:
-        """When the backend had completed each operation, before an emulated link delayed it."""
-        ended: NDArray[np.int64] = self.data["end_ns"]
-        if "backend_ns" not in (self.data.dtype.names or ()):
-            return ended.copy()
-        return np.where(self.data["backend_ns"] > 0, self.data["backend_ns"], ended)
-
     def _threads_of_spans(self) -> tuple[NDArray[np.int64], list[int], dict[int, int]]:
-        """Number the threads: first the main threads, in rank order, then one for each served call.
+        """Number the threads: the main threads in rank order, then one for each served call, and for other threads.
 
         Returns:
             the thread of each span, -1 if unknown; for each thread, the call that it serves, or -1; and the served
             call's span by the span of the call.
         """
-        thread: NDArray[np.int64] = self.data["rank"].astype(np.int64)
-        requests, served = [-1] * len(self.trace.ranks), {}
+        data, ranks = self.data, self.trace.ranks
+        thread: NDArray[np.int64] = data["rank"].astype(np.int64)
+        requests, served, calls = [-1] * len(ranks), {}, self._calls_by_served()
+        serving: list[list[tuple[int, int]]] = [[] for _ in ranks]  # by rank: when a served call ends, and its thread
+        main_until = [0] * len(ranks)  # when the rank's function ends
+        other: dict[int, int] = {}  # by rank: the thread of its other threads' spans
+        is_served, is_other = (((data["flags"] & flag) != 0).tolist() for flag in (SERVED, OWN_THREAD))
+        is_call, start, end = (data["kind"] == CALL).tolist(), data["start_ns"].tolist(), data["end_ns"].tolist()
+        for row, (rank, kind) in enumerate(zip(self.rank, self.type, strict=True)):
+            if is_call[row]:
+                main_until[rank] = max(main_until[rank], end[row])
+            elif kind is SERVE:
+                thread[row] = -1
+                if row in calls:
+                    served[calls[row]], thread[row] = row, len(requests)
+                    requests.append(calls[row])
+                serving[rank].append((end[row], int(thread[row])))
+            elif is_other[row]:
+                if rank not in other:
+                    other[rank] = len(requests)
+                    requests.append(-1)
+                thread[row] = other[rank]
+            elif serving[rank] and (is_served[row] or end[row] > main_until[rank]):
+                serving[rank] = [one for one in serving[rank] if one[0] >= start[row]]
+                if serving[rank]:
+                    thread[row] = serving[rank][-1][1]  # of several calls at a time, the one that began last
+        for row, reply in self.replies.items():
+            thread[reply] = thread[row]
         thread[self.in_cpp] = -1
-        calls = self._calls_by_served()
-        for rank in {self.rank[row] for row, kind in enumerate(self.type) if kind is SERVE}:
-            of_rank = np.flatnonzero(self.data["rank"] == rank)
-            rows = self.data[of_rank]
-            serving = [int(row) for row in of_rank if self.type[row] is SERVE]
-            on_main = np.zeros(len(rows), bool)
-            for call in rows[rows["kind"] == CALL]:
-                on_main |= (rows["start_ns"] >= call["start_ns"]) & (rows["end_ns"] <= call["end_ns"])
-            others = ((rows["flags"] & SERVED) != 0) | ~on_main
-            others &= rows["kind"] != CALL
-            for row in serving:  # in order of their start, so that the innermost comes last
-                of_call = calls.get(row, -1)
-                number = -1
-                if of_call >= 0:
-                    number = len(requests)
-                    requests.append(of_call)
-                    served[of_call] = row
-                begin, end = self.data["start_ns"][row], self.data["end_ns"][row]
-                within = others & (rows["start_ns"] >= begin) & (rows["start_ns"] <= end)
-                within &= np.array([self.type[one] is not SERVE for one in of_rank]) | (of_rank == row)
-                thread[of_rank[within]] = number
-                if row in self.replies:
-                    thread[self.replies[row]] = number
         return thread, requests, served
 
     def _calls_by_served(self) -> dict[int, int]:
@@ -235,7 +252,7 @@ class _Builder:
     def _gates(self, thread: NDArray[np.int64]) -> list[Gate]:
         """Find for each operation what must be issued before it completes."""
         gates: list[Gate] = []
-        data, ended = self.data, self._done_ns().tolist()
+        data, ended = self.data, self.done_ns.tolist()
         issued, root = data["start_ns"].tolist(), data["root"].tolist()
         meets = np.array([bool(name) and kind_of(name) in MEETING for name in self.names], bool)[data["group"]]
         known = self.travels & (thread >= 0)
@@ -278,23 +295,24 @@ class _Builder:
     def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[Thread]:
         data = self.data
         waits = self.travels & (data["wait_start_ns"] > 0)
-        blocks = waits & (data["wait_start_ns"] > data["start_ns"])
-        zero = data["start_ns"] == data["end_ns"]
-        spans, everything = ~self.travels & ~self.in_cpp, np.arange(len(data))
-        # Events at the same time: waits end first, since they delay all that follows; then spans end, and begin.
+        chosen = (~self.travels & ~self.in_cpp, self.travels, waits & (data["wait_start_ns"] > data["start_ns"]), waits)
+        span, issue, block, wait = (np.flatnonzero(which & (thread >= 0)) for which in chosen)
+        late, late_at = self._waits_when_complete(thread)
+        empty, instant = data["start_ns"] == data["end_ns"], data["wait_start_ns"] == data["wait_end_ns"]
+        # The last number orders events at the same time: waits end first, since they delay all that follows; then spans
+        # end, and begin; nothing ends before it begins.
         parts = (
-            (spans, "start_ns", START, PLAIN, np.full(len(data), 2)),
-            (spans, "end_ns", END, PLAIN, np.where(zero, 5, 1)),
-            (self.travels, "start_ns", START, ISSUE, np.full(len(data), 3)),
-            (blocks, "wait_start_ns", WAIT_START, PLAIN, np.full(len(data), 4)),
-            (waits, "wait_end_ns", WAIT_END, WAIT, np.where(data["wait_end_ns"] == data["wait_start_ns"], 6, 0)),
+            (span, data["start_ns"][span], START, PLAIN, 2),
+            (span, data["end_ns"][span], END, PLAIN, np.where(empty[span], 5, 1)),
+            (issue, data["start_ns"][issue], START, ISSUE, 3),
+            (block, data["wait_start_ns"][block], WAIT_START, PLAIN, 4),
+            (wait, data["wait_end_ns"][wait], WAIT_END, WAIT, np.where(instant[wait], 6, 0)),
+            (late, late_at, WAIT_START, PLAIN, 4),
+            (late, late_at, WAIT_END, WAIT, 6),
         )
-        chosen = [everything[which & (thread >= 0)] for which, *_ in parts]
-        row = np.concatenate(chosen)
-        at = np.concatenate([data[name][rows] for rows, (_, name, *_) in zip(chosen, parts, strict=True)])
-        which = np.concatenate([np.full(len(rows), part[2]) for rows, part in zip(chosen, parts, strict=True)])
-        kind = np.concatenate([np.full(len(rows), part[3]) for rows, part in zip(chosen, parts, strict=True)])
-        order = np.concatenate([part[4][rows] for rows, part in zip(chosen, parts, strict=True)])
+        row, at, which, kind, order = (
+            np.concatenate([np.broadcast_to(part[place], len(part[0])) for part in parts]) for place in range(5)
+        )
         nested = np.where(which == END, -data["start_ns"][row], -data["end_ns"][row])  # inner spans end first, outer begin first
         of_thread = thread[row]
         sort = np.lexsort((nested, order, at, of_thread))
@@ -308,6 +326,20 @@ class _Builder:
                 rank, request, kind[own].tolist(), (4 * row[own] + which[own]).tolist(), at[own].tolist(),
                 np.diff(busy, prepend=busy[:1]).tolist(), inside,
             )  # fmt: skip
+
+    def _waits_when_complete(self, thread: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the operations for which a main thread waited when they had completed already, and when it did so."""
+        data, waits = self.data, waits_of(self.trace)
+        if not len(waits):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        mine = self.travels & (thread == data["rank"]) & (data["wait_end_ns"] == 0)
+        keys = (data[name][mine].tolist() for name in ("rank", "group", "match"))
+        rows = dict(zip(zip(*keys, strict=True), np.flatnonzero(mine).tolist(), strict=True))
+        found: dict[int, int] = {}
+        for *key, time_ns in waits[["rank", "group", "match", "time_ns"]].tolist():
+            if (row := rows.get(tuple(key))) is not None:
+                found.setdefault(row, time_ns)  # a second wait for the same operation waits for nothing
+        return np.array(list(found), np.int64), np.array(list(found.values()), np.int64)
 
     def _innermost(self, rows: list[int], which: list[int], kinds: list[int], parent: list[int]) -> list[int]:
         """Return for each event the innermost span that was open before it, and note each span's parent."""

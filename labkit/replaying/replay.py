@@ -15,7 +15,7 @@ from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import Columns
 from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
-from labkit.replaying.graph import Graph, graph_of
+from labkit.replaying.graph import WAIT_END, Graph, graph_of, waits_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -105,9 +105,9 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     data["wait_start_ns"][blocking] = data["start_ns"][blocking]
     gone = waits & (data["wait_end_ns"] <= data["wait_start_ns"])
     data["wait_start_ns"][gone] = data["wait_end_ns"][gone] = 0
-    if "backend_ns" in (data.dtype.names or ()):
+    if graph.done_known.any():
         done = np.array([time or 0 for time in times.done_ns], np.int64)
-        data["backend_ns"] = np.where(data["backend_ns"] > 0, done, 0)
+        data["backend_ns"] = np.where(graph.done_known, done, 0)
     data["nbytes"] = rules.nbytes
     kept = np.ones(len(data), bool)
     kept[list(rules.instead)] = False
@@ -116,6 +116,12 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
         "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
+    if len(waits_of(trace)):
+        rows = np.flatnonzero(gone & (data["group"] > 0))
+        facts["waits"] = np.empty(len(rows), waits_of(trace).dtype)
+        for name in ("rank", "group", "match"):
+            facts["waits"][name] = data[name][rows]
+        facts["waits"]["time_ns"] = at_ns[rows, WAIT_END]
     last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
     latest = int(at_ns.max(initial=trace.start_ns))
     scalars = []

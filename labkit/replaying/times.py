@@ -97,7 +97,7 @@ def measured(graph: Graph) -> Rules:
         passage = over.through(gate, opened_ns, at_ns) if over else None
         for row in gate.opens:
             base = opened_ns if before[row] < 0 else max(opened_ns, done[before[row]])
-            if passage is not None and done[row] == ends[row]:
+            if passage is not None and not graph.done_known[row]:
                 done[row] = base  # what the backend itself took is not known
             transfer[row] = done[row] - base
             late[row] = ends[row] - (done[row] if passage is None else max(done[row], passage.due_ns))
