@@ -154,9 +154,7 @@ class _Builder:
         self.trace, columns = trace, trace.columns
         self.data, self.names = columns.data, columns.names
         self.types = [type_of(name) for name in self.names]
-        travels = (self.data["kind"] == COMMUNICATION) & ~columns.around
-        in_cpp = np.array([kind in IN_CPP for kind in self.types], bool)[self.data["name"]]
-        self.travels, self.in_cpp = travels & ~in_cpp, travels & in_cpp
+        self.travels = (self.data["kind"] == COMMUNICATION) & ~columns.around
         self.rank = self.data["rank"].tolist()
         self.type = [self.types[name] for name in self.data["name"].tolist()]
         self.replies: dict[int, int] = {}  # the reply by the span of the served call
@@ -208,45 +206,47 @@ class _Builder:
                 serving[rank] = [one for one in serving[rank] if one[0] >= start[row]]
                 if serving[rank]:
                     thread[row] = serving[rank][-1][1]  # of several calls at a time, the one that began last
+        unknown = [kind in (*IN_CPP, REPLY, VALUE) for kind in self.types]  # of replies, those of no served call's thread
+        thread[self.travels & np.array(unknown, bool)[data["name"]]] = -1
         for row, reply in self.replies.items():
             thread[reply] = thread[row]
-        thread[self.in_cpp] = -1
-        return thread, requests, served
+        requests = [call if call >= 0 and thread[call] >= 0 else -1 for call in requests]
+        return thread, requests, {call: row for call, row in served.items() if thread[call] >= 0}
 
     def _calls_by_served(self) -> dict[int, int]:
         """Find the call of each served span: its reply begins where it ends, and has the call's group and number."""
-        replies, calls = {}, {}
-        remote: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+        calls: dict[tuple[int, int], int] = {}
+        by_name: defaultdict[tuple[OperationType, int, int, str], list[int]] = defaultdict(list)
+        replies: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)  # by rank and function, then by start
+        group, match, peer, start, end = (self.data[name].tolist() for name in ("group", "match", "peer", "start_ns", "end_ns"))
         for row, kind in enumerate(self.type):
-            at = self.data[row] if kind in (REPLY, VALUE, RPC, REMOTE) else None
-            if at is None:
-                continue
-            function = kind.function_in(self.names[at["name"]])
-            if kind in (REPLY, VALUE):
-                replies[self.rank[row], int(at["start_ns"]), function] = row
-            elif kind is RPC:
-                calls[int(at["group"]), int(at["match"])] = row
-            else:
-                remote[self.rank[row], int(at["peer"]), function].append(row)
-        kept = defaultdict(list)
+            if kind is RPC:
+                calls[group[row], match[row]] = row
+            elif kind in (REPLY, VALUE, SERVE, REMOTE):
+                function = kind.function_in(self.names[self.data["name"][row]])
+                if kind in (REPLY, VALUE):
+                    replies[self.rank[row], function][start[row]] = row
+                else:
+                    by_name[kind, self.rank[row], peer[row], function].append(row)
         found: dict[int, int] = {}
-        for row, kind in enumerate(self.type):
+        kept: defaultdict[tuple[OperationType, int, int, str], list[tuple[int, int]]] = defaultdict(list)
+        for (kind, rank, _, function), rows in by_name.items():
             if kind is not SERVE:
                 continue
-            at = self.data[row]
-            function = kind.function_in(self.names[at["name"]])
-            reply = replies.get((self.rank[row], int(at["end_ns"]), function))
-            if reply is None:
-                continue
-            self.replies[row] = reply
-            to = self.data[reply]
-            if (call := calls.get((int(to["group"]), int(to["match"])))) is not None:
-                found[row] = call
-            else:
-                kept[int(to["peer"]), self.rank[row], function].append((int(to["match"]), row))
-        for key, rows in kept.items():  # results that stay there: calls of `remote` have no number of their own
-            if len(rows) == len(remote[key]):
-                found |= zip((row for _, row in sorted(rows)), remote[key], strict=True)
+            of_function = replies[rank, function]
+            pairs = {row: of_function.pop(end[row]) for row in rows if end[row] in of_function}
+            rest = [row for row in rows if row not in pairs]
+            if len(rest) == len(of_function):  # they returned futures, and replied when these had completed
+                pairs |= zip(rest, sorted(of_function.values()), strict=True)
+            self.replies |= pairs
+            for row, reply in pairs.items():
+                if (call := calls.get((group[reply], match[reply]))) is not None:
+                    found[row] = call
+                else:  # a result that stays there: calls of `remote` have no number of their own
+                    kept[REMOTE, peer[reply], rank, function].append((match[reply], row))
+        for key, numbered in kept.items():
+            if len(numbered) == len(by_name[key]):
+                found |= zip((row for _, row in sorted(numbered)), by_name[key], strict=True)
         return found
 
     def _gates(self, thread: NDArray[np.int64]) -> list[Gate]:
@@ -295,7 +295,7 @@ class _Builder:
     def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[Thread]:
         data = self.data
         waits = self.travels & (data["wait_start_ns"] > 0)
-        chosen = (~self.travels & ~self.in_cpp, self.travels, waits & (data["wait_start_ns"] > data["start_ns"]), waits)
+        chosen = (~self.travels, self.travels, waits & (data["wait_start_ns"] > data["start_ns"]), waits)
         span, issue, block, wait = (np.flatnonzero(which & (thread >= 0)) for which in chosen)
         late, late_at = self._waits_when_complete(thread)
         empty, instant = data["start_ns"] == data["end_ns"], data["wait_start_ns"] == data["wait_end_ns"]

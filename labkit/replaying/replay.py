@@ -24,6 +24,7 @@ from labkit.tracing.trace import Trace
 
 __all__ = ["replay", "replayed", "spread_ns"]
 
+DELAYS = ("issue_delay_ns", "wait_delay_ns")
 TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `Thread.times`
 
 
@@ -76,7 +77,11 @@ def replay(
     check_replayable(trace, "replay")
     graph = graph_of(trace)
     rules = rules_for(graph, measured(graph), changes)
-    return replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
+    found = replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
+    if own_cores:  # no thread lacks a core any more
+        for name in DELAYS:
+            found.columns.data[name] = 0
+    return found
 
 
 def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
@@ -116,7 +121,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
         "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
-    if len(waits_of(trace)):
+    if hasattr(trace, "waits"):
         rows = np.flatnonzero(gone & (data["group"] > 0))
         facts["waits"] = np.empty(len(rows), waits_of(trace).dtype)
         for name in ("rank", "group", "match"):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import comm_cases as cases
+import comm_rpc_cases as rpc_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,6 +127,16 @@ def test_an_unchanged_replay_gives_the_run_back(link: lab.Link | None) -> None:
         slower = lab.replay(trace, slower={"double": 1000}, rank=1)  # inside of the calls that rank 1 serves
         assert slower.step_bounds()[-1, 1] > trace.step_bounds()[-1, 1]
         assert list(slower.filter(rank=2, name="double"))
+
+
+@pytest.mark.parametrize("link", [None, FAST], ids=["no link", "link"])
+def test_collectives_and_calls_of_every_kind_are_given_back(link: lab.Link | None) -> None:
+    with lab.Group(2, link=link) as group:
+        for case in (cases.collectives, cases.objects, cases.asynchronous, cases.functional, cases.ring_of_messages):
+            check_given_back(group.run(lambda case=case: case(dist.group.WORLD) and None).trace)
+    with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
+        for call in (rpc_cases.calls, rpc_cases.by_reference, rpc_cases.both_ways):
+            check_given_back(group["master"].run(lambda call=call: call() and None).trace)
 
 
 def operations(trace: Trace, rank: int) -> list[Any]:
