@@ -80,13 +80,13 @@ class Gate:
         operation: its type.
         needs: the spans that must be issued.
         opens: the spans that complete: all, or those of one rank that does not need the others.
-        whole: whether these are all spans of the operation, so that it now occupies the link.
+        members: all spans of the operation; it occupies a link once all are issued.
     """
 
     operation: OperationType
     needs: list[int]
     opens: list[int]
-    whole: bool = True
+    members: list[int]
 
 
 @dataclass
@@ -262,25 +262,25 @@ class _Builder:
         for row, group, match in zip(rows.tolist(), data["group"][rows].tolist(), data["match"][rows].tolist(), strict=True):
             together.setdefault((group, match), []).append(row)
         for row in np.flatnonzero(known & ~meets).tolist():
-            gates.append(Gate(self.type[row], [row], [row]))
+            gates.append(Gate(self.type[row], [row], [row], [row]))
         for members in together.values():
             kind = self.type[members[0]]
             answers = [row for row in members if self.type[row] in (REPLY, VALUE)]
             for row in answers:
-                gates.append(Gate(self.type[row], [row], [row]))
+                gates.append(Gate(self.type[row], [row], [row], [row]))
             if answers:
                 for row in members:
                     if row not in answers:
-                        gates.append(Gate(self.type[row], [row, *answers], [row]))
+                        gates.append(Gate(self.type[row], [row, *answers], [row], members))
                 continue
             last = max(issued[row] for row in members)
             late = [row for row in members if ended[row] >= last]
-            gates.append(Gate(kind, members, late))
+            gates.append(Gate(kind, members, late, members))
             for row in members:
                 if row not in late:  # such as the root of a broadcast, which does not need the receivers
                     came = [other for other in members if issued[other] <= ended[row] and other != row]
                     needs = [row, *(other for other in came if self.rank[other] == root[row])]
-                    gates.append(Gate(kind, needs, [row], whole=False))
+                    gates.append(Gate(kind, needs, [row], members))
         return gates
 
     def _consecutive(self, ended: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

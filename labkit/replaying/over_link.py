@@ -45,7 +45,7 @@ class OverLink:
         self._graph, self._nbytes, self._faster = graph, nbytes, faster
         self._link = link.of(len(graph.trace.ranks)) if isinstance(link, Network) else link
         data = graph.trace.columns.data
-        self._rank, self._peer, self._root = (data[name].tolist() for name in ("rank", "peer", "root"))
+        self._rank, self._peer = data["rank"].tolist(), data["peer"].tolist()
         self._type = [graph.types[name] for name in data["name"].tolist()]
         self._free: defaultdict[int, int] = defaultdict(int)
         self._until: dict[int, int] = {}  # the operation that occupies a port until a time
@@ -82,10 +82,10 @@ class OverLink:
             asked_ns = issued_ns[4 * first] or 0
             asked_ns += round(link_of_pair(self._link, self._rank[first], self._peer[first]).latency_s * 1e9)
             return self._pass(self._message(self._peer[first], self._rank[first], first, 1), max(asked_ns, opened_ns), first)
-        if kind.cost is None or len(gate.needs) < 2:
+        if kind.cost is None or len(gate.members) < 2:
             return None
         cost = self._collective(gate)
-        if gate.whole:
+        if len(gate.needs) == len(gate.members):
             return self._pass(cost, opened_ns, first)
         return Passage(opened_ns, opened_ns + round(cost.cost_ns / self._faster[first]), -1)
 
@@ -107,10 +107,8 @@ class OverLink:
         return self._costs[key]
 
     def _collective(self, gate: Gate) -> Cost:
-        kind, rows = gate.operation, gate.needs
-        nbytes = max(self._nbytes[row] for row in rows)
-        if kind.root_has_all:  # the root counts all parts, the others only their own
-            nbytes = max(self._nbytes[row] * (1 if self._rank[row] == self._root[row] else len(rows)) for row in rows)
+        kind, rows = gate.operation, gate.members
+        nbytes = max(self._nbytes[row] for row in rows)  # of the root, if it alone counts the parts of all
         ranks = tuple(sorted(self._rank[row] for row in rows))
         key = kind, nbytes, ranks
         if key not in self._costs:

@@ -142,6 +142,15 @@ def test_the_root_of_a_broadcast_does_not_wait_for_receivers() -> None:
     assert times(late, 1, "broadcast") == [(5, 7)]
 
 
+def test_over_a_link_the_root_of_a_broadcast_does_not_wait_for_receivers_either() -> None:
+    book = Book()
+    for rank, (start, end) in enumerate(((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))):
+        book.compute(rank, "forward", 0, start)
+        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=MB10, group="world", match=1, root=0)
+    trace = replay(book.trace(3), link=ONE_GBIT)  # a tree of two rounds, of 10 each
+    assert [times(trace, rank, "broadcast") for rank in range(3)] == [[(2, 22)], [(5, 25)], [(1, 22)]]
+
+
 def test_a_slower_server_delays_its_callers() -> None:
     trace, recorded = replay(remote_calls(), slower={"serve shard": 2}, rank=1), remote_calls()
     served = times(recorded, 1, "serve shard")[0]
@@ -157,6 +166,59 @@ def test_a_remote_call_over_a_link_is_two_messages() -> None:
     (call, *_), (served, *_) = times(trace, 0, "rpc_async shard"), times(trace, 1, "serve shard")
     assert served[0] == pytest.approx(call[0] + 16)
     assert call[1] == pytest.approx(served[1] + 3.2)
+
+
+def test_a_thread_needs_as_long_as_recorded_to_wake_up() -> None:
+    book = Book()
+    for rank, forward in enumerate((2.0, 4.0)):
+        book.compute(rank, "forward", 0, forward)
+        book.travel(rank, "all_reduce", forward, 5, wait=(forward, 5.5), group="world", match=1)
+        book.compute(rank, "optimizer", 5.5, 6)
+    trace = replay(book.trace(2), slower={"forward": 2}, rank=1)
+    assert times(trace, 0, "all_reduce") == [(2, 9)]
+    assert times(trace, 0, "optimizer") == [(9.5, 10)]
+
+
+def test_what_the_emulation_was_late_stays_with_another_link_and_goes_without_one() -> None:
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "all_reduce", 1, 11.5, wait=(1, 11.5), group="world", match=1, nbytes=MB10)
+    trace = Trace(book.spans, ranks=["a", "b"], link=ONE_GBIT)
+    assert list(replay(trace)) == list(trace)
+    assert times(replay(trace, link=Link(gbit_per_s=2, latency_us=0)), 0, "all_reduce") == [(0, 5.5)]
+    assert times(replay(trace, link=None), 0, "all_reduce") == [(0, 0)]  # how long the backend took is not known
+
+
+def test_only_the_root_of_a_gather_counts_all_parts() -> None:
+    book = Book()
+    for rank, parts in enumerate((2, 1)):
+        book.travel(rank, "gather", 1, 2, wait=(1, 2), group="world", match=1, nbytes=MB10 * parts, root=0)
+    trace = replay(book.trace(2), link=ONE_GBIT)
+    assert times(trace, 0, "gather") == [(0, 10)]  # one part travels, half of the total
+    assert times(trace, 1, "gather") == [(0, 10)]
+
+
+def test_a_kept_result_is_fetched_when_it_is_there() -> None:
+    book = Book()
+    book.travel(0, "remote f", 1, 1.5, peer=1)
+    book.compute(1, "serve f", 2, 6, served=True, automatic=True)
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(1, "value f", 6, 6, peer=0, **key)
+    book.travel(0, "to_here", 3, 7, wait=(3, 7), peer=1, **key)
+    book.whole(0, "call", 0, 8)
+    trace = replay(book.trace(2), slower={"serve": 2})
+    assert times(trace, 0, "to_here") == [(3, 11)]
+    assert times(replay(book.trace(2), faster={"serve": 4}), 0, "to_here") == [(3, 4)]
+
+
+def test_a_call_that_returns_a_future_is_answered_when_that_completes() -> None:
+    book = Book()
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(0, "rpc_sync f", 1, 9, wait=(1, 9), peer=1, **key)
+    book.compute(1, "serve f", 2, 4, served=True, automatic=True)
+    book.travel(1, "reply f", 8, 8.1, peer=0, **key)
+    trace = replay(book.trace(2), slower={"serve f": 3})
+    assert times(trace, 0, "rpc_sync f") == [(0, 12)]  # counted from 1
 
 
 def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
