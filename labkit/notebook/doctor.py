@@ -24,8 +24,8 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
-from labkit.launch.capacity import usable_cores
 from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Report, collect, report
+from labkit.recording.cores import usable_cores
 
 __all__ = ["TABLE", "Gpus", "doctor"]
 

@@ -19,7 +19,7 @@ from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import did_you_mean
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
-from labkit.replaying.graph import ISSUE, WAIT, Graph, column
+from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
 
 __all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for", "selected"]
@@ -239,7 +239,7 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
 def _own_cores(graph: Graph, rules: Rules) -> None:
     """Take the time in which threads were ready to run, but had no core, out of their work and their waits."""
     data = graph.trace.columns.data
-    issued, waited = (column(data, f"{when}_delay_ns").tolist() for when in ("issue", "wait"))
+    issued, waited = (data[f"{when}_delay_ns"].tolist() for when in ("issue", "wait"))
     if not any(issued):
         raise LabError(
             "replay(own_cores=True): this run did not record how long its threads waited for a core; that is recorded where "

@@ -18,7 +18,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording import schema
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import (
     GRADIENTS,
@@ -32,19 +31,15 @@ from labkit.recording.operations import (
     OperationType,
     type_of,
 )
-from labkit.recording.schema import CALL, COMMUNICATION, SERVED
+from labkit.recording.schema import CALL, COMMUNICATION, OWN_THREAD, SERVED
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
-__all__ = [
-    "END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "column", "graph_of",
-    "waits_of",
-]  # fmt: skip
+__all__ = ["END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "graph_of"]
 
 START, END, WAIT_START, WAIT_END = range(4)  # which time of a span an event determines
 PLAIN, ISSUE, WAIT = range(3)  # kinds of events
 IN_CPP: Final = (GRADIENTS, RECEIVED_GRADIENTS, RECEIVED_REPLY)  # records without duration of what C++ threads do
-OWN_THREAD: Final = getattr(schema, "OWN_THREAD", 0)
 MEETING: Final = (GroupKind.COLLECTIVE, GroupKind.PAIR, GroupKind.CALL, GroupKind.RENDEZVOUS, GroupKind.CREATION)
 
 
@@ -133,17 +128,6 @@ class Graph:
         return {thread.request: number for number, thread in enumerate(self.threads) if thread.request >= 0}
 
 
-def column(data: Any, name: str) -> NDArray[np.int64]:
-    """Return a column of a trace; zeros if it has none of this name."""
-    found: NDArray[np.int64] = data[name] if name in data.dtype.names else np.zeros(len(data), np.int64)
-    return found
-
-
-def waits_of(trace: Trace) -> Any:
-    """Return the waits for operations that were complete already; empty if the trace has none."""
-    return getattr(trace, "waits", ())
-
-
 def graph_of(trace: Trace) -> Graph:
     """Build the graph of a trace that `refusals.check_replayable` accepts."""
     return _Builder(trace).build()
@@ -158,9 +142,8 @@ class _Builder:
         self.rank = self.data["rank"].tolist()
         self.type = [self.types[name] for name in self.data["name"].tolist()]
         self.replies: dict[int, int] = {}  # the reply by the span of the served call
-        backend_ns = column(self.data, "backend_ns")
-        self.done_known = backend_ns > 0
-        self.done_ns = np.where(self.done_known, backend_ns, self.data["end_ns"])
+        self.done_known = self.data["backend_ns"] > 0
+        self.done_ns = np.where(self.done_known, self.data["backend_ns"], self.data["end_ns"])
 
     def build(self) -> Graph:
         count = len(self.data)
@@ -329,14 +312,12 @@ class _Builder:
 
     def _waits_when_complete(self, thread: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the operations for which a main thread waited when they had completed already, and when it did so."""
-        data, waits = self.data, waits_of(self.trace)
-        if not len(waits):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+        data = self.data
         mine = self.travels & (thread == data["rank"]) & (data["wait_end_ns"] == 0)
         keys = (data[name][mine].tolist() for name in ("rank", "group", "match"))
         rows = dict(zip(zip(*keys, strict=True), np.flatnonzero(mine).tolist(), strict=True))
         found: dict[int, int] = {}
-        for *key, time_ns in waits[["rank", "group", "match", "time_ns"]].tolist():
+        for *key, time_ns in self.trace.waits.tolist():
             if (row := rows.get(tuple(key))) is not None:
                 found.setdefault(row, time_ns)  # a second wait for the same operation waits for nothing
         return np.array(list(found), np.int64), np.array(list(found.values()), np.int64)

@@ -13,9 +13,9 @@ from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.events import Columns
+from labkit.recording.events import WAITS, Columns
 from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
-from labkit.replaying.graph import WAIT_END, Graph, graph_of, waits_of
+from labkit.replaying.graph import WAIT_END, WAIT_START, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -95,8 +95,8 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     """
     trace, link = graph.trace, rules.link
     data = trace.columns.data.copy()
-    at_ns = np.array([-1 if time is None else time for time in times.at_ns], np.int64).reshape(-1, 4)
-    known = at_ns >= 0
+    known = np.array([time is not None for time in times.at_ns], bool).reshape(-1, 4)
+    at_ns = np.array([time or 0 for time in times.at_ns], np.int64).reshape(-1, 4)
     moved = [_Clock(graph, at_ns, rank) for rank in range(len(trace.ranks))]
     clock_of = data["rank"]
     for column, name in enumerate(TIMES):
@@ -105,14 +105,13 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
         for rank, clock in enumerate(moved):
             alone = ~known[:, :2].any(axis=1) & (clock_of == rank) & (recorded > 0)
             data[name][alone] = clock(recorded[alone])
-    waits = known[:, 3]
-    blocking = waits & ~known[:, 2]  # one call issues it and waits for it
+    waited = known[:, WAIT_END]
+    blocking = waited & ~known[:, WAIT_START]  # one call issues it and waits for it
     data["wait_start_ns"][blocking] = data["start_ns"][blocking]
-    gone = waits & (data["wait_end_ns"] <= data["wait_start_ns"])
+    gone = waited & (data["wait_end_ns"] <= data["wait_start_ns"])
     data["wait_start_ns"][gone] = data["wait_end_ns"][gone] = 0
-    if graph.done_known.any():
-        done = np.array([time or 0 for time in times.done_ns], np.int64)
-        data["backend_ns"] = np.where(graph.done_known, done, 0)
+    done = np.array([time or 0 for time in times.done_ns], np.int64)
+    data["backend_ns"] = np.where(graph.done_known | (trace.link is None and link is not None), done, 0)
     data["nbytes"] = rules.nbytes
     kept = np.ones(len(data), bool)
     kept[list(rules.instead)] = False
@@ -121,14 +120,13 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
         "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
-    if hasattr(trace, "waits"):
-        rows = np.flatnonzero(gone & (data["group"] > 0))
-        facts["waits"] = np.empty(len(rows), waits_of(trace).dtype)
-        for name in ("rank", "group", "match"):
-            facts["waits"][name] = data[name][rows]
-        facts["waits"]["time_ns"] = at_ns[rows, WAIT_END]
+    complete = np.flatnonzero(gone & (data["group"] > 0))
+    waits: Any = np.empty(len(complete), WAITS)
+    for name in ("rank", "group", "match"):
+        waits[name] = data[name][complete]
+    waits["time_ns"] = at_ns[complete, WAIT_END]
     last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
-    latest = int(at_ns.max(initial=trace.start_ns))
+    latest = int(at_ns[known].max(initial=trace.start_ns))
     scalars = []
     for rank, clock in enumerate(moved):
         own = [scalar for scalar in trace.scalars if scalar.rank == rank]
@@ -136,7 +134,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
         scalars += [replace(scalar, time_ns=time_ns) for scalar, time_ns in zip(own, moments, strict=True)]
     columns = Columns(data[kept], trace.columns.names, around=trace.columns.around[kept])
     end_ns = max(latest + trace.end_ns - last, trace.start_ns)
-    return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=end_ns, **facts)
+    return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=end_ns, waits=waits, **facts)
 
 
 class _Clock:

@@ -1,6 +1,8 @@
 """Small traces whose replay can be worked out by hand; all times in milliseconds."""
 
 from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
 from synthetic import Book  # isort: skip
@@ -50,3 +52,10 @@ def waited() -> Trace:
     all_reduce(book, [5, 5], 14, match=1, wait=[99, 99])
     all_reduce(book, [10, 10], 24, match=2, wait=[20, 20])
     return book.trace(2)
+
+
+def waited_over(link: Link | Network) -> Trace:
+    """`waited` over a link, in a run that did not record how long the backend took."""
+    trace = replay(waited(), link=link)
+    trace.columns.data["backend_ns"] = 0
+    return trace

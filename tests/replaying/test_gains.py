@@ -8,10 +8,9 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.replaying.gains import Gains, gains_of
-from labkit.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
-from replayed import ONE_GBIT, blocking, waited  # isort: skip
+from replayed import ONE_GBIT, blocking, waited_over  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, remote_calls  # isort: skip
 
 
@@ -37,17 +36,17 @@ def test_changes_are_sorted_by_what_they_save() -> None:
 
 
 def test_a_run_over_a_link_is_asked_about_the_link() -> None:
-    trace = replay(waited(), link=Link(gbit_per_s=1, latency_us=500))  # 5 to 16, 16 to 27
+    trace = waited_over(Link(gbit_per_s=1, latency_us=500))  # 5 to 16, 16 to 27
     found = saved(trace)
     assert found["twice the bandwidth"] == 7  # 5 to 11, 11 to 17: the wait at 20 is over, and a step takes 22
     assert found["half the latency"] == 1
     assert found["all gradients in one bucket"] == -4  # 10 to 31
     assert "all_reduce twice as fast" not in found
-    assert "half the latency" not in saved(replay(waited(), link=ONE_GBIT))
+    assert "half the latency" not in saved(waited_over(ONE_GBIT))
 
 
 def test_the_two_levels_of_a_network_are_asked_about_one_by_one() -> None:
-    trace = replay(waited(), link=Network(nodes=2, inside=ONE_GBIT, between=ONE_GBIT))
+    trace = waited_over(Network(nodes=2, inside=ONE_GBIT, between=ONE_GBIT))
     found = saved(trace)
     assert found["twice the bandwidth between the nodes"] == 5
     assert found["twice the bandwidth inside the nodes"] == 0

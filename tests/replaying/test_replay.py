@@ -16,7 +16,7 @@ from labkit.tracing.load import load_trace
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Span, Trace
 
-from replayed import MB10, ONE_GBIT, beside, blocking, waited  # isort: skip
+from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
@@ -96,7 +96,7 @@ def test_a_slow_link_delays_only_who_waits() -> None:
 
 
 def test_another_link_replaces_the_one_of_the_run() -> None:
-    over = replay(waited(), link=ONE_GBIT)
+    over = waited_over(ONE_GBIT)
     half = replay(over, link=Link(gbit_per_s=2, latency_us=0))
     assert times(half, 0, "all_reduce") == [(5, 10), (10, 15)]
     assert step_ms(half) == 22  # the wait at 20 is over before it begins
