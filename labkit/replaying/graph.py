@@ -146,13 +146,10 @@ class _Builder:
         self.done_ns = np.where(self.done_known, self.data["backend_ns"], self.data["end_ns"])
 
     def build(self) -> Graph:
-        count = len(self.data)
         thread, requests, served = self._threads_of_spans()
         gates = self._gates(thread)
-        before = np.full(count, -1, np.int64)
-        for one, other in self._consecutive(self.done_ns):
-            before[one] = other
-        graph = Graph(self.trace, gates, self.done_ns, self.done_known, before, served, [-1] * count)
+        before = self._before(gates)
+        graph = Graph(self.trace, gates, self.done_ns, self.done_known, before, served, [-1] * len(self.data))
         graph.threads = list(self._threads(thread, requests, graph.parent))
         return graph
 
@@ -266,14 +263,20 @@ class _Builder:
                     gates.append(Gate(kind, needs, [row], members))
         return gates
 
-    def _consecutive(self, ended: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Yield each operation and the one before it in its group, if the backend carried them out in this order."""
-        data = self.data
-        rows = np.flatnonzero(self.travels & (data["group"] != 0))
+    def _before(self, gates: list[Gate]) -> NDArray[np.int64]:
+        """Return for each operation the one before it in its group, if the backend carried them out in this order."""
+        data, issued = self.data, self.data["start_ns"]
+        opened, before = issued.copy(), np.full(len(data), -1, np.int64)
+        for gate in gates:
+            opened[gate.opens] = issued[gate.needs].max()
+        in_order = np.array([kind_of(name) in (GroupKind.COLLECTIVE, GroupKind.PAIR) for name in self.names], bool)
+        rows = np.flatnonzero(self.travels & in_order[data["group"]])
         rows = rows[np.lexsort((rows, data["group"][rows], data["rank"][rows]))]
-        same = (np.diff(data["group"][rows].astype(np.int64)) == 0) & (np.diff(data["rank"][rows]) == 0)
-        same &= ended[rows[:-1]] <= ended[rows[1:]]
-        yield from zip(rows[1:][same].tolist(), rows[:-1][same].tolist(), strict=True)
+        first, second = rows[:-1], rows[1:]
+        follows = (data["group"][first] == data["group"][second]) & (data["rank"][first] == data["rank"][second])
+        follows &= (self.done_ns[first] <= self.done_ns[second]) & (opened[first] <= opened[second])
+        before[second[follows]] = first[follows]
+        return before
 
     def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[Thread]:
         data = self.data

@@ -221,6 +221,28 @@ def test_a_call_that_returns_a_future_is_answered_when_that_completes() -> None:
     assert times(trace, 0, "rpc_sync f") == [(0, 12)]  # counted from 1
 
 
+def test_replies_may_overtake_one_another() -> None:
+    book = Book()
+    for match, (issued, served, replied, ended) in enumerate(((1, 2, 6, 6.5), (1.1, 2.1, 4, 7)), 1):
+        key = {"group": "rpc 0>1", "match": match}
+        book.travel(0, "rpc_async f", issued, ended, peer=1, **key)
+        book.compute(1, "serve f", served, replied, served=True, automatic=True)
+        book.travel(1, "reply f", replied, replied + 0.1, peer=0, **key)
+    assert list(replay(book.trace(2))) == list(book.trace(2))
+    assert times(replay(book.trace(2), slower={"serve": 2}), 0, "rpc_async f") == [
+        (0, 9.5),
+        (pytest.approx(0.1), pytest.approx(7.9)),
+    ]
+
+
+def test_an_operation_without_its_peers_may_overtake_one_that_waits_for_them() -> None:
+    book = Book()
+    for rank, (issued, cast, end) in enumerate(((1.0, 2.0, 6.5), (5.0, 7.0, 8.0))):
+        book.travel(rank, "all_reduce", issued, 6, group="world", match=1)
+        book.travel(rank, "broadcast", cast, end, group="world", match=2, root=0)
+    assert list(replay(book.trace(2))) == list(book.trace(2))
+
+
 def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
     trace = replay(beside(), one_bucket=True)
     (one,) = trace.filter(rank=0, name="all_reduce")
