@@ -23,7 +23,8 @@ LIMIT_LINES = 600  # about 400 is usual
 
 # Each package may import only those before it.
 LAYERS = (
-    "errors", "recording", "costs", "tracing", "ipc", "comm", "worker", "launch", "group", "plots", "notebook", "exercises",
+    "errors", "recording", "costs", "tracing", "replaying", "ipc", "comm", "worker", "launch", "group", "plots", "notebook",
+    "exercises",
 )  # fmt: skip
 BESIDE = {"__init__", "__main__", "data", "models", "predict", "py.typed"}  # what students import by name
 LAZY = "labkit"  # the package itself names all its parts and imports each on first use
@@ -34,7 +35,7 @@ METAPHORS = {
     "ledger", "mend", "mends", "parcel", "parcels", "seat", "sheet", "strike", "told", "what", "wire",
 }  # fmt: skip
 # Names in which such a word is the standard term (edge: of an axis), and a lesson's title.
-STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge", "what_it_costs"}
+STANDARD_TERMS = {"IN_FLIGHT", "_STYLE_SHEET", "edge", "what_helps", "what_it_costs"}
 
 
 def imports(module: str) -> set[str]:

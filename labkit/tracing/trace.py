@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import COLUMNS, WAITS, Columns, ProfilerEvent, Scalar, under_way
@@ -87,6 +89,7 @@ class Trace:
         notes: notes for the reader, such as a missing rank, or how well clocks agree.
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
         nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
+        link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
             for spans given as `Columns`; None if there are none.
 
@@ -110,12 +113,13 @@ class Trace:
         notes: Sequence[str] = (),
         profile: Iterable[ProfilerEvent] = (),
         nodes: Sequence[int] = (),
+        link: Link | Network | None = None,
         waits: Any = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes))
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link)
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -147,6 +151,11 @@ class Trace:
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank in an emulated network; empty without one."""
         return self.info.nodes
+
+    @property
+    def link(self) -> Link | Network | None:
+        """The emulated link or network over which the ranks communicated; None without one."""
+        return self.info.link
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -374,7 +383,7 @@ class Trace:
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], **others: Any) -> Trace:
-        part = Trace(columns, scalars, **asdict(self.info), **others)
+        part = Trace(columns, scalars, **self.info.arguments(), **others)
         part.labelled = self.labelled
         return part
 

@@ -8,7 +8,6 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -108,7 +107,7 @@ def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
     for event in profile:
         _check_other(event, ranks)
     found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": _waits(other.get("waits", []), columns, ranks)}
-    return found | {"start_ns": times[1], "end_ns": times[2]} | asdict(info)
+    return found | {"start_ns": times[1], "end_ns": times[2]} | info.arguments()
 
 
 def _waits(rows: Any, columns: Columns, ranks: int) -> Any:

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import RingWriter
@@ -49,6 +51,7 @@ def a_trace() -> Trace:
         notes=["a note"],
         profile=[ProfilerEvent(0, "cpu", "aten::mm", "operator", 12, 30)],
         nodes=[0, 1],
+        link=Network(nodes=2, inside=Link.nvlink4, between=Link(gbit_per_s=1, latency_us=50), ranks=2),
         waits=np.array([(0, columns.name_id("world"), 1, 75), (1, columns.name_id("p2p 0>1"), 1, 85)], WAITS),
     )
 
@@ -105,9 +108,13 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
     "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
     "ranks are numbers": (content_with(lambda c: c["otherData"].update(ranks=[0, 1])), "the names of its ranks"),
-    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0])), "it has a .* rank"),
+    "a rank less": (
+        content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0], link=None)),
+        "it has a .* rank",
+    ),
     "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
     "a node less": (content_with(lambda c: c["otherData"].update(nodes=[0])), "its numbers of nodes do not match its ranks"),
+    "a link without its latency": (content_with(lambda c: c["otherData"].update(link={"gbit_per_s": 1})), "its link is invalid"),
     "nodes are words": (content_with(lambda c: c["otherData"].update(nodes=["a", "b"])), "its numbers of nodes"),
     "a wait is a word": (content_with(lambda c: c["otherData"].update(waits=["world"])), "one of its waits"),
     "a wait of no rank": (content_with(lambda c: c["otherData"].update(waits=[["world", 2, 1, 75]])), "one of its waits"),
