@@ -117,6 +117,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     kept[list(rules.instead)] = False
     facts = trace.info.arguments() | {
         "link": link,
+        "replayed": True,
         "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
@@ -166,7 +167,8 @@ def spread_ns(trace: Trace) -> tuple[float, float, float]:
 
 
 def _spread_in_words(trace: Trace) -> str:
-    low, middle, high = map(time_in_words, spread_ns(trace))
-    if not len(step_lengths_ns(trace)):
+    spread = spread_ns(trace)
+    if not any(spread):
         return ""
+    low, middle, high = map(time_in_words, spread)
     return f"The recorded steps lasted {middle} (median); half of them lasted {low} to {high}."
