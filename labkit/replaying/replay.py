@@ -10,11 +10,12 @@ import numpy as np
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import WAITS, Columns
-from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
+from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, of_other_threads, rules_for
 from labkit.replaying.graph import WAIT_END, WAIT_START, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
@@ -77,7 +78,10 @@ def replay(
     check_replayable(trace, "replay")
     graph = graph_of(trace)
     rules = rules_for(graph, measured(graph), changes)
-    found = replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
+    words = changes.in_words(trace.ranks)
+    if apart := of_other_threads(graph, changes):
+        words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
+    found = replayed(graph, rules, play(graph, rules), words)
     if own_cores:  # no thread lacks a core any more
         for name in DELAYS:
             found.columns.data[name] = 0

@@ -11,6 +11,7 @@ import pytest
 from labkit.costs.link import Link
 from labkit.recording.events import WAITS
 from labkit.replaying.critical_path import critical_path
+from labkit.replaying.gains import gains_of
 from labkit.replaying.replay import replay
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
@@ -100,7 +101,10 @@ def test_a_loader_s_thread_neither_delays_nor_is_delayed() -> None:
     trace = replay(book.trace(1), slower={"load": 3})
     assert [s.start_ns for s in trace.filter(name="forward")] == [s.start_ns for s in book.trace(1).filter(name="forward")]
     assert [s.duration_ns / MS for s in trace.filter(name="load")] == [27] * 3
+    assert "that other threads wait for load is not known" in trace.notes[-1]
+    assert not any("load" in gain.change for gain in gains_of(book.trace(1), "what_helps").gains)
     faster = replay(book.trace(1), faster={"forward": 4})
+    assert "other threads" not in faster.notes[-1]
     assert [s.start_ns for s in faster.filter(name="load")] == [s.start_ns for s in book.trace(1).filter(name="load")]
 
 
