@@ -99,9 +99,8 @@ def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
     work: defaultdict[str, float] = defaultdict(float)
     for thread in graph.threads:
         for gap, row in zip(thread.gaps, thread.inside, strict=True):
-            if (
-                row >= 0 and data["kind"][row] == COMPUTE and not data["flags"][row] & OWN_THREAD
-            ):  # nobody is known to wait for it
+            # Nobody is known to wait for what other threads do.
+            if row >= 0 and data["kind"][row] == COMPUTE and not data["flags"][row] & OWN_THREAD:
                 work[re.sub(r" \d+$", "", names[data["name"][row]])] += gap
     total = trace.duration_ns * len(trace.ranks)
     for name in sorted(work, key=lambda name: -work[name])[:PHASES]:

@@ -130,8 +130,10 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     for name in ("rank", "group", "match"):
         waits[name] = data[name][complete]
     waits["time_ns"] = at_ns[complete, WAIT_END]
-    last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
-    latest = int(at_ns[known].max(initial=trace.start_ns))
+    last = max((thread.at_ns[-1] for thread in graph.threads_of(followed=True) if thread.at_ns), default=trace.end_ns)
+    counts = known.ravel().copy()
+    counts[[time for thread in graph.threads_of(followed=False) for time in thread.times]] = False
+    latest = int(at_ns.ravel()[counts].max(initial=trace.start_ns))
     scalars = []
     for rank, clock in enumerate(moved):
         own = [scalar for scalar in trace.scalars if scalar.rank == rank]
@@ -146,10 +148,14 @@ class _Clock:
     """Moves times that no event determines, such as those of recorded values, along with the events around them."""
 
     def __init__(self, graph: Graph, at_ns: Any, rank: int) -> None:
-        main = graph.threads[rank]
-        times = np.array(main.times, np.int64)
-        self.recorded = np.array(main.at_ns, np.int64)
-        self.moved = at_ns.ravel()[times] if len(times) else self.recorded
+        threads = [graph.threads[rank]]
+        if not threads[0].times:  # a rank that only serves calls
+            threads = [thread for thread in graph.threads_of(followed=True) if thread.rank == rank]
+        times = np.array([time for thread in threads for time in thread.times], np.int64)
+        recorded = np.array([time for thread in threads for time in thread.at_ns], np.int64)
+        order = np.argsort(recorded, kind="stable")
+        self.recorded = recorded[order]
+        self.moved = np.maximum.accumulate(at_ns.ravel()[times[order]]) if len(times) else self.recorded
 
     def __call__(self, time_ns: Any) -> Any:
         if not len(self.recorded):
