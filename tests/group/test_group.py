@@ -26,6 +26,8 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
+from labkit.group.processes import RankPool
+from labkit.ipc.protocol import Message, NewFiles
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
@@ -43,6 +45,20 @@ def four(start: str) -> Iterator[lab.Group]:
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def test_a_run_of_a_new_function_waits_for_its_results_only(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    four.run(rank)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def new(): return 1", "a new file", "exec"), space)
+    new = space["new"]
+    told: list[type[Message]] = []
+    tell = RankPool.tell
+    monkeypatch.setattr(RankPool, "tell", lambda pool, message: (told.append(type(message)), tell(pool, message)))
+    assert four.run(new).results == [1] * 4
+    assert told == [NewFiles], "a notice, which has no reply"
+    assert four.run(new).results == [1] * 4
+    assert told == [NewFiles], "files are sent once"
 
 
 # Bad input

@@ -28,7 +28,7 @@ from labkit.errors.causes import Cause
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.channel import Channel
 from labkit.ipc.pickling_errors import Call
-from labkit.ipc.protocol import CallFunction, Install, Installed
+from labkit.ipc.protocol import CallFunction, Installed
 
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
@@ -53,15 +53,15 @@ def through_a_socket(value: Any) -> Any:
     """As between two processes; the reader is a thread, because the socket holds less than a large value."""
     near, far = (Channel(s) for s in socket.socketpair())
     payload = pickling.pack(value)
-    sender = threading.Thread(target=near.send, args=(Install({"some": ("data", [])}, payload),))
+    sender = threading.Thread(target=near.send, args=(CallFunction(True, payload),))
     sender.start()
     message = far.receive()
     sender.join()
     payload.close()
     near.close()
     far.close()
-    assert isinstance(message, Install)
-    assert message.files == {"some": ("data", [])}
+    assert isinstance(message, CallFunction)
+    assert message.all_called
     return pickling.unpack(message.payload)
 
 
@@ -734,7 +734,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
 def test_the_end_of_the_stream_raises_eof_at_any_point() -> None:
     near, far = socket.socketpair()
     writer = Channel(near)
-    writer.send(Install({str(i): ("file", []) for i in range(100)}, pickling.pack(list(range(30_000)))))
+    writer.send(CallFunction(True, pickling.pack(list(range(30_000)))))
     writer.close()
     with far:
         whole = b"".join(iter(lambda: far.recv(1 << 20), b""))
