@@ -61,6 +61,7 @@ __all__ = ["guard", "serve", "spawned"]
 
 PR_SET_PDEATHSIG: Final = 1
 GUARD_CHECK_EVERY_MS: Final = 500
+IDLE_MS: Final = 50  # without a request for so long, the server moves some memory, which may delay one by 10 ms
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
@@ -151,7 +152,7 @@ class _Server:
 
     def _ready(self, collapsing: Iterator[int]) -> set[int]:
         """Wait until file descriptors are readable, and return them. Meanwhile, move memory into huge pages."""
-        while not self._ranks and not self._poll.poll(0) and next(collapsing, 0):
+        while not self._ranks and not self._poll.poll(IDLE_MS) and next(collapsing, 0):
             pass  # not while there are ranks: they would keep the old pages, so that there would be two of each
         return {fd for fd, _ in self._poll.poll()}
 
@@ -276,7 +277,7 @@ def _reseed() -> None:
     `random` reseeds itself after a fork. TensorFlow and CUDA seed their generators on first use, which is in the rank.
     """
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+        sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4)))  # without a number it takes twice as long
     if "torch" in sys.modules:
         # Not `torch.seed`, which would also set CUDA's seed.
         sys.modules["torch"].default_generator.seed()

@@ -385,16 +385,16 @@ def test_preloaded_modules_exist(start: str) -> None:
 
 
 def test_a_forked_rank_finds_torch_prepared() -> None:
-    """Each takes milliseconds, which every rank of every group would spend again."""
+    """Otherwise every rank of every group would spend milliseconds on it."""
     pytest.importorskip("torch")
 
-    def done_before() -> list[int]:
-        from labkit.comm import install, phases
+    def done_before() -> int:
+        from labkit.comm import install
 
-        return [prepared.cache_info().hits for prepared in (phases.install, install.run_untraced)]
+        return install.prepare.cache_info().hits
 
     with lab.Group(1, start="fork") as group:
-        assert group.run(done_before).results == [[1, 1]]
+        assert group.run(done_before).results == [1]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])

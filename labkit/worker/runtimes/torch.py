@@ -29,8 +29,7 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "labkit.worker.main_loop", "labkit.comm.torch_internals:lost",
-        "labkit.comm.phases:install", "labkit.comm.install:run_untraced",
+        "labkit.worker.main_loop", "labkit.comm.torch_internals:lost", "labkit.comm.install:prepare",
         "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
