@@ -1,7 +1,7 @@
 """Moves the server's memory into huge pages, which makes forks faster.
 
 A fork copies the page table, and the end of the process clears the copy. The table of torch's server has 57,000
-entries; in huge pages they are some hundreds. With four ranks, start and end together take 28 ms less CPU time.
+entries; in huge pages they are some hundreds. With four ranks, start and end together take 15 ms less CPU time.
 
 Source: madvise(2), the Linux man-pages: MADV_COLLAPSE, since Linux 6.1. Where that is missing, nothing changes.
 """
