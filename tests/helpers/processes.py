@@ -10,12 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from labkit.worker.network_namespace import Network
 
-__all__ = ["GONE_LIMIT_S", "START", "below", "left_after", "network_of_ranks", "shared", "who_listens"]
+__all__ = ["GONE_LIMIT_S", "SELDOM_SPAWNED", "START", "below", "left_after", "network_of_ranks", "shared", "who_listens"]
 
 START = ("fork", "spawn")  # the ways in which ranks start
+# Each spawned rank starts Python and imports its framework, which takes seconds of a core. `make test` spawns ranks
+# only where starting them, their life time or Stop is at stake.
+SELDOM_SPAWNED = ("fork", pytest.param("spawn", marks=pytest.mark.slow))
 GONE_LIMIT_S = 60.0  # for processes to end: the promise is 2 s, but a busy machine may notice it later
 
 shared: set[int] = set()  # kernels that several tests use: what these start may stay until they end
