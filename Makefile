@@ -30,7 +30,7 @@ lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterL
 	@$(BIN)/python tools/lab.py $(ARGS)
 
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
-# With two on two cores, the cores are idle for a third of the time: ranks wait for one another, tests wait for ranks.
+# With two on two cores, the cores are idle for a quarter of the time: tests wait for ranks, and ranks for one another.
 JOBS := 3
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax
