@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from doings import computing, returned
-from processes import left_after
+from processes import SELDOM_SPAWNED, left_after
 from time_limits import some_limit_does
 
 import labkit as lab
@@ -376,6 +376,7 @@ def test_scripts_for_torchrun_find_their_process_group() -> None:
         assert group.run(f).results == [(0, 2.0), (1, 2.0)]
 
 
+@pytest.mark.parametrize("start", SELDOM_SPAWNED)
 def test_preloaded_modules_exist(start: str) -> None:
     """A misspelt name would be skipped silently, and each rank would pay for the import."""
     pytest.importorskip("torch")
@@ -619,10 +620,10 @@ def test_a_group_in_a_reference_cycle_and_an_error_that_holds_it(start: str) -> 
 # RPC
 
 
-@pytest.fixture(scope="module")
-def master_and_shards(start: str) -> Iterator[lab.Group]:
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
+def master_and_shards(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
-    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", start=start, timeout_s=200) as group:
+    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", start=request.param, timeout_s=200) as group:
         yield group
 
 

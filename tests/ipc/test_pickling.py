@@ -21,7 +21,7 @@ import cells as in_cells
 import numpy as np
 import psutil
 import pytest
-from processes import START
+from processes import SELDOM_SPAWNED, START
 
 import labkit as lab
 from labkit.errors.causes import Cause
@@ -521,7 +521,7 @@ def test_tied_weights_stay_tied_and_a_network_keeps_its_class(two_with_torch: la
     assert net.row[0, 0] != 3
 
 
-@pytest.fixture(scope="module", params=START)
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
 def two_with_torch(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
     with lab.Group(2, start=request.param, timeout_s=200) as group:

@@ -102,8 +102,13 @@ def service() -> Iterator[tuple[str, int]]:
 # Other machines
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("runtime", ["bare", "torch", "rpc"])
+@pytest.mark.parametrize(
+    ("runtime", "start"),
+    [
+        *[(runtime, "fork") for runtime in ("bare", "torch", "rpc")],
+        *[("bare", "spawn"), ("torch", "spawn"), pytest.param("rpc", "spawn", marks=pytest.mark.slow)],
+    ],
+)
 @pytest.mark.processes
 def test_nothing_listens_outside_this_machine(runtime: str, start: str) -> None:
     if runtime != "bare":
