@@ -8,6 +8,7 @@ from typing import Final
 from tools.diagrams import (
     collectives,
     data_parallel,
+    find_the_bottleneck,
     hybrid_mesh,
     messages,
     model_parallel,
@@ -40,6 +41,7 @@ LESSONS: Final = (
     tf_data_parallel,
     tf_model_parallel,
     tf_hybrid,
+    find_the_bottleneck,
 )
 
 
