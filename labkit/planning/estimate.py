@@ -75,15 +75,15 @@ def best_estimate(work: Workload, precision: Precision, strategy: Strategy, clus
     It tries all numbers of micro-batches, with and without recomputation.
 
     Returns:
-        the estimate, or None if the ranks cannot divide the batch.
+        the estimate, or None if the ranks cannot divide the batch. 1F1B needs at least as many micro-batches as stages.
     """
     samples, rest = divmod(work.samples, strategy.data_ranks)
-    if rest:
+    if rest or samples < strategy.size(PIPELINE):
         return None
     found = [
         _estimate(work, precision, strategy, cluster, count, recompute)
         for recompute in ((False, True) if work.hidden_bytes is not None else (False,))
-        for count in range(1, samples + 1)
+        for count in range(strategy.size(PIPELINE), samples + 1)
         if samples % count == 0
     ]
     return min(found, key=lambda each: (each.missing_bytes, each.step_s))

@@ -52,7 +52,7 @@ class Plan:
 
     Args:
         rows: the strategies that fit, the fastest first; then the others, the one that lacks least memory first.
-        undivided: the strategies among whose ranks the batch cannot be divided.
+        undivided: the strategies whose replicas, or whose pipeline's micro-batches, the batch is too small or uneven for.
         work: what a step asks for.
         precision: bytes per parameter.
         cluster: the cluster.
@@ -141,7 +141,7 @@ class Plan:
             notes.append(f"More strategies, {len(self.rows) - SHOWN} of them, are in .rows.")
         if self.undivided:
             names = ", ".join(self.undivided[:3]) + (", ..." if len(self.undivided) > 3 else "")
-            notes.append(f"The batch cannot be divided among the replicas of {names}.")
+            notes.append(f"The batch cannot be divided among the replicas, or into enough micro-batches, of {names}.")
         return notes
 
     def __repr__(self) -> str:

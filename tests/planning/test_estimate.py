@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_the_best_estimate_is_the_fastest_that_fits() -> None:
     assert found is not None
     assert found.fits
     assert not found.recompute
-    others = [estimate((PIPELINE, 4), micro_batches=count) for count in (1, 2, 4, 8)]
+    others = [estimate((PIPELINE, 4), micro_batches=count) for count in (4, 8)]
     assert found.step_s == min(other.step_s for other in others)
     small = lab.Cluster(ranks=4, device=lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=0.164), link=NETWORK)
     found = best_estimate(WORK, SINGLE, pipeline, small)
@@ -132,6 +133,14 @@ def test_what_never_fits_says_by_how_much() -> None:
 def test_a_batch_that_the_replicas_cannot_divide_has_no_estimate() -> None:
     cluster = lab.Cluster(ranks=16, device=DEVICE, link=NETWORK)
     assert best_estimate(WORK, SINGLE, Strategy(((REPLICATE, 16),), 0), cluster) is None
+
+
+def test_a_pipeline_has_at_least_as_many_micro_batches_as_stages() -> None:
+    deep = Strategy(((PIPELINE, 4),), 0)
+    found = best_estimate(replace(WORK, samples=4), SINGLE, deep, CLUSTER)
+    assert found is not None
+    assert found.micro_batches == 4
+    assert best_estimate(replace(WORK, samples=2), SINGLE, deep, CLUSTER) is None
 
 
 def test_one_rank_only_computes() -> None:
