@@ -52,7 +52,7 @@ class Plan:
 
     Args:
         rows: the strategies that fit, the fastest first; then the others, the one that lacks least memory first.
-        undivided: the strategies whose replicas, or whose pipeline's micro-batches, the batch is too small or uneven for.
+        undivided: the strategies for whose replicas, or micro-batches of a pipeline, the batch is too small or uneven.
         work: what a step asks for.
         precision: bytes per parameter.
         cluster: the cluster.

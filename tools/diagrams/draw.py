@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tools.diagrams import (
+    choose_a_strategy,
     collectives,
     data_parallel,
     hybrid_mesh,
@@ -40,6 +41,7 @@ LESSONS: Final = (
     tf_data_parallel,
     tf_model_parallel,
     tf_hybrid,
+    choose_a_strategy,
 )
 
 
