@@ -167,34 +167,19 @@ DISPATCH: Final = _Torch(
     lost="the exercises on tensor parallelism, which count what is sent",
     public="this class under a public name",
 )
-SIMULATED_GROUPS: Final = _Torch(
+SIMULATION: Final = _Torch(
     "torch._C._distributed_c10d:ProcessGroup", "torch._C._distributed_c10d:_resolve_process_group",
-    lost="lab.simulate",
-    public="torch.distributed.ProcessGroup, which in a rank is labkit's own class; process groups by their names",
-)  # fmt: skip
-FAKE_TENSORS: Final = _Torch(
     "torch._subclasses.fake_tensor:FakeTensor", "torch._subclasses.fake_tensor:FakeTensorMode",
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "torch._subclasses.fake_tensor:DataDependentOutputException",
     "torch.utils._python_dispatch:_disable_current_modes",
-    lost="lab.simulate",
-    public="tensors without data that keep their device, under public names",
-)  # fmt: skip
-GLOBAL_SHAPES: Final = _Torch(
-    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
-    lost="in lab.simulate, the memory of DTensors, which counts unsharded shapes as well",
-    public="shape propagation of DTensor that other dispatch modes do not see",
-)
-OBJECTS: Final = _Torch(
     f"{_C10D}:_object_to_tensor",
-    lost="objects that programs send, in lab.simulate",
-    public="a function that makes a tensor of bytes from an object, without a storage that FakeTensorMode refuses",
-)
-EMPTY_SHARDS: Final = _Torch(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty",
-    lost="in lab.simulate, seconds: FSDP2 makes an empty tensor for each parameter and each rank without a part of it",
-    public="FSDP2 that makes the part of its own rank alone",
-)
+    lost="simulated ranks",
+    public="tensors without data, and modes that see each operator, under public names; a process group by its name; "
+    "DTensor and FSDP2 that neither compute with tensors of other ranks nor allocate them",
+)  # fmt: skip
 TABLE: Final = tuple(entry for entry in list(globals().values()) if isinstance(entry, PrivateNames))
 
 

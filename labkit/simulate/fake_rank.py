@@ -13,8 +13,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import HashStore
 
 from labkit.comm.private_names import in_place_of
-from labkit.comm.torch_internals import EMPTY_SHARDS, FAKE_TENSORS, GLOBAL_SHAPES, OBJECTS
+from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
 from labkit.recording.import_hook import when_imported
 from labkit.simulate.kernel_mode import computed, kernel_mode
 from labkit.simulate.program import Event
@@ -49,8 +50,10 @@ def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequenc
         the events of the rank, each with the time in ns at which it was recorded.
 
     Raises:
-        LabError: the function does what cannot be simulated.
+        LabError: the function does what cannot be simulated, or this version of torch lacks what simulation needs.
     """
+    if missing := [*SIMULATION.missing, *DISPATCH.missing]:
+        raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")
     rank, log = ranks[c10d.get_rank()], RankLog()
     c10d.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
@@ -58,7 +61,7 @@ def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequenc
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
     _adapt_torch(log)
-    with FAKE_TENSORS["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
+    with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
         function(*args, **kwargs)
     return log.events
 
@@ -78,12 +81,9 @@ def _adapt_torch(log: RankLog) -> None:
     hide_values(log)
     storage_class: Any = torch.UntypedStorage
     storage_class.resize_ = in_place_of(storage_class.resize_, resize)
-    if OBJECTS.found:
-        OBJECTS.replace("_object_to_tensor", computed)
-    if GLOBAL_SHAPES.found:
-        GLOBAL_SHAPES.replace("_propagate_tensor_meta_non_cached", unrecorded)
-    if EMPTY_SHARDS.found:
-        EMPTY_SHARDS.set("_chunk_with_empty", _chunk_with_empty)
+    SIMULATION.replace("_object_to_tensor", computed)
+    SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
+    SIMULATION.set("_chunk_with_empty", _chunk_with_empty)
     for home, name, why in REFUSED:
         when_imported(home, partial(_refuse, name, why))
     when_imported("tensorflow", _refuse_module)

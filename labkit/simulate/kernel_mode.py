@@ -13,7 +13,7 @@ import torch
 from torch.distributed import get_global_rank
 from torch.utils.flop_counter import flop_registry
 
-from labkit.comm.torch_internals import DISPATCH, FAKE_TENSORS, SIMULATED_GROUPS
+from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import OTHER, type_of
 from labkit.simulate.rank_log import RankLog, is_fake, tensors_in
@@ -28,9 +28,9 @@ NO_KERNELS: Final = ("prim", "profiler")  # namespaces of operators that compute
 
 def kernel_mode(log: RankLog) -> Any:
     """Return a context manager in which operators are recorded in `log`; `FakeTensorMode` must be active around it."""
-    fake_tensor = FAKE_TENSORS["FakeTensor"]
+    fake_tensor = SIMULATION["FakeTensor"]
     plain = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, fake_tensor}
-    undecidable = tuple(FAKE_TENSORS[name] for name in ("DynamicOutputShapeException", "DataDependentOutputException"))
+    undecidable = tuple(SIMULATION[name] for name in ("DynamicOutputShapeException", "DataDependentOutputException"))
 
     dispatch_mode: Any = DISPATCH["TorchDispatchMode"]
 
@@ -64,7 +64,9 @@ def kernel_mode(log: RankLog) -> Any:
                 log.hold(results)
             elif not func.is_view and func.namespace not in NO_KERNELS:
                 written = _nbytes(results or _changed(name, args, kwargs))
-                read = min(_nbytes(given), written) if name in PARTIAL else _nbytes(given)
+                read = _nbytes(given) - _nbytes(tensors_in(kwargs.get("out")))
+                if name in PARTIAL:
+                    read = min(read, written)
                 log.kernel(name, _flops(func, args, kwargs, result), read, written, results)
             return result
 
@@ -72,7 +74,7 @@ def kernel_mode(log: RankLog) -> Any:
             log.hold(results)
             if type_of(name) is OTHER:
                 return  # wait_tensor
-            group = SIMULATED_GROUPS["_resolve_process_group"](args[-1])
+            group = SIMULATION["_resolve_process_group"](args[-1])
             root = get_global_rank(group, args[1]) if type_of(name).rooted else -1
             group.issue(name, (given, results), results, root=root)
 
@@ -81,7 +83,7 @@ def kernel_mode(log: RankLog) -> Any:
 
 def computed(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of torch whose tensors have data."""
-    with FAKE_TENSORS["_disable_current_modes"]():
+    with SIMULATION["_disable_current_modes"]():
         return func(*args, **kwargs)
 
 

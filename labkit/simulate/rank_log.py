@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from labkit.comm.torch_internals import FAKE_TENSORS
+from labkit.comm.torch_internals import SIMULATION
 from labkit.simulate.program import Communication, Event, Kernel, Wait
 
 __all__ = ["RankLog", "is_fake", "tensors_in"]
@@ -134,7 +134,7 @@ class RankLog:
 
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor without data."""
-    return isinstance(value, FAKE_TENSORS["FakeTensor"])
+    return isinstance(value, SIMULATION["FakeTensor"])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from labkit.comm.descriptions import most_nbytes, root_of
 from labkit.comm.members import check_peer
-from labkit.comm.torch_internals import SIMULATED_GROUPS
+from labkit.comm.torch_internals import SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import RECV, SEND, Form, OperationType, Traffic, methods, type_of
 from labkit.recording.record import student_line
@@ -69,7 +69,7 @@ class _Issued(Work):
 
 def simulated_process_group(log: RankLog) -> Any:
     """Return a class of process groups that record what a rank issues in `log`, to be used in place of torch's."""
-    torchs: Any = SIMULATED_GROUPS["ProcessGroup"]  # this name of torch.distributed refers to labkit's own in a rank
+    torchs: Any = SIMULATION["ProcessGroup"]  # this name of torch.distributed refers to labkit's own in a rank
 
     class SimulatedGroup(torchs):  # type: ignore[misc]  # a class of C++
         """One process group of the simulated rank."""

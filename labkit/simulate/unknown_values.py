@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from labkit.comm.private_names import in_place_of
-from labkit.comm.torch_internals import FAKE_TENSORS
+from labkit.comm.torch_internals import SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.record import is_students
 from labkit.simulate.kernel_mode import computed
@@ -102,7 +102,7 @@ def hide_values(log: RankLog) -> None:
     ours = {"item": item, "__float__": lambda original, tensor: math.nan if hidden(tensor) else computed(original, tensor)}
     ours |= {"__format__": in_words} | {name: refusing(use) for name, use in NUMBERS.items()}
     tensor_class: Any = torch.Tensor
-    fake_tensor = FAKE_TENSORS["FakeTensor"]
+    fake_tensor = SIMULATION["FakeTensor"]
     for name, function in ours.items():
         if name in vars(fake_tensor):  # otherwise it inherits the method
             setattr(fake_tensor, name, in_place_of(getattr(fake_tensor, name), function))

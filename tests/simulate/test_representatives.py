@@ -8,8 +8,13 @@ import pytest
 import simulated_programs
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from labkit.simulate.program import Communication, Kernel, Wait
+import labkit as lab
+from labkit.simulate.program import Communication, Kernel, Mark, Wait
 from labkit.simulate.representatives import programs_of
 
 pytestmark = pytest.mark.processes
@@ -75,7 +80,40 @@ def test_a_program_has_sizes_memory_and_waits() -> None:
     assert zeros.live_bytes == sizes[2] + 40  # the factors have been freed
 
 
-def scaled(factor: float, model: torch.nn.Module) -> None:
+def train_shards() -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    batch = torch.randn(1, 256)
+    for _ in lab.steps(range(2)):
+        model(batch).sum().backward()
+        model.zero_grad()
+
+
+def test_gathered_parameters_are_freed() -> None:
+    """The whole model exists only before it is sharded; later, a rank has its part and a few layers at a time."""
+    program = simulate(train_shards, ranks=8)[0]
+    layer = 4 * 256 * 256
+    begin = program.events.index(next(event for event in program.events if isinstance(event, Mark) and event.name == "step"))
+    in_training = max(event.live_bytes for event in program.events[begin:] if isinstance(event, Kernel))
+    assert program.peak_bytes >= 8 * layer
+    assert 8 * layer / 8 + 2 * layer < in_training < 8 * layer / 8 + 6 * layer
+
+
+def split_layers() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(1024, 64, bias=False))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model(torch.randn(8, 64)).sum().backward()
+
+
+def test_kernels_have_the_size_of_the_ranks_part() -> None:
+    kernels = [kernel for kernel in simulate(split_layers, ranks=8)[0].kernels if kernel.flops]
+    assert [(kernel.name, kernel.flops) for kernel in kernels] == [("mm", 2 * 8 * 64 * 1024 // 8)] * 5
+
+
+def scaled(factor: float, model: nn.Module) -> None:
     model(torch.ones(2, 3) * factor).sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -83,5 +121,5 @@ def scaled(factor: float, model: torch.nn.Module) -> None:
 
 
 def test_arguments_reach_the_rank() -> None:
-    program = simulate(scaled, 2.0, torch.nn.Linear(3, 4))[0]
+    program = simulate(scaled, 2.0, nn.Linear(3, 4))[0]
     assert [c.nbytes for c in program.communications] == [4 * 12, 4 * 4]
