@@ -28,6 +28,7 @@ __all__ = ["execute"]
 # What cannot be simulated, where it is, and why.
 REFUSED: Final = (
     ("torch", "compile", "its kernels are those of generated code. Simulate the program without torch.compile"),
+    ("torch", "save", "tensors have no data to be saved"),
     ("torch.distributed.rpc", "init_rpc", "other ranks decide when this one is called. Run it in a group"),
     ("torch.distributed", "recv_object_list", "it receives data. Run it in a group"),
     ("torch.distributed", "scatter_object_list", "it receives data. Run it in a group"),

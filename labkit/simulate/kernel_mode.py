@@ -22,6 +22,7 @@ __all__ = ["computed", "kernel_mode"]
 
 ALLOCATING: Final = ("empty", "new_empty")  # prefixes of operators that only allocate
 PARTIAL: Final = ("embedding", "index", "index_select", "gather")  # read only the elements that they return
+FOR_CPU: Final = "_for_cpu"  # in the names of attention's operators
 COLLECTIVES: Final = "_c10d_functional"
 NO_KERNELS: Final = ("prim", "profiler")  # namespaces of operators that compute nothing
 
@@ -103,5 +104,8 @@ def _changed(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the floating-point operations of an operator, as `torch.utils.flop_counter` counts them."""
-    formula = flop_registry.get(func.overloadpacket)
+    operator = func.overloadpacket
+    if FOR_CPU in operator.__name__:  # it counts as much as that for a GPU, which alone is registered
+        operator = getattr(torch.ops.aten, operator.__name__.replace(FOR_CPU, ""))
+    formula = flop_registry.get(operator)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,3 +59,17 @@ def test_communications_and_spans_equal_those_of_a_real_group(group: lab.Group, 
         marks = [event for event in program.events if isinstance(event, Mark)]
         assert [(m.name, m.kind, m.line) for m in marks if m.begins] == [(s.name, s.kind, s.line) for s in spans]
         assert 2 * len(spans) == len(marks)
+    assert_executed_ranks_match(programs)
+
+
+def assert_executed_ranks_match(programs: dict[int, Program]) -> None:
+    """Executed ranks of one process group issue the same collectives in it, and each message has a receiver."""
+    issued: dict[Any, dict[int, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, program in programs.items():
+        for c in program.communications:
+            name = "message" if c.peer >= 0 else c.name
+            issued[c.process_group, c.group, c.tag][rank].append((name, c.nbytes if c.root < 0 else 0))  # a root has all parts
+    for (_, ranks, _), by_rank in issued.items():
+        assert by_rank.keys() == programs.keys() & set(ranks)
+        first, *others = by_rank.values()
+        assert others == [first] * len(others)

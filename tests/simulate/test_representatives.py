@@ -8,6 +8,7 @@ import pytest
 import simulated_programs
 import torch
 import torch.distributed as dist
+from cells import Cells
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,6 +112,34 @@ def split_layers() -> None:
 def test_kernels_have_the_size_of_the_ranks_part() -> None:
     kernels = [kernel for kernel in simulate(split_layers, ranks=8)[0].kernels if kernel.flops]
     assert [(kernel.name, kernel.flops) for kernel in kernels] == [("mm", 2 * 8 * 64 * 1024 // 8)] * 5
+
+
+def attend() -> None:
+    query, key, value = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_attention_on_the_cpu_counts_its_operations() -> None:
+    scores_and_values = 2 * (2 * (2 * 4) * 16 * 8 * 16)
+    assert [kernel.flops for kernel in simulate(attend)[0].kernels if kernel.flops] == [scores_and_values]
+
+
+def test_functions_of_cells_are_executed(cells: Cells) -> None:
+    cells("""
+        import torch
+        import torch.distributed as dist
+
+        SIZE = 5
+
+        def make():
+            return torch.ones(SIZE)
+
+        def reduce():
+            dist.all_reduce(make())
+    """)
+    (communication,) = simulate(cells.reduce, ranks=MANY)[0].communications
+    assert communication.nbytes == 20
+    assert communication.line.endswith("line 11")
 
 
 def scaled(factor: float, model: nn.Module) -> None:

@@ -54,6 +54,10 @@ def compiled() -> None:
     torch.compile(torch.nn.Linear(2, 2))  # refused
 
 
+def saved() -> None:
+    torch.save({"weight": torch.ones(3)}, "/dev/null")  # refused
+
+
 def remote_calls() -> None:
     rpc.init_rpc("one")  # refused
 
@@ -71,8 +75,8 @@ def other_framework() -> None:
 
 
 REFUSED = (
-    condition, comparison, size_from_data, values, received_number, counted_number, compiled, remote_calls, received_object,
-    from_any_rank, other_framework,
+    condition, comparison, size_from_data, values, received_number, counted_number, compiled, saved, remote_calls,
+    received_object, from_any_rank, other_framework,
 )  # fmt: skip
 
 
