@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from labkit.launch.capacity import usable_cores
+from labkit.recording.cores import usable_cores
 
 __all__ = ["describe"]
 

@@ -52,10 +52,13 @@ _MODULES = {
     "scaling": "plots.scaling",
     "timeline": "plots.timeline",
     "traffic": "plots.traffic",
+    "what_helps": "plots.what_helps",
     "track_memory": "comm.memory_tracker",
     "record": "recording.record",
     "span": "recording.record",
     "steps": "recording.record",
+    "critical_path": "replaying.critical_path",
+    "replay": "replaying.replay",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
     "best_of": "tracing.step_times",
@@ -92,9 +95,12 @@ if TYPE_CHECKING:
     from labkit.plots.scaling import scaling as scaling
     from labkit.plots.timeline import timeline as timeline
     from labkit.plots.traffic import traffic as traffic
+    from labkit.plots.what_helps import what_helps as what_helps
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps
+    from labkit.replaying.critical_path import critical_path as critical_path
+    from labkit.replaying.replay import replay as replay
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.step_times import best_of as best_of

@@ -22,7 +22,7 @@ from bench.speed.repetitions import REPEATS, Times, in_turns, repeated, seconds
 from bench.speed.two_levels import two_levels
 from bench.table import duration, table
 from labkit.errors.units import in_words
-from labkit.launch.capacity import usable_cores
+from labkit.recording.cores import usable_cores
 
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates

@@ -124,6 +124,7 @@ class DeviceClock:
     def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
         self._ring = ring
         self._events: Events = events if events is not None else CudaEvents()
+        self.thread_flags = ring.thread_flags
         self._anchors: dict[int, tuple[Event, int]] = {}
         self._spans: deque[tuple[str, str, int, Mark, Mark]] = deque()
         self._operations: deque[DeviceOperation] = deque()
@@ -158,7 +159,7 @@ class DeviceClock:
             name: the span's name.
             line: the student's line.
             start: its start.
-            flags: 0 or `AUTOMATIC`.
+            flags: `AUTOMATIC` for one that labkit records by itself, and those of the thread.
         """
         self._spans.append((name, line, flags, start, self.mark()))
         self.settle()
@@ -240,7 +241,7 @@ class _DeviceSpan(TimedSpan):
 
     def end(self, start: Mark) -> None:
         """Record the span once the GPU has completed the work enqueued since `start`."""
-        self._clock.ended(self.name, self._line, start)
+        self._clock.ended(self.name, self._line, start, self._clock.thread_flags())
 
 
 class DeviceOperation(Operation):
@@ -280,9 +281,9 @@ class DeviceOperation(Operation):
 
     def wait_begins(self, _thread: int = STREAM) -> None:
         """Note that the student's stream waits from here."""
-        if self._wait_start is None:
+        if self._wait_start is None and not self.done:
             self._wait_start = self._clock.mark(self._device)
-            super().wait_begins(STREAM)
+        super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
         """Note that the student's stream continues from here."""
@@ -292,7 +293,9 @@ class DeviceOperation(Operation):
 
     def wait_begins_in_torch(self) -> None:
         """Note that the student's stream waits from here until the operation is complete."""
-        if self._wait_start is None:
+        if self.done:
+            super().wait_begins_in_torch()
+        elif self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             self._wait_end = self._end
 

@@ -16,6 +16,7 @@ from labkit.comm.emulated_link import SlowLink, hold_until, pass_on
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
 from labkit.recording.group_keys import call_key
+from labkit.recording.record import clock
 
 __all__ = ["SlowCalls"]
 
@@ -68,6 +69,7 @@ class SlowCalls:
         held: Any = torch.futures.Future()
 
         def came(done: Any) -> None:
+            operation.backend_ns = clock()
             due_ns = self._slow.shared_link.due_ns(f"reply {pair}", number) if pair else self._there_and_back_ns(operation, done)
             self._slow.at(due_ns, lambda: complete(done))
 
@@ -80,6 +82,7 @@ class SlowCalls:
 
     def fetched(self, operation: Operation, pair: str, number: int) -> None:
         """On the caller of `to_here`: sleep until the value has arrived over the emulated link."""
+        operation.backend_ns = clock()
         asked_ns = operation.start_ns + round(self._slow.to(operation.peer).latency_s * 1e9)
         there_ns = self._slow.shared_link.due_ns(f"value {pair}", number) if pair else 0
         group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)

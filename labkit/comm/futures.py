@@ -117,13 +117,14 @@ class Futures:
         if future.done():
             if ties is not None:
                 _tell(ties, future)
+                for operation in ties.operations:
+                    operation.waited_when_complete()  # which its callback may not have recorded yet
             return wait(future)
         if ties is None:
             ties = self._ties[future] = _Ties()
         ties.waiters += 1
         for operation in ties.operations:
-            if not operation.done:
-                operation.wait_begins()
+            operation.wait_begins()
         try:
             return wait(future)
         finally:

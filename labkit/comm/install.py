@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 
 from labkit.comm import phases
+from labkit.comm.backward import in_backward
 from labkit.comm.cuda_timing import DeviceClock
 from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
@@ -125,6 +126,7 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = Futures()
     futures.install()
+    recorder.ring.in_backward = lambda: in_backward() != -1
     Pipelines(recorder, phases.install()).install()
     run_untraced()
     if not PROCESS_GROUPS.found:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import CPU, CUDA, OPEN, SERVED, TIMED
+from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, TIMED
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
@@ -38,8 +38,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_once", "_ready", "_ring", "_served", "_slot", "blocking", "booking", "end_ns", "future", "group", "line", "match",
-        "name", "nbytes", "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_delay_ns", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_thread_flags", "_wait_delay_ns", "backend_ns",
+        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
+        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -58,14 +59,18 @@ class Operation:
     ) -> None:
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
-        self.end_ns = self.wait_start_ns = self.wait_end_ns = 0
-        self.future: Any = None  # the future, if one was requested, until it completes: C++ may wait for it
+        self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0
+        self.has_future = False  # whether a future was requested: C++ may wait for it
+        self.future: Any = None  # this future, until it completes
+        self._delay_ns = ring.thread_delay()  # of the thread that waits for it
+        self._issue_delay_ns, self._wait_delay_ns = self._delay_ns(), 0
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self.timed = False  # whether waits for it end after a time limit that the program has set
         self._ready = ready
-        self._served = False  # whether the waiting thread serves a remote call
+        # Whether the waiting thread serves a remote call, and whether the program issues it on a thread of its own.
+        self._thread_flags = ring.thread_flags() & OWN_THREAD
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(
             name, start_ns, nbytes=nbytes, peer=peer, root=root, group=group, match=match, line=line, signature=signature
@@ -79,27 +84,36 @@ class Operation:
     def wait_begins(self, thread: int = 0) -> None:
         """Note that this thread is blocked until it completes, unless it has, or another thread is already waiting.
 
+        If it has completed, the wait is recorded as one for an operation that was complete already.
+
         Args:
             thread: `STREAM` (see `recording.schema`) if a stream of the GPU is blocked rather than this thread; `TIMED`
                 if the wait has a time limit.
         """
-        if not self.wait_start_ns and not self.end_ns:
+        if self.end_ns:
+            self.waited_when_complete()
+        elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
+            self._delay_ns = self._ring.thread_delay()
             self.waited_for = True
-            self._served = _thread.get_ident() in self._ring.serving_threads
+            self._thread_flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
         """Note that this thread continues, because it has completed."""
         self.wait_end_ns = now = clock()
+        self._wait_delay_ns = self._delay_ns()
         self.end_ns = self.end_ns or now
         self._write()
 
     def wait_begins_in_torch(self) -> None:
         """Note that the rank is blocked in C++ until it completes, as at the end of a backward pass of DDP."""
-        if not self.wait_start_ns and not self.end_ns:
+        if self.end_ns:
+            self.waited_when_complete()
+        elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
-            self._served = _thread.get_ident() in self._ring.serving_threads
+            self._delay_ns = self._ring.thread_delay()
+            self._thread_flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
@@ -107,6 +121,11 @@ class Operation:
         future = self.future
         if future is not None and future.done():
             self.completed()
+
+    def waited_when_complete(self) -> None:
+        """Note that this thread waits for it, and need not, because the backend has completed it."""
+        if self.group:  # otherwise nobody could tell for which operation
+            self._ring.write_wait(self.group, self.match, clock())
 
     def on_completion(self, future: Any) -> None:
         """Note that it has completed or failed; for a future's `add_done_callback`."""
@@ -116,10 +135,16 @@ class Operation:
             if not self.waited_for:
                 self.failed()
                 return
+        self.backend_completed()
         if self.booking is not None:
             self.booking.then(self.completed if self.booking.error is None else self.failed)
         else:
             self.completed()
+
+    def backend_completed(self) -> None:
+        """Note that the backend has completed it, and that only an emulated link, if there is one, delays it now."""
+        if self.booking is not None:
+            self.backend_ns = self.backend_ns or clock()
 
     @property
     def held(self) -> bool:
@@ -133,6 +158,7 @@ class Operation:
             RuntimeError: the link takes longer for it than the program's time limit.
         """
         if self.booking is not None:
+            self.backend_completed()
             self.booking.hold()
 
     def completed(self, _: object = None) -> None:
@@ -140,7 +166,7 @@ class Operation:
         self.end_ns = self.end_ns or clock()
         if not self.waited_for:
             if self.wait_start_ns:
-                self.wait_end_ns = self.end_ns
+                self.wait_end_ns, self._wait_delay_ns = self.end_ns, self._delay_ns()
             self._write()
 
     def failed(self) -> None:
@@ -170,13 +196,12 @@ class Operation:
             start_ns = min(max(start_ns, ready_ns), end_ns)
             wait_start_ns = max(wait_start_ns, ready_ns) if wait_start_ns else 0
         if wait_end_ns <= wait_start_ns:  # it had completed before the wait
-            wait_start_ns = wait_end_ns = 0
-        if self._served:
-            flags |= SERVED
+            wait_start_ns = wait_end_ns = self._wait_delay_ns = 0
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
-            device=device, flags=flags,
+            device=device, flags=flags | self._thread_flags, backend_ns=min(self.backend_ns, end_ns),
+            issue_delay_ns=self._issue_delay_ns, wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
         self._leave_slot()
 
@@ -216,8 +241,14 @@ class Batch:
         for operation in self.operations:
             operation.wait_ends()
 
+    def backend_completed(self) -> None:
+        """Note that the backend has completed all of them."""
+        for operation in self.operations:
+            operation.backend_completed()
+
     def hold(self) -> None:
         """On an emulated link, sleep until all of them end."""
+        self.backend_completed()  # before the first of them sleeps
         for operation in self.operations:
             operation.hold()
 

@@ -136,11 +136,12 @@ class Phases:
                 return _nothing
             named = phase, _line(sys._getframe(_CALLER))
         name, line = named
+        flags = AUTOMATIC | recorder.ring.thread_flags()
         device_clock = recorder.device_clock
         if device_clock is not None and phase != DATA:
             begun = device_clock.mark()
-            return lambda: device_clock.ended(name, line, begun, AUTOMATIC)
-        return lambda: recorder.ring.write(name, COMPUTE, start_ns, clock(), line=line, flags=AUTOMATIC)
+            return lambda: device_clock.ended(name, line, begun, flags)
+        return lambda: recorder.ring.write(name, COMPUTE, start_ns, clock(), line=line, flags=flags)
 
     def _optimizer_begins(self, optimizer: Any) -> None:
         if is_dynamo_compiling():

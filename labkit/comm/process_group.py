@@ -178,6 +178,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Execute and record an operation that its caller waits for: `_issue` and the wait in half the time."""
         start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
         nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
+        delay_ns = ring.thread_delay()
+        issue_delay_ns = delay_ns()
         slot = ring.pend(name, start_ns, nbytes=nbytes, root=root, group=group, match=match, line=line, signature=signature)
         booking = self._booked(kind, arguments, nbytes, match, start_ns)
         try:
@@ -188,20 +190,22 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 booking.cancel()
             self._count -= 1
             raise
-        flags = OPEN
+        flags, backend_ns = OPEN, 0
         timed = self.limit_s < math.inf or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
         ring.waiting(slot, clock(), TIMED if timed else 0)
         try:
             if work is not None:
                 work.wait()
             if booking is not None:
+                backend_ns = clock()
                 booking.hold()
             flags = 0
         finally:
-            end_ns = clock()
+            end_ns, wait_delay_ns = clock(), delay_ns()
             ring.write_communication(
                 name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
-                match=match, line=line, signature=signature, flags=flags,
+                match=match, line=line, signature=signature, flags=flags | ring.thread_flags(), backend_ns=backend_ns,
+                issue_delay_ns=issue_delay_ns, wait_delay_ns=wait_delay_ns,
             )  # fmt: skip
             ring.unpend(slot)
         return work

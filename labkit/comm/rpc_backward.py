@@ -18,7 +18,7 @@ from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.operations import GRADIENTS, RECEIVED_GRADIENTS
 from labkit.recording.record import clock, student_line
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import AUTOMATIC, COMPUTE
+from labkit.recording.schema import AUTOMATIC, COMPUTE, OWN_THREAD
 
 __all__ = ["RpcBackwards", "context_id", "tensors_in"]
 
@@ -118,7 +118,9 @@ class _Part:
         if not self._start_ns:
             self._start_ns = now = clock()
             if self._nbytes[0]:
-                self._ring.write_communication(RECEIVED_GRADIENTS.name, now, now, nbytes=self._nbytes[0], peer=self._caller)
+                self._ring.write_communication(
+                    RECEIVED_GRADIENTS.name, now, now, nbytes=self._nbytes[0], peer=self._caller, flags=OWN_THREAD
+                )
             at_end_of_pass(self._ends)
 
     def sends_back(self, _: object) -> None:
@@ -127,10 +129,11 @@ class _Part:
     def _ends(self) -> None:
         start_ns, end_ns = self._start_ns, self._sent_ns or clock()
         self._start_ns = self._sent_ns = 0  # for another pass through the same graph
-        self._ring.write(self._name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC)
+        self._ring.write(self._name, COMPUTE, start_ns, end_ns, flags=AUTOMATIC | OWN_THREAD)
         self._ring.write_communication(
-            GRADIENTS.name, end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD, match=self._context_id
-        )
+            GRADIENTS.name, end_ns, end_ns, nbytes=self._nbytes[1], peer=self._caller, group=DIST_BACKWARD,
+            match=self._context_id, flags=OWN_THREAD,
+        )  # fmt: skip
 
 
 def context_id() -> int | None:

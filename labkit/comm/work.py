@@ -44,6 +44,7 @@ class WatchedWork(Work):
         """Block until it has completed; on a GPU, make the current stream wait for it."""
         operation = self._operation
         if operation.done:
+            operation.wait_begins()
             operation.hold()  # raises its error again
             return self._work.wait(timeout)  # type: ignore[no-any-return]
         operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
@@ -58,11 +59,13 @@ class WatchedWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it has completed."""
-        completed: bool = self._work.is_completed()
-        if completed and not self._operation.held:
-            self._operation.completed()
-            return True
-        return False
+        if not self._work.is_completed():
+            return False
+        self._operation.backend_completed()
+        if self._operation.held:
+            return False
+        self._operation.completed()
+        return True
 
     def get_future(self) -> Any:
         """Return a future that completes with it."""
@@ -80,6 +83,7 @@ class WatchedWork(Work):
             future = self._future = booking.delayed(future, self._futures.tell)
             self._futures.tie(future, operations)
         for operation in operations:
+            operation.has_future = True
             if not operation.done:
                 operation.future = future
         return future
@@ -142,8 +146,9 @@ class WatchedMessage(WatchedWork):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed."""
         operation = self._operation
-        if not operation.done:
-            operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
+        was_done = operation.done
+        operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
+        if not was_done:
             if self.claim():
                 self._finish(timeout)
             elif self._under_way.acquire(timeout=timeout.total_seconds() or -1):

@@ -12,22 +12,21 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 from labkit.recording.fork_isolation import keep_from_forks
 
-__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink", "node_port", "outer_port"]
+__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink", "node_port", "outer_port", "start_of"]
 
-FREE: Final = struct.Struct("<q")  # when a direction of a port becomes free, ns
 # Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
 # end (0: not scheduled).
 ENTRY: Final = struct.Struct("<QiIqqqqq")
 ENTRIES: Final = 1 << 14  # more than are ever pending: an entry is kept until another operation overwrites it
 MAX_RANKS: Final = 1024
 PORTS: Final = 3 * MAX_RANKS  # a rank's link has the rank's number; the others: `outer_port`, `node_port`
-ENTRIES_AT: Final = 2 * PORTS * FREE.size
+ENTRIES_AT: Final = 2 * PORTS * 8  # before them: when each direction of a port becomes free, ns
 SHARED_LINK_BYTES: Final = ENTRIES_AT + ENTRIES * ENTRY.size  # untouched pages cost nothing
 
 
@@ -62,6 +61,22 @@ class Cost(NamedTuple):
     shared: Sequence[int] = ()
 
 
+def start_of(cost: Cost, arrived_ns: int, free_ns: MutableMapping[int, int] | memoryview) -> int:
+    """Return when an operation starts: when all have arrived and its ports are free. It occupies them from then on.
+
+    Args:
+        cost: its cost.
+        arrived_ns: when the last participating rank has issued it.
+        free_ns: when each direction of a port becomes free, by 2 * port + direction; updated.
+    """
+    occupied = [(2 * port, cost.busy_ns) for port in cost.senders] + [(2 * port + 1, cost.busy_ns) for port in cost.receivers]
+    occupied += [(2 * port + direction, cost.shared_ns) for port in cost.shared for direction in (0, 1)]
+    start_ns = max([arrived_ns, *(free_ns[end] for end, _ in occupied)])
+    for end, ns in occupied:
+        free_ns[end] = start_ns + ns
+    return start_ns
+
+
 class SharedLink:
     """One rank's view of the schedule; thread-safe.
 
@@ -77,6 +92,7 @@ class SharedLink:
         self._lock_file = partial(fcntl.lockf, fd, fcntl.LOCK_EX)
         self._unlock_file = partial(fcntl.lockf, fd, fcntl.LOCK_UN)
         self._memory = mmap.mmap(fd, SHARED_LINK_BYTES)
+        self._free_ns = memoryview(self._memory)[:ENTRIES_AT].cast("q")
         self._thread_lock = threading.Lock()  # the file's lock is shared by all threads of a process
 
     def keep_from_forks(self) -> None:
@@ -100,12 +116,8 @@ class SharedLink:
             arrived, last_ns = arrived + 1, max(last_ns, at_ns)
             cost_ns, busy_ns, shared_ns = max(cost_ns, cost.cost_ns), max(busy_ns, cost.busy_ns), max(shared_ns, cost.shared_ns)
             if arrived == cost.of:
-                occupied = [(cost.senders, 0, busy_ns), (cost.receivers, 1, busy_ns)]
-                occupied += [(cost.shared, direction, shared_ns) for direction in (0, 1)]
-                start_ns = max(last_ns, *(self._free_ns(ports, direction) for ports, direction, _ in occupied))
-                due_ns = start_ns + cost_ns
-                for ports, direction, ns in occupied:
-                    self._occupy(ports, direction, start_ns + ns)
+                highest = cost._replace(busy_ns=busy_ns, shared_ns=shared_ns)
+                due_ns = start_of(highest, last_ns, self._free_ns) + cost_ns
             ENTRY.pack_into(self._memory, at, key, arrived, 0, last_ns, cost_ns, busy_ns, shared_ns, due_ns)
 
     def withdraw(self, group: str, match: int) -> None:
@@ -137,16 +149,9 @@ class SharedLink:
 
     def close(self) -> None:
         """Release the memory."""
+        self._free_ns.release()
         self._memory.close()
         os.close(self._fd)
-
-    def _free_ns(self, ports: Iterable[int], direction: int) -> int:
-        free = (FREE.unpack_from(self._memory, (2 * port + direction) * FREE.size)[0] for port in ports)
-        return max(free, default=0)
-
-    def _occupy(self, ports: Iterable[int], direction: int, until_ns: int) -> None:
-        for port in ports:
-            FREE.pack_into(self._memory, (2 * port + direction) * FREE.size, until_ns)
 
 
 def _place(group: str, match: int) -> tuple[int, int]:

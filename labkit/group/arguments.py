@@ -14,7 +14,8 @@ from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
-from labkit.launch.capacity import check_capacity, processes_visible, usable_cores
+from labkit.launch.capacity import check_capacity, processes_visible
+from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES

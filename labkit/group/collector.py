@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.lists import listed
 from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
@@ -29,11 +31,12 @@ class Records:
 
     Args:
         members: the ranks.
-        nodes: the node of each rank of an emulated network; empty without one.
+        link: the emulated link or network between them, if any.
     """
 
-    def __init__(self, members: Sequence[Member], nodes: Sequence[int] = ()) -> None:
-        self._nodes = tuple(nodes)
+    def __init__(self, members: Sequence[Member], link: Link | Network | None = None) -> None:
+        self._link = link
+        self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else ()
         self._members = [m.name for m in members]
         self._readers = [m.reader for m in members]
         self._chunks: list[list[Any]] = [[] for _ in members]
@@ -208,7 +211,8 @@ class Records:
         unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]
         notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
-        others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes, "nodes": self._nodes}
+        others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes}
+        others |= {"nodes": self._nodes, "link": self._link}
         trace = from_records(joined, self._names, self._members, **others | self._interrupted)
         trace.scalars += tuple(self._ended)
         return trace

@@ -28,6 +28,7 @@ from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.starters import Question, Starter, in_background
+from labkit.recording.cores import usable_cores
 from labkit.worker.edited_modules import edited
 from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
@@ -173,6 +174,7 @@ class RankPool:
             environment=changes,
             rich=notebook_shell() is not None,
             starts_rpc=self._starts_rpc,
+            shares_cores=len(self.options.names) > usable_cores(),
             payload=shared_link,
         )
         for member in self.members:

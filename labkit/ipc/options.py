@@ -64,11 +64,6 @@ class Options:
         if self.link is not None:
             self.link = _link_among(self.link, len(self.names))
 
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank of an emulated network; empty without one."""
-        return self.link.nodes_among(len(self.names)) if isinstance(self.link, Network) else ()
-
 
 def check_above_0(option: str, value: Any, *, whole: bool = False) -> None:
     """Check that an option is a number above 0.

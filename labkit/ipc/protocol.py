@@ -55,6 +55,7 @@ class RankConfig(Message):
         readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
         rich: whether the notebook can display more than text.
         starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
+        shares_cores: whether the ranks of its group outnumber the cores that they may use.
         payload: the memory of an emulated link, which ranks share; None without one.
     """
 
@@ -66,6 +67,7 @@ class RankConfig(Message):
     readable_memory: bool = False
     rich: bool = False
     starts_rpc: bool = False
+    shares_cores: bool = False
     payload: Payload | None = None
 
     @property

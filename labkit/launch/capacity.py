@@ -1,20 +1,18 @@
-"""What this machine offers to ranks: cores, memory, open files, and whether that is enough for a group."""
+"""What this machine offers to ranks: memory and open files, and whether that is enough for a group."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
-from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 from labkit.launch.server_requests import BATCH
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["check_capacity", "count_open_files", "processes_visible", "raise_limit", "usable_cores"]
+__all__ = ["check_capacity", "count_open_files", "processes_visible", "raise_limit"]
 
 ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that close all descriptors up to it
 UNLIMITED: Final = 1 << 62
@@ -23,30 +21,6 @@ STARTING_FILES: Final = 3  # more for each rank of a batch that is being started
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 SHARED_BYTES: Final = 2 * RING_BYTES  # the largest file that a rank without large arguments needs: records and stacks
 PROC: Final = "/proc/self/stat"
-
-
-def usable_cores(root: Path = Path("/")) -> float:
-    """The number of cores that this process may use at once, by its affinity and its container's quota; may be 0.5.
-
-    Args:
-        root: the root of the file system; tests pass their own.
-
-    Source: "cpu.max" in the kernel's Documentation/admin-guide/cgroup-v2.rst; scheduler/sched-bwc.rst for version 1.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *(quota for folder in control_group_folders("cpu", root) if (quota := _quota(folder)) is not None)])
-
-
-def _quota(folder: Path) -> float | None:
-    """How many cores the processes of a control group may use together; None without a limit."""
-    try:
-        if (folder / "cpu.max").exists():
-            quota_us, period_us = (folder / "cpu.max").read_text().split()
-        else:
-            quota_us, period_us = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-    except OSError:
-        return None
-    return None if quota_us in ("max", "-1") else round(int(quota_us) / int(period_us), 2)
 
 
 def raise_limit(needed: int = ENOUGH) -> int:

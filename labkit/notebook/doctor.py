@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,8 +24,8 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
-from labkit.launch.capacity import usable_cores
 from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Report, collect, report
+from labkit.recording.cores import usable_cores
 
 __all__ = ["TABLE", "Gpus", "doctor"]
 
@@ -36,7 +36,7 @@ SHARED_MEMORY_WANTED: Final = 2**30  # with a container's default of 64 MiB, NCC
 def doctor() -> Report:
     """Report what this machine can run (cores, memory, GPUs, torch, TensorFlow, Jupyter), and how to install the rest.
 
-    Takes a few seconds, because separate processes import torch and, if there is a GPU, TensorFlow.
+    Takes a few seconds, because separate processes import torch and TensorFlow.
 
     Returns:
         the report; a notebook shows its text.
@@ -161,21 +161,20 @@ def _network(network: dict[str, Any], start: tuple[str | None, str | None]) -> l
 
 def _package(
     name: str, extra: str, purpose: str, *, optional: bool = False, needs: tuple[str, ...] = (),
-    ask: Callable[[], dict[str, Any]] | None = None, ask_if: Callable[..., bool] = lambda *_: True,
+    ask: Callable[[], dict[str, Any]] | None = None,
     means: Callable[..., Iterable[Finding]] = lambda fact: [Finding(fact["version"])],
 ) -> Entry:  # fmt: skip
     """Make the entry of a package. Its fact is its "version", None if it is not installed, and the reply to a question.
 
-    Another process calls `ask` if the package is installed and `ask_if`, called with the facts of `needs`, is true.
-    `means` is called if the package is installed and loads.
+    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads.
     """
 
-    def find(*needed: Any) -> dict[str, Any] | Question:
+    def find(*_: Any) -> dict[str, Any] | Question:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return {"version": None}
-        return Question(ask, version=version) if ask and ask_if(*needed) else {"version": version}
+        return Question(ask, version=version) if ask else {"version": version}
 
     def findings(fact: dict[str, Any], *needed: Any) -> Iterable[Finding]:
         version = fact["version"]
@@ -221,25 +220,34 @@ def _torch(torch: dict[str, Any], gpus: Gpus) -> Iterator[Finding]:
         lessons = " (lessons 07 and 08 show their code, and run it over messages)" if missing == ["rpc"] else ""
         found += f"; without {listed(missing)}{lessons}"
     yield Finding(found, ok=not missing, subject="torch.distributed")
-    if torch["lost"]:
-        found = f"this version lacks what labkit needs for: {'; '.join(torch['lost'])}"
-        yield Finding(found, subject="recording torch")
+    yield from _recording("torch", torch["lost"])
+
+
+def _recording(framework: str, lost: Sequence[str]) -> Iterator[Finding]:
+    if lost:
+        yield Finding(f"this version lacks what labkit needs for: {'; '.join(lost)}", subject=f"recording {framework}")
 
 
 def _ask_tensorflow() -> dict[str, Any]:
+    """Return what TensorFlow sees in a rank, and what labkit cannot do with this version ("lost")."""
+    from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
+
+    os.environ |= TensorFlow.environment
     import tensorflow
 
-    return {"gpus": len(tensorflow.config.list_physical_devices("GPU"))}
+    from labkit.worker.runtimes.tensorflow.tensorflow_internals import lost
+
+    return {"gpus": len(tensorflow.config.list_physical_devices("GPU")), "lost": lost()}
 
 
-def _tensorflow(tensorflow: dict[str, Any], gpus: Gpus) -> list[Finding]:
-    version, seen = tensorflow["version"], tensorflow.get("gpus")
-    if seen is None:  # it was not asked, because there is no GPU
-        return [Finding(version)]
+def _tensorflow(tensorflow: dict[str, Any], gpus: Gpus) -> Iterator[Finding]:
+    version, seen = tensorflow["version"], tensorflow["gpus"]
     if gpus.missed(seen):
         found = f"{version} sees none of the GPUs: its lessons run on the CPU"
-        return [Finding(found, remedy='pip install "tensorflow[and-cuda]"', pip=True)]
-    return [Finding(f"{version}, sees {counted(seen, 'GPU')}")]
+        yield Finding(found, remedy='pip install "tensorflow[and-cuda]"', pip=True)
+    else:
+        yield Finding(f"{version}, sees {counted(seen, 'GPU')}" if gpus.names else version)
+    yield from _recording("TensorFlow", tensorflow["lost"])
 
 
 TABLE: Final = (
@@ -251,10 +259,7 @@ TABLE: Final = (
     Entry("ranks start by", _find_start, _start),
     Entry("ranks talk over", lambda _: Question(_ask_network), _network, needs=("ranks start by",)),
     _package("torch", "torch", "all PyTorch lessons", needs=("GPUs",), ask=_ask_torch, means=_torch),
-    _package(
-        "TensorFlow", "tf", "the TensorFlow lessons",
-        needs=("GPUs",), ask=_ask_tensorflow, ask_if=lambda gpus: bool(gpus.names), means=_tensorflow,
-    ),
+    _package("TensorFlow", "tf", "the TensorFlow lessons", needs=("GPUs",), ask=_ask_tensorflow, means=_tensorflow),
     _package("Keras", "tf", "the TensorFlow lessons"),
     _package("JupyterLab", "course", "opening the lessons"),
     _package("ipykernel", "course", "running cells"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from labkit.errors.lists import counted
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.launch.capacity import usable_cores
+from labkit.recording.cores import usable_cores
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace

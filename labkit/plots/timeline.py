@@ -13,6 +13,7 @@ from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
+from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
 from labkit.plots.style import (
     CHIP,
@@ -27,6 +28,7 @@ from labkit.plots.style import (
 from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.schema import ENDED
+from labkit.replaying.critical_path import path_between
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -53,6 +55,7 @@ def timeline(
     *runs: HasTrace | Trace | Mapping[str, HasTrace | Trace],
     step: int | range | str | None = None,
     labels: Sequence[str] = (),
+    critical_path: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw what each rank did over time: a row per rank, compute above communication, so that overlap is visible.
@@ -70,13 +73,16 @@ def timeline(
             length without those in which labkit reads TensorFlow's profiler. One step stands below a strip that shows
             the whole run. Default: "median" in a run of more than 12 steps, else "all".
         labels: a title for each run, if `runs` has none.
+        critical_path: whether to draw the critical path of what is shown, as `lab.critical_path` finds it: one line
+            that leads from the rank that ended last to those for which it waited.
         ax: the axes to draw into; default: a new figure.
 
     Returns:
         the Axes.
 
     Raises:
-        LabError: a trace is empty, has no such step, or matplotlib is not installed.
+        LabError: a trace is empty, has no such step, has no critical path since it cannot be replayed, or matplotlib is
+            not installed.
         TypeError: a value is neither a run nor a trace, or `step` has a wrong type.
         ValueError: `labels` does not have one title for each run.
     """
@@ -92,7 +98,7 @@ def timeline(
     names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
     with labkit_style(ax):
-        return _Timeline(views, ax, new_figure).draw()
+        return _Timeline(views, ax, new_figure, critical_path).draw()
 
 
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> LabFigure:
@@ -119,10 +125,14 @@ class _Timeline:
         views: the runs to show, from top to bottom.
         ax: the axes to draw into; None for a new figure.
         new_figure: makes a figure of the given `figsize`.
+        critical_path: whether to draw the critical path.
     """
 
-    def __init__(self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure]) -> None:
+    def __init__(
+        self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure], critical_path: bool = False
+    ) -> None:
         self.views, self.several = views, len(views) > 1
+        self.paths = [path_between(v.whole, v.shown.start_ns, v.shown.end_ns) if critical_path else [] for v in views]
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
         self.rows = sum(len(view.rows) for view in views)
@@ -146,7 +156,7 @@ class _Timeline:
 
     def draw(self) -> Axes:
         y, ticks, names = 0.0, [], []
-        for view in self.views:
+        for view, path in zip(self.views, self.paths, strict=True):
             if self.several:
                 heading = f"{view.label}:  {view.in_words()}{bubble_in_words(view.shown)}"
                 self.ax.text(0, y + 0.47 * self.heading, heading, weight="bold", va="center", fontsize=8.5)
@@ -159,6 +169,9 @@ class _Timeline:
                 y += 1
             self._step_numbers(view, top)
             self._arrows(view, top)
+            if path:
+                draw_path(self.ax, path, view.rows, top, view.shown.start_ns, self.unit_ns)
+                self.drawn.add("critical path")
         self._add_polygons()
         ax = self.ax
         ax.set(xlim=(0, self.longest_ns / self.unit_ns), ylim=(self.height, 0), yticks=ticks, yticklabels=names)
@@ -179,7 +192,8 @@ class _Timeline:
             f"{view.label + ', ' if view.label else ''}{view.in_words()}{bubble_in_words(view.shown)}" for view in self.views
         ]
         bars = listed(legend_of(style, "waiting") for style in STYLES if style in self.drawn)
-        describe(ax, f"Timeline: {'; '.join(titles)}. One row for each of {listed(names)}. The bars show: {bars}.")
+        of_path = " A line shows the critical path." if "critical path" in self.drawn else ""
+        describe(ax, f"Timeline: {'; '.join(titles)}. One row for each of {listed(names)}. The bars show: {bars}.{of_path}")
         return ax
 
     def _axes(self, new_figure: Callable[..., Figure]) -> Axes:
@@ -335,6 +349,8 @@ class _Timeline:
                     handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
             if "step" in self.drawn and upper:
                 handles.append(Line2D([], [], label="step boundary", **STEP_LINE))
+            if "critical path" in self.drawn and upper:
+                handles.append(Line2D([], [], **path_line()))
             if ENDED in self.drawn and upper:
                 handles.append(Line2D([], [], label=ENDED, **END_MARK))
             if "message" in self.drawn and not upper:

@@ -30,7 +30,7 @@ from labkit.recording.schema import (  # fmt: skip
     Span,
 )
 
-__all__ = ["COLUMNS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
+__all__ = ["COLUMNS", "WAITS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
 
 PIECE: Final = 100_000  # `Span` objects that are created at a time
 
@@ -67,6 +67,8 @@ class ProfilerEvent:
 
 STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # one number each; the others are bits of `flags`
 COLUMNS: Final = np.dtype([(f.name, DTYPES[f.code]) for f in STORED] + [("flags", "<u2")])
+# Waits for operations that were complete already. The group is an index into `Columns.names`.
+WAITS: Final = np.dtype([("rank", "<i4"), ("group", "<u4"), ("match", "<i8"), ("time_ns", "<i8")])
 
 
 def blank(count: int, dtype: Any = COLUMNS) -> Any:

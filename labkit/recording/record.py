@@ -164,24 +164,27 @@ class TimedSpan(UnrecordedSpan):
 class _ComputeSpan(TimedSpan):
     """A compute span that the host times. As the most frequent span it writes its record itself, a third faster."""
 
-    __slots__ = ("_buffer", "_line", "_name", "_next_slot")
+    __slots__ = ("_buffer", "_line", "_main_thread", "_name", "_next_slot", "_thread_flags")
 
     def __init__(self, ring: RingWriter, name: str, line: str) -> None:
         super().__init__(name, "compute")
         self._buffer, self._next_slot = ring.buffer, ring.next_slot
+        self._main_thread, self._thread_flags = ring.main_thread, ring.thread_flags
         self._name, self._line = ring.span_name(name), ring.span_line(line)
 
     def __enter__(self) -> None:
         self._begun[get_ident()].append(clock())
 
     def __exit__(self, *_: object) -> None:
-        end_ns, begun = clock(), self._begun[get_ident()]
+        end_ns, thread = clock(), get_ident()
+        begun = self._begun[thread]
         if not begun:
             self._not_begun()
             return
         start_ns = begun.pop()
+        flags = 0 if thread == self._main_thread else self._thread_flags()
         number, at = self._next_slot()  # not earlier: readers wait for a record whose number is taken
-        pack_span(self._buffer, at, start_ns, end_ns, self._name, self._line, 0, COMPUTE, CPU, number)
+        pack_span(self._buffer, at, start_ns, end_ns, self._name, self._line, flags, COMPUTE, CPU, number)
 
 
 class _CommunicationSpan(TimedSpan):
@@ -202,7 +205,9 @@ class _CommunicationSpan(TimedSpan):
     def end(self, begun: tuple[int, str, int]) -> None:
         end_ns, (slot, line, start_ns) = clock(), begun
         self._ring.unpend(slot)
-        self._ring.write_communication(self.name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line)
+        self._ring.write_communication(
+            self.name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, line=line, flags=self._ring.thread_flags()
+        )
 
 
 def span(name: str, kind: str = "compute") -> Any:
@@ -321,7 +326,7 @@ class _Steps(Generic[T]):
         for item in self._iterable:
             yield item
             end_ns = clock()
-            ring.write("step", STEP, start_ns, end_ns)
+            ring.write("step", STEP, start_ns, end_ns, flags=ring.thread_flags())
             start_ns = end_ns
 
 

@@ -36,11 +36,12 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-from _thread import get_native_id
+from _thread import get_ident, get_native_id
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from labkit.recording.cores import no_delays
 from labkit.recording.ring_layout import (  # fmt: skip
     ALIVE_AT,
     CAPACITY,
@@ -69,16 +70,28 @@ from labkit.recording.ring_layout import (  # fmt: skip
     SPANS_LIMIT,
     TAIL_FIELDS,
     UNNOTED_AT,
+    WAIT_RECORD,
     WORD,
     pending_dtype,
     record_dtype,
 )
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CPU, OPEN, PENDING_FIELDS, SCALAR, Pending
+from labkit.recording.schema import (  # fmt: skip
+    COMMUNICATION,
+    COMPUTE,
+    CPU,
+    OPEN,
+    OWN_THREAD,
+    PENDING_FIELDS,
+    SCALAR,
+    SERVED,
+    WAIT,
+    Pending,
+)
 
 __all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
 
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
-_pack_pending = PENDING.pack_into
+_pack_pending, _pack_wait = PENDING.pack_into, WAIT_RECORD.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
 
 
@@ -99,7 +112,11 @@ class RingWriter:
         self._free = deque(reversed(range(PENDING_SLOTS)))  # reuses the same few slots: untouched memory costs nothing
         self._unnoted = self._no_room = 0
         self.communications = self.failures = 0  # how many were written; how many of these had failed
+        self.thread_delay = no_delays  # returns what tells how long this thread has waited for a core
+        self.main_thread = threading.main_thread().ident  # which runs the rank's function
         self.serving_threads: set[int] = set()  # threads that are executing a call from another rank
+        # Set by `labkit.comm`: whether this thread executes part of a backward pass, for which the main thread waits.
+        self.in_backward: Callable[[], bool] = lambda: False
         self.name("")
 
     def name(self, text: str) -> int:
@@ -164,6 +181,7 @@ class RingWriter:
         self, name: str, start_ns: int, end_ns: int, *, wait_start_ns: int = 0, wait_end_ns: int = 0, nbytes: int = 0,
         peer: int = -1, root: int = -1, group: str = "", match: int = 0, line: str = "", signature: str = "",
         device: int = CPU, flags: int = 0,
+        backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,
     ) -> None:  # fmt: skip
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1
@@ -176,9 +194,26 @@ class RingWriter:
         signature_id = ids[signature] if signature in ids else self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
-            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, nbytes, match, name_id, line_id, group_id,
-            signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns,
+            nbytes, match, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
+
+    def write_wait(self, group: str, match: int, at_ns: int) -> None:
+        """Record that the rank's function waited for an operation that was complete already."""
+        if self.thread_flags():
+            return
+        group_id = self.name(group)
+        number, at = self.next_slot()
+        _pack_wait(self.buffer, at, at_ns, at_ns, match, 0, 0, group_id, 0, WAIT, CPU, number)
+
+    def thread_flags(self) -> int:
+        """Return the flags of what this thread records: 0 if it executes the rank's function, or its backward pass."""
+        thread = get_ident()
+        if thread == self.main_thread:
+            return 0
+        if thread in self.serving_threads:
+            return SERVED
+        return 0 if self.in_backward() else OWN_THREAD
 
     def pend(
         self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, root: int = -1, group: str = "", match: int = 0,

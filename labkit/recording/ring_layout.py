@@ -16,7 +16,8 @@ __all__ = [
     "ALIVE_AT", "CAPACITY", "COMMIT_OFFSET", "COMMUNICATION_RECORD", "DTYPES", "HEADWAY", "IN_FLIGHT", "LINES_LIMIT",
     "LONGEST_NAME", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PENDING", "PENDING_AT", "PENDING_SLOTS",
     "PENDING_START", "PENDING_WAIT", "RECORDS_AT", "RECORD_BYTES", "RECORD_FIELDS", "RING_BYTES", "SCALARS_LIMIT",
-    "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD", "TAIL_FIELDS", "UNNOTED_AT", "WORD",
+    "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD", "TAIL_FIELDS", "UNNOTED_AT",
+    "WAIT_RECORD", "WORD",
     "pending_dtype", "record_dtype",
 ]  # fmt: skip
 
@@ -27,7 +28,8 @@ _CODES: Final = _OWN | {f.name: f.code for f in FIELDS if not isinstance(f.place
 _IN_ALL: Final = {f.name for f in FIELDS if isinstance(f.place, Head)} | {"flags", "commit"}
 TAIL_FIELDS: Final = tuple(f for f in FIELDS if isinstance(f.place, Tail))
 RECORD_FIELDS: Final = (
-    "start_ns", "end_ns", "wait_start_ns", "wait_end_ns", "nbytes", "match", "value",
+    "start_ns", "end_ns", "wait_start_ns", "wait_end_ns", "backend_ns", "issue_delay_ns", "wait_delay_ns", "nbytes",
+    "match", "value",
     "name", "line", "group", "signature", "peer", "root", "count", "flags", "kind", "device", "commit",
 )  # fmt: skip
 assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if isinstance(f.place, OfRank)}, "a field has no place"
@@ -51,6 +53,7 @@ _RECORD: Final = {name: _CODES[name] for name in RECORD_FIELDS}
 COMMUNICATION_RECORD: Final = _struct(_RECORD, _RECORD.keys() - {"value"})
 SPAN_RECORD: Final = _struct(_RECORD, _IN_ALL)
 SCALAR_RECORD: Final = _struct(_RECORD, _IN_ALL | {"value"})
+WAIT_RECORD: Final = _struct(_RECORD, _IN_ALL | {"group", "match"})
 WORD: Final = struct.Struct("<q")
 RECORD_BYTES: Final = COMMUNICATION_RECORD.size
 COMMIT_OFFSET: Final = RECORD_BYTES - WORD.size

@@ -24,13 +24,13 @@ from labkit.recording.operations import OperationType, type_of
 
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
-    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "PENDING_FIELDS", "READING", "SCALAR", "SERVED", "STEP",
-    "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
+    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OWN_THREAD", "PENDING_FIELDS", "READING", "SCALAR", "SERVED",
+    "STEP", "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
     "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
-KINDS: Final = ("compute", "communication", "step", "scalar", "call")
-COMPUTE, COMMUNICATION, STEP, SCALAR, CALL = range(len(KINDS))
+KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
+COMPUTE, COMMUNICATION, STEP, SCALAR, CALL, WAIT = range(len(KINDS))
 
 # Flags of a record. A flag that is not a field of `Span` matters only to readers of the ring.
 OPEN: Final = 1 << 0  # it has not completed, or failed
@@ -39,6 +39,7 @@ MEASURED: Final = 1 << 2  # a profiler observed it running: nothing blocks it me
 UNSHOWN: Final = 1 << 3  # it is not part of any trace
 UNSIZED: Final = 1 << 4  # it moved an unknown number of bytes
 SERVED: Final = 1 << 5  # it is on a thread that executes a call from another rank
+OWN_THREAD: Final = 1 << 6  # it is on another thread that does not execute the rank's function
 
 CPU, CUDA, NUMBERED = range(3)  # devices: timed by the host; timed by a GPU; the first of TensorFlow's "CPU:<n>"
 STREAM: Final = 0xFFFFFFFF  # in place of the blocked thread: a GPU's stream is blocked, and the rank continues
@@ -124,6 +125,13 @@ class Span:
             tensor.
         root: the root of a broadcast, scatter, gather or reduce; -1 for all other spans.
         count: how many activities it represents: more than 1 only in the live picture of a rank that records fast.
+        backend_ns: when the backend had completed a communication that an emulated link then held back; 0 if it is not
+            known: then it is `end_ns`.
+        issue_delay_ns: where ranks outnumber cores, how long the thread that issued a communication had waited for a
+            core since it began, when it issued it; otherwise 0. Only the difference of two values of one thread counts.
+        wait_delay_ns: the same for the thread that waited for it, at the end of its wait; 0 if none waited.
+        own_thread: True if it computed, or was issued, on a thread of its own, such as one that loads data: neither
+            that of the rank's function nor one that executes a call from another rank.
     """
 
     rank: Annotated[int, OfRank("i")]
@@ -147,6 +155,10 @@ class Span:
     signature: Annotated[str, Tail("I")] = ""
     root: Annotated[int, Tail("i")] = -1
     count: Annotated[int, Tail("I")] = 1
+    backend_ns: Annotated[int, Tail("q", is_time=True)] = 0
+    issue_delay_ns: Annotated[int, Tail("q")] = 0
+    wait_delay_ns: Annotated[int, Tail("q")] = 0
+    own_thread: Annotated[bool, Flag(OWN_THREAD)] = False
 
     @property
     def duration_ns(self) -> int:

@@ -84,7 +84,7 @@ def _adapt_torch(log: RankLog) -> None:
     storage_class.resize_ = in_place_of(storage_class.resize_, resize)
     SIMULATION.replace("_object_to_tensor", computed)
     SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
-    SIMULATION.set("_chunk_with_empty", _chunk_with_empty)
+    SIMULATION.set("_chunk_with_empty", _Chunks)
     for home, name, why in REFUSED:
         when_imported(home, partial(_refuse, name, why))
     when_imported("tensorflow", _refuse_module)
@@ -103,8 +103,23 @@ def _refuse_module(module: ModuleType) -> None:
     raise LabError(f"programs with {module.__name__} cannot be simulated, only those with torch. Run it in a group.")
 
 
-def _chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-    """Split a tensor like torch's function of this name, where all ranks without a part share one empty tensor."""
-    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-    missing = num_chunks - len(chunks)
-    return chunks + [tensor.new_empty(0)] * missing if missing else chunks
+class _Chunks:
+    """The parts of a tensor that `torch.chunk` returns, each made when it is asked for; beyond these, empty tensors.
+
+    FSDP2 splits each parameter into a part for each rank, and uses its own and the first.
+
+    Args:
+        tensor: the tensor.
+        num_chunks: the number of parts.
+        dim: the dimension that is split.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.shape[dim] // num_chunks)  # of each part but the last
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start, end = index * self._length, self._tensor.shape[self._dim]
+        if index and start >= end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, end - start))

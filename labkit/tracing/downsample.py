@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP
+from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, WAIT
 
 __all__ = ["FEW", "MOST", "downsample"]
 
@@ -30,13 +30,13 @@ def downsample(rows: Any, loop_name: int) -> Any:
 
     Returns:
         the same rows if there are at most `FEW`; else at most `MOST` spans; the last steps, and up to two rows for the
-        other steps, each with their `count`; and some values of each curve, including the last.
+        other steps, each with their `count`; some values of each curve, including the last; and no waits.
     """
     if len(rows) <= FEW:
         return rows
     kind = rows["kind"]
     work, steps, values = (np.flatnonzero(np.isin(kind, which)) for which in ((COMPUTE, COMMUNICATION), STEP, SCALAR))
-    kept = [np.flatnonzero(~np.isin(kind, (COMPUTE, COMMUNICATION, STEP, SCALAR)))]
+    kept = [np.flatnonzero(~np.isin(kind, (COMPUTE, COMMUNICATION, STEP, SCALAR, WAIT)))]
     sums = []
     if len(work) > MOST:
         sums.append(_samples(rows, work[: -MOST // 2]))

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import one_number, public_api
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["best_of", "step_ms"]
+__all__ = ["best_of", "step_lengths_ns", "step_ms"]
 
 
 @public_api
@@ -37,14 +38,22 @@ def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
         ValueError: there is no such rank.
     """
     trace = trace_of(run, "step_ms")
+    lengths = step_lengths_ns(trace, rank)
+    if not len(lengths):
+        whose = "the ranks have" if rank is None else f"{trace.ranks[rank]} has"
+        raise LabError(f"step_ms: {whose} recorded no steps; write `for batch in lab.steps(batches):` in the function")
+    return float(np.median(lengths)) / 1e6
+
+
+def step_lengths_ns(trace: Trace, rank: int | None = None) -> NDArray[np.int64]:
+    """Return the lengths of the steps of which `step_ms` is the median; empty if there are none."""
     bounds = [trace.step_bounds(one) for one in (range(len(trace.ranks)) if rank is None else [rank])]
     durations = [np.diff(own)[:, 0] for own in bounds if len(own)]
     if not durations:
-        whose = "the ranks have" if rank is None else f"{trace.ranks[rank]} has"
-        raise LabError(f"step_ms: {whose} recorded no steps; write `for batch in lab.steps(batches):` in the function")
+        return np.empty(0, np.int64)
     count = min(map(len, durations))
-    longest = np.max([own[:count] for own in durations], axis=0)
-    return float(np.median(longest[1:] if count > 2 else longest)) / 1e6
+    longest: NDArray[np.int64] = np.max([own[:count] for own in durations], axis=0)
+    return longest[1:] if count > 2 else longest
 
 
 @public_api

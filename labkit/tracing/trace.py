@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, under_way
+from labkit.recording.events import COLUMNS, WAITS, Columns, ProfilerEvent, Scalar, under_way
 from labkit.recording.schema import (
     AUTOMATIC,
     CALL,
@@ -29,6 +31,7 @@ from labkit.recording.schema import (
     SCALAR,
     STEP,
     UNSHOWN,
+    WAIT,
     Head,
     Pending,
     Span,
@@ -86,6 +89,12 @@ class Trace:
         notes: notes for the reader, such as a missing rank, or how well clocks agree.
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
         nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
+        link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
+        waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
+            for spans given as `Columns`; None if there are none.
+
+    Attributes:
+        waits: these waits, in order of time. Only those of the rank's function are known, not those of its threads.
 
     Raises:
         ValueError: a span has a rank without a name, or the end is before the start.
@@ -104,11 +113,13 @@ class Trace:
         notes: Sequence[str] = (),
         profile: Iterable[ProfilerEvent] = (),
         nodes: Sequence[int] = (),
+        link: Link | Network | None = None,
+        waits: Any = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes))
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link)
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -119,6 +130,7 @@ class Trace:
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
         self.profile = tuple(profile)
+        self.waits = np.empty(0, WAITS) if waits is None else waits[np.argsort(waits["time_ns"], kind="stable")]
 
     @property
     def ranks(self) -> tuple[str, ...]:
@@ -139,6 +151,11 @@ class Trace:
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank in an emulated network; empty without one."""
         return self.info.nodes
+
+    @property
+    def link(self) -> Link | Network | None:
+        """The emulated link or network over which the ranks communicated; None without one."""
+        return self.info.link
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -162,7 +179,7 @@ class Trace:
 
     @public_api
     def filter(self, *, rank: int | None = None, kind: str | None = None, name: str | None = None) -> Trace:
-        """Select the spans (and scalars) of one rank, kind or name; the window stays the same.
+        """Select the spans (scalars, waits) of one rank, kind or name; the window stays the same.
 
         Args:
             rank: a rank's number; default: all.
@@ -186,7 +203,9 @@ class Trace:
             keep &= data["name"] == self.columns.name_id(name)
         scalars = [s for s in self.scalars if rank in (None, s.rank) and name in (None, s.name) and kind in (None, "scalar")]
         profile = [e for e in self.profile if rank in (None, e.rank) and name in (None, e.name) and kind is None]
-        return self._with(self.columns.where(keep), scalars, profile, start_ns=self.start_ns, end_ns=self.end_ns)
+        waits = self.waits if rank is None else self.waits[self.waits["rank"] == rank]
+        others = {"profile": profile, "waits": waits if name is None and kind in (None, "wait") else None}
+        return self._with(self.columns.where(keep), scalars, start_ns=self.start_ns, end_ns=self.end_ns, **others)
 
     @public_api
     def between(self, start_ns: int, end_ns: int) -> Trace:
@@ -204,7 +223,9 @@ class Trace:
         scalars = [replace(s, time_ns=start_ns) for s in before.values()]
         scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
         profile = [e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns]
-        return self._with(self.columns.where(keep), scalars, profile, start_ns=start_ns, end_ns=end_ns)
+        waits = self.waits[(self.waits["time_ns"] >= start_ns) & (self.waits["time_ns"] <= end_ns)]
+        others = {"profile": profile, "waits": waits}
+        return self._with(self.columns.where(keep), scalars, start_ns=start_ns, end_ns=end_ns, **others)
 
     @public_api
     def step(self, number: int) -> Trace:
@@ -354,11 +375,15 @@ class Trace:
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
         other = {"labkit": 1, "start_ns": self.start_ns, "end_ns": self.end_ns, "zero_ns": zero_ns} | asdict(self.info)
+        if len(self.waits):
+            groups = map(self.columns.names.__getitem__, self.waits["group"].tolist())
+            others = (self.waits[name].tolist() for name in ("rank", "match", "time_ns"))
+            other["waits"] = [list(wait) for wait in zip(groups, *others, strict=True)]
         events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
         return events, {"displayTimeUnit": "ms", "otherData": other}
 
-    def _with(self, columns: Columns, scalars: Iterable[Scalar], profile: Iterable[ProfilerEvent], **window: Any) -> Trace:
-        part = Trace(columns, scalars, profile=profile, **asdict(self.info), **window)
+    def _with(self, columns: Columns, scalars: Iterable[Scalar], **others: Any) -> Trace:
+        part = Trace(columns, scalars, **self.info.arguments(), **others)
         part.labelled = self.labelled
         return part
 
@@ -425,14 +450,18 @@ def from_records(
     def number(text: str) -> int:
         return ids.setdefault(text, len(ids))
 
-    parts, scalars = [np.empty(0, COLUMNS)], []
+    parts, scalars, waits = [np.empty(0, COLUMNS)], [], [np.empty(0, WAITS)]
     for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
         table = np.array([number(text) for text in own], np.uint32)
-        is_scalar = rows["kind"] == SCALAR
+        is_scalar, is_wait = rows["kind"] == SCALAR, rows["kind"] == WAIT
         curve = rows[is_scalar]
         for name, time_ns, value in zip(*(curve[f].tolist() for f in ("name", "start_ns", "value")), strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
-        rows = rows[~is_scalar & (rows["flags"] & UNSHOWN == 0)]
+        waited = np.empty(int(is_wait.sum()), WAITS)
+        waited["rank"], waited["group"] = rank, table[rows["group"][is_wait]]
+        waited["match"], waited["time_ns"] = rows["match"][is_wait], rows["start_ns"][is_wait]
+        waits.append(waited)
+        rows = rows[~is_scalar & ~is_wait & (rows["flags"] & UNSHOWN == 0)]
         part = np.empty(len(rows), COLUMNS)
         part["rank"], part["flags"] = rank, rows["flags"]
         for field in FIELDS:
@@ -447,4 +476,5 @@ def from_records(
     if (is_step & ~found).any():
         data = data[~(is_step & found)]  # the program marks its steps itself
     columns = Columns(data, list(ids))
-    return Trace(columns, scalars, ranks=ranks, start_ns=start_ns, end_ns=end_ns, dropped=dropped, **others)
+    others |= {"start_ns": start_ns, "end_ns": end_ns, "dropped": dropped, "waits": np.concatenate(waits)}
+    return Trace(columns, scalars, ranks=ranks, **others)

@@ -8,14 +8,13 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import numpy as np
 
 from labkit.errors.exceptions import LabError
-from labkit.recording.events import Columns, ProfilerEvent, Scalar
+from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
 from labkit.tracing.perfetto import read_events
 from labkit.tracing.trace_info import TraceFileError, TraceInfo, is_list
 
@@ -107,8 +106,21 @@ def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
         _check_other(scalar, ranks)
     for event in profile:
         _check_other(event, ranks)
-    window = {"start_ns": times[1], "end_ns": times[2]}
-    return {"spans": columns, "scalars": scalars, "profile": profile} | window | asdict(info)
+    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": _waits(other.get("waits", []), columns, ranks)}
+    return found | {"start_ns": times[1], "end_ns": times[2]} | info.arguments()
+
+
+def _waits(rows: Any, columns: Columns, ranks: int) -> Any:
+    """Return the waits of a file, and add their groups to the names of `columns`."""
+    names = {name: number for number, name in enumerate(columns.names)}
+    valid = isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == 4 and isinstance(row[0], str) and is_list(row[1:], int) for row in rows
+    )
+    if not valid or not all(0 <= rank < ranks and abs(time_ns) < LARGEST for _, rank, _, time_ns in rows):
+        raise TraceFileError("one of its waits is not a group, a rank, a number and a time")
+    waits = [(rank, names.setdefault(group, len(names)), match, time_ns) for group, rank, match, time_ns in rows]
+    columns.names = list(names)
+    return np.array(waits, WAITS)
 
 
 def _check_spans(columns: Columns, ranks: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 
 __all__ = ["TraceFileError", "TraceInfo", "is_list"]
 
@@ -20,6 +23,11 @@ class TraceInfo:
     dropped: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     nodes: tuple[int, ...] = ()
+    link: Link | Network | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the facts by name, as arguments of `Trace`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
@@ -36,7 +44,18 @@ class TraceInfo:
             raise TraceFileError("its numbers of lost records do not match its ranks")
         if not is_list(nodes, int) or len(nodes) not in (0, len(ranks)):
             raise TraceFileError("its numbers of nodes do not match its ranks")
-        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes))
+        link = entries.get("link")
+        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), None if link is None else _link(link, len(ranks)))
+
+
+def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
+    """Read a link or a network, as `dataclasses.asdict` writes it."""
+    try:
+        if "nodes" not in entries:
+            return Link(**entries)
+        return Network(**entries | {level: Link(**entries[level]) for level in ("inside", "between")}).of(ranks)
+    except (TypeError, ValueError, KeyError):
+        raise TraceFileError("its link is invalid") from None
 
 
 def is_list(value: Any, kind: type) -> bool:

@@ -22,6 +22,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import CellRunner
 from labkit.ipc.stdio import reopen_closed
 from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_by_student, students_traceback
+from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.child_deaths import ChildDeaths
@@ -160,6 +161,8 @@ class _Rank:
     def _set_up(self, message: protocol.Offers) -> None:
         recorder = Recorder(self._ring, self._rank_config.rank, self._rank_config.size)
         here.start(recorder)
+        if self._rank_config.shares_cores:
+            self._ring.thread_delay = thread_delays()
         shared_link = self._rank_config.payload
         record_rpc = self._runtime.record_operations(recorder, -1 if shared_link is None else shared_link.fd)
         notes = self._runtime.set_up(message.offers)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask, machine
+from labkit.recording.cores import thread_delays, usable_cores
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
@@ -42,7 +43,7 @@ __all__ = ["begin"]
 CHECK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s
 MOVE_AT: Final = CAPACITY // 8  # new records; fewer stay in the ring
-MOST_RECORDS: Final = 1 << 21  # that are moved: 168 MB per rank. After that only the ring keeps the newest
+MOST_RECORDS: Final = 1 << 21  # that are moved: 252 MB per rank. After that only the ring keeps the newest
 MEET_EVERY_S: Final = 0.02  # between checks whether rank 0 has published; short, because a script may end soon
 MEET_LIMIT_S: Final = 120.0  # for rank 0 to publish; after that a rank's clock is not compared
 CONNECT_LIMIT_S: Final = 10.0  # on a busy machine the agent that runs the store may get no core for a while
@@ -96,6 +97,8 @@ class _Script:
         keep_from_forks(self._ring)
         self._write_about()
         self._recorder = Recorder(RingWriter(self._ring), rank, size)
+        if int(environment.get("LOCAL_WORLD_SIZE", "1")) > usable_cores():
+            self._recorder.ring.thread_delay = thread_delays()
         self._reader: RingReader | None = None
         self._moved = 0
         self._torch_imported = self._over = False

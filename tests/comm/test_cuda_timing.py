@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -110,7 +111,7 @@ class Rank:
         return list(from_records([self.reader.read()], [self.reader.names()], ["rank 0"]))
 
     def operation(self, gpu: FakeGpu, name: str = "all_reduce") -> DeviceOperation:
-        return DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64)
+        return DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64, -1, "world", 1)
 
 
 @pytest.fixture
@@ -255,6 +256,22 @@ def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> Non
     assert span.wait_end_ns == span.end_ns
 
 
+@pytest.mark.parametrize("waits", [DeviceOperation.wait_begins, DeviceOperation.wait_begins_in_torch])
+def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, waits: Callable[[DeviceOperation], None]) -> None:
+    reduced = rank.operation(gpu)
+    reduced.launched(lambda: None, [])
+    gpu.comes_to(1_000_000)
+    gpu.comes_to(3_000_000)
+    rank.clock.settle()
+    gpu.now_ns = 5_000_000
+    waits(reduced)
+    rank.clock.settle()
+    trace = from_records([rank.reader.read()], [rank.reader.names()], ["rank 0"])
+    (span,), (wait,) = trace, trace.waits
+    assert span.wait_start_ns == 0
+    assert close(wait["time_ns"], 5_000_000)
+
+
 def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
     stuck, done = rank.operation(gpu, "recv"), rank.operation(gpu, "send")
     stuck.launched(lambda: None, [])
@@ -295,6 +312,21 @@ def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
     gpu.catch_up()
     rank.clock.settle()
     assert {(s.name, s.device) for s in rank.written()} == {("forward", "cuda"), ("a file", "cpu")}
+
+
+def test_a_span_of_another_thread(gpu: FakeGpu, rank: Rank) -> None:
+    span = rank.clock.span("load", "cell 2, line 3")
+
+    def load() -> None:
+        with span:
+            pass
+
+    thread = threading.Thread(target=load)
+    for begin in (load, thread.start, thread.join):
+        begin()
+    gpu.catch_up()
+    rank.clock.settle()
+    assert [s.own_thread for s in rank.written()] == [False, True]
 
 
 def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeGpu, rank: Rank) -> None:

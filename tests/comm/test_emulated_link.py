@@ -44,6 +44,7 @@ def check_not_early(span: Span, begun_ns: int, ranks: int) -> None:
     if span.name == "send" and span.match == FROM_ANYONE:
         begun_ns = span.start_ns  # its sender finishes before the receiver knows who it was
     assert span.end_ns - begun_ns >= model_ns(span.name, span.nbytes, ranks), span
+    assert span.start_ns < span.backend_ns <= span.end_ns, "the backend had completed it by then"
 
 
 def nothing_was_early(run: Run, ranks: int = 2) -> list[str]:
@@ -295,7 +296,9 @@ def test_remote_calls() -> None:
     assert len(calls) > 6
     for call in calls:  # request and a reply of the same size
         assert call.end_ns - call.start_ns >= 2 * model_ns("send", 4000, 2)
+        assert call.start_ns < call.backend_ns <= call.end_ns
     for fetched in run.trace.filter(rank=0, name="to_here"):
+        assert fetched.start_ns < fetched.backend_ns <= fetched.end_ns
         assert fetched.end_ns - fetched.start_ns >= model_ns("send", fetched.nbytes, 2)
     # The called function begins when the call has arrived: the call and its function are one operation.
     served = sorted(s.start_ns for s in run.trace.filter(rank=1, name="serve add"))

@@ -17,7 +17,7 @@ from labkit.comm.operation import Batch, Operation
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import Pending, Span
-from labkit.tracing.trace import from_records
+from labkit.tracing.trace import Trace, from_records
 
 
 class Rank:
@@ -39,8 +39,11 @@ class Rank:
     def pending(self) -> list[Pending]:
         return self._reader.pending()
 
+    def trace(self) -> Trace:
+        return from_records([self._reader.read()], [self._reader.names()], ["rank 0"])
+
     def written(self) -> list[Span]:
-        return list(from_records([self._reader.read()], [self._reader.names()], ["rank 0"]))
+        return list(self.trace())
 
 
 @pytest.fixture
@@ -127,6 +130,196 @@ def test_withdrawn(rank: Rank) -> None:
     rank.at(20, operation.completed)
     assert rank.written() == []
     assert rank.pending() == []
+
+
+def on_a_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def waits(trace: Trace) -> list[tuple[str, int, int]]:
+    """The waits for what was complete already: group, number and time."""
+    return [(trace.columns.names[group], match, time_ns) for _, group, match, time_ns in trace.waits.tolist()]
+
+
+@pytest.mark.parametrize("begins", [Operation.wait_begins, Operation.wait_begins_in_torch])
+def test_a_wait_for_a_completed_operation(rank: Rank, begins: Callable[[Operation], None]) -> None:
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(30, operation.completed)
+    rank.at(60, begins, operation)
+    rank.at(70, begins, operation)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 7, 60), ("world", 7, 70)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 30)]
+
+
+def test_a_wait_that_lasts_is_no_wait_for_a_completed_operation(rank: Rank) -> None:
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(20, operation.wait_begins)
+    rank.at(25, operation.wait_begins)
+    rank.at(30, operation.completed)
+    rank.at(31, operation.wait_ends)
+    assert len(rank.trace().waits) == 0
+
+
+def test_an_operation_without_a_group_has_no_recorded_wait(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(30, operation.completed)
+    rank.at(60, operation.wait_begins)
+    assert len(rank.trace().waits) == 0
+
+
+def test_whose_waits_are_recorded(rank: Rank) -> None:
+    """Those of the main thread, and of threads that run its backward pass, but not those of other threads."""
+    operation = rank.issue(10, group="world", match=7)
+    rank.at(30, operation.completed)
+
+    def serve() -> None:
+        rank.ring.serving_threads.add(threading.get_ident())
+        rank.at(70, operation.wait_begins)
+
+    on_a_thread(lambda: rank.at(40, operation.wait_begins))
+    rank.at(50, operation.wait_begins)
+    rank.ring.in_backward = lambda: True
+    on_a_thread(lambda: rank.at(60, operation.wait_begins))
+    on_a_thread(serve)
+    assert waits(rank.trace()) == [("world", 7, 50), ("world", 7, 60)]
+
+
+def test_a_future_of_two_operations_of_which_one_is_complete(rank: Rank) -> None:
+    futures, both = Futures(), torch.futures.Future()
+    operations = [rank.issue(10, group="world", match=number) for number in (1, 2)]
+    futures.tie(both, operations)
+    rank.at(20, operations[0].completed)
+
+    def ends(_: object) -> None:
+        rank.at(50, operations[1].completed)
+        both.set_result(None)
+
+    rank.now_ns = 40
+    futures._wait(ends, both)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 1, 40)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 20), (10, 40, 50, 50)]
+    rank.now_ns = 70
+    futures._wait(lambda _: None, both)
+    assert waits(rank.trace()) == [("world", 1, 70), ("world", 2, 70)]
+
+
+def test_a_wait_for_a_future_that_completes_before_its_callback_is_called(rank: Rank) -> None:
+    futures, future = Futures(), torch.futures.Future()
+    operation = rank.issue(10, group="world", match=1)
+    futures.tie(future, [operation])
+    future.set_result(None)
+    rank.now_ns = 30
+    futures._wait(lambda _: None, future)
+    rank.at(31, operation.on_completion, future)
+    trace = rank.trace()
+    assert waits(trace) == [("world", 1, 30)]
+    assert [times(s) for s in trace] == [(10, 0, 0, 31)]
+
+
+class Held:
+    """A booking on an emulated link. Sleeping until its end moves the rank's clock."""
+
+    def __init__(self, rank: Rank, due_ns: int, error: RuntimeError | None = None) -> None:
+        self._rank, self.due_ns, self.error = rank, due_ns, error
+
+    def hold(self) -> None:
+        self._rank.now_ns = max(self._rank.now_ns, self.due_ns)
+
+    def then(self, action: Callable[[], None]) -> None:
+        self.hold()
+        action()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_end_of_the_backend_is_recorded_before_the_link_holds_it(rank: Rank, waits: bool) -> None:
+    operation = rank.issue(10)
+    operation.booking = Held(rank, 50)  # type: ignore[assignment]
+    if waits:
+        rank.at(20, operation.wait_begins)
+        rank.at(30, operation.hold)
+        operation.wait_ends()
+    else:
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        rank.at(30, operation.on_completion, future)
+    (span,) = rank.written()
+    assert (span.backend_ns, span.end_ns) == (30, 50)
+
+
+def test_the_end_of_the_backend_stays_the_first_that_was_noticed(rank: Rank) -> None:
+    operation = rank.issue(10)
+    operation.booking = Held(rank, 50)  # type: ignore[assignment]
+    rank.at(30, operation.backend_completed)  # polled
+    rank.at(40, operation.hold)
+    operation.completed()
+    assert [span.backend_ns for span in rank.written()] == [30]
+
+
+def test_the_backend_completes_a_batch_before_the_link_holds_any_of_it(rank: Rank) -> None:
+    operations = [rank.issue(10), rank.issue(10)]
+    for operation, due_ns in zip(operations, (50, 80), strict=True):
+        operation.booking = Held(rank, due_ns)  # type: ignore[assignment]
+    batch = Batch(operations)
+    rank.at(20, batch.wait_begins)
+    rank.at(30, batch.hold)
+    batch.wait_ends()
+    assert [(span.backend_ns, span.end_ns) for span in rank.written()] == [(30, 80), (30, 80)]
+
+
+def test_without_a_link_the_backend_ends_with_the_operation(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(30, operation.hold)
+    rank.at(40, operation.wait_ends)
+    assert [span.backend_ns for span in rank.written()] == [0]
+
+
+@pytest.mark.parametrize("end", ["waits", "completed while it waits in C++", "completed as it waits", "nobody waits"])
+def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> None:
+    main = threading.get_ident()
+    rank.ring.thread_delay = lambda: lambda: 100
+    issued: list[Operation] = []
+    on_a_thread(lambda: issued.append(rank.issue(10, group="world", match=1)))
+    (operation,) = issued
+    rank.ring.thread_delay = lambda: (lambda: 150 + rank.now_ns) if threading.get_ident() == main else (lambda: 9999)
+    if end == "waits":
+        rank.at(20, operation.wait_begins)
+        rank.at(50, operation.wait_ends)
+    elif end != "nobody waits":
+        rank.at(20, operation.wait_begins_in_torch)
+    rank.now_ns = 20 if end == "completed as it waits" else 50
+    on_a_thread(operation.completed)
+    (span,) = rank.written()
+    waits = end in ("waits", "completed while it waits in C++")
+    assert (span.issue_delay_ns, span.wait_delay_ns) == (100, 200 if waits else 0)
+    assert bool(span.wait_start_ns) is waits
+
+
+def test_the_thread_that_issues_an_operation(rank: Rank) -> None:
+    def serve() -> None:
+        rank.ring.serving_threads.add(threading.get_ident())
+        rank.issue(10, "issued by a call").completed()
+        waited_for = rank.issue(10, "waited for by a call")
+        rank.at(20, waited_for.wait_begins)
+        rank.at(30, waited_for.wait_ends)
+
+    rank.issue(10, "main").completed()
+    on_a_thread(lambda: rank.issue(10, "own").completed())
+    on_a_thread(serve)
+    assert {s.name: (s.own_thread, s.served) for s in rank.written()} == {
+        "main": (False, False), "own": (True, False), "issued by a call": (False, False), "waited for by a call": (False, True),
+    }  # fmt: skip
+
+
+def test_without_delays_they_are_0(rank: Rank) -> None:
+    operation = rank.issue(10)
+    rank.at(20, operation.wait_begins)
+    rank.at(50, operation.wait_ends)
+    assert [(s.issue_delay_ns, s.wait_delay_ns) for s in rank.written()] == [(0, 0)]
 
 
 def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:
@@ -300,23 +493,27 @@ def test_operations_completed_in_a_backward_pass_end_there(rank: Rank) -> None:
     """The autograd engine is real. A callback that completes the future takes the place of
     DistributedDataParallel's."""
     backwards, done, open_ = Backwards(), rank.issue(10), rank.issue(10)
-    done.future, open_.future = torch.futures.Future(), torch.futures.Future()
+    early = rank.issue(10, group="world", match=1)
+    for operation in (early, done, open_):
+        operation.future, operation.has_future = torch.futures.Future(), True
 
-    def waits() -> None:
+    def reducer() -> None:
         rank.at(30, done.future.set_result, 0)
 
     def bucket(gradient: torch.Tensor) -> None:
         rank.now_ns = 20
-        for operation in (done, open_):
+        for operation in (early, done, open_):
             backwards.issued(in_backward(), operation)
-        torch.autograd.Variable._execution_engine.queue_callback(waits)
+        early.completed()
+        torch.autograd.Variable._execution_engine.queue_callback(reducer)
 
     x = torch.ones(1, requires_grad=True)
     x.register_hook(bucket)
     x.backward()
     rank.at(90, done.completed)  # as it is reported
-    (span,) = rank.written()
-    assert times(span) == (10, 20, 30, 30)
+    trace = rank.trace()
+    assert [times(span) for span in trace] == [(10, 0, 0, 20), (10, 20, 30, 30)]
+    assert waits(trace) == [("world", 1, 20)]
     assert not open_.done, "a future that is not complete is not waited for by a pass that has ended"
     rank.at(95, open_.completed)
     assert [times(span) for span in rank.written()] == [(10, 20, 95, 95)]

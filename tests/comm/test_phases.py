@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -487,3 +489,21 @@ def test_a_recorded_script(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert phases(trace, rank) == {"forward": 4, "backward": 4, "optimizer": 4}
     assert len(trace.step_bounds()) == 4
+
+
+def test_data_loaded_by_a_thread_of_its_own(one: Group) -> None:
+    def train() -> None:
+        model, loaded = Network(), queue.SimpleQueue()
+
+        def load() -> None:
+            for x, _ in DataLoader(TensorDataset(*batches(1)[0]), batch_size=4):
+                loaded.put(x)
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+        model(loaded.get()).sum().backward()
+
+    run = one.run(train)
+    threads = {(s.name, s.own_thread) for s in run.trace.filter(kind="compute")}
+    assert threads == {("data", True), ("forward", False), ("backward", False)}

@@ -73,6 +73,22 @@ def test_the_caller(run: Run) -> None:
     assert [s.nbytes for s in calls if s.name in ("to_here", "remote mul", "received reply add")] == [X, X, 2 * X, X]
 
 
+def test_a_wait_for_a_reply_that_is_there(group: Group) -> None:
+    run = group["master"].run(cases.late_waits)
+    (call,) = [s for s in spans(run, MASTER) if s.group]
+    waits = [(run.trace.columns.names[wait["group"]], wait["match"]) for wait in run.trace.waits]
+    assert call.wait_start_ns == 0
+    assert waits == [(call.group, call.match)], "a call of torch's own function has no number"
+
+
+def test_spans_in_a_function_that_is_called(group: Group) -> None:
+    run = group["master"].run(cases.call_timed)
+    inner = {s.name: (s.served, s.own_thread) for s in run.trace.filter(rank=WORKER)}
+    assert inner.items() >= {"inside": (True, False), "a file": (True, False)}.items()
+    (outer,) = [s for s in run.trace.filter(rank=MASTER) if s.name == "outside"]
+    assert not outer.served
+
+
 def test_what_a_function_of_torchs_own_replies_is_counted(run: Run) -> None:
     flows = flows_of(run.trace)
     ways = zip(flows.operation, flows.source, flows.destination, flows.nbytes, strict=True)
@@ -190,6 +206,7 @@ def test_distributed_training(group: Group, optimizer: Any) -> None:
     assert [s.name for s in master].count("rpc_async optimizer step") == 2
     parts = [s for s in worker if s.name == "backward of Shard.forward"]
     assert len(parts) == 2
+    assert all(s.own_thread and not s.served for s in parts)
     # In the end the master waits for the worker's part.
     passes = [s for s in master if s.name == "dist_autograd.backward"]
     gradients = [s for s in spans(run, WORKER) if s.name == "gradients"]

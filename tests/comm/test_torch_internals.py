@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import textwrap
 import warnings
 from pathlib import Path
-from typing import Any
 
+import hidden_names
 import internals_program
 import pytest
 
 from labkit.comm import torch_internals
 from labkit.comm.private_names import PrivateNames
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = {name: entry for name, entry in vars(torch_internals).items() if isinstance(entry, PrivateNames)}
 # What is no longer recorded; all else is.
 LEFT_OUT = {
@@ -28,23 +25,11 @@ TRAINED = {"all_reduce", "send", "recv", "forward", "backward", "optimizer", "da
 CALLED = {"rpc_sync double", "remote double", "to_here"}
 
 
-def without(name: str, folder: Path) -> dict[str, Any]:
-    """What the program of an entry returns and records if its names do not exist."""
-    (folder / "sitecustomize.py").write_text(internals_program.HIDE)
-    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    program = [sys.executable, internals_program.__file__, name]
-    environment = os.environ | {"GONE": name, "PYTHONPATH": path}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ENTRIES)
 def test_results_are_right_without(name: str, tmp_path: Path) -> None:
-    seen = without(name, tmp_path)
+    (seen,) = hidden_names.reports(internals_program, [name], name, tmp_path)
     if name.startswith(("REMOTE", "RPC")):
         assert seen["results"] == [[24.0, None]]
         expected = CALLED
@@ -85,3 +70,17 @@ def test_asking_again_whether_names_exist_shows_no_warning_twice() -> None:
             warnings.warn("once for this line", stacklevel=1)
             assert entry.found
     assert len(shown) == 1
+
+
+def test_names_are_told_apart_by_their_class_and_by_what_their_code_contains(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = PrivateNames(
+        "json:JSONEncoder.__init__", "json:JSONDecoder.__init__", "textwrap:dedent(text, sub)", "textwrap:indent(lambda)",
+        lost="all", public="", versions="",
+    )  # fmt: skip
+    assert list(entry.paths) == ["JSONEncoder.__init__", "JSONDecoder.__init__", "dedent", "indent"]
+    assert entry["JSONDecoder.__init__"] is json.JSONDecoder.__init__
+    assert entry.missing == ["textwrap:indent(lambda)"]
+    monkeypatch.setattr(textwrap, "dedent", textwrap.dedent)  # restored at the end
+    entry.replace("dedent", lambda dedent, text: dedent(text) + "!")
+    assert textwrap.dedent(" a") == "a!"
+    assert entry.missing == ["textwrap:indent(lambda)"]

@@ -26,7 +26,7 @@ from time_limits import some_limit_does
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
-from labkit.launch.capacity import usable_cores
+from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
 

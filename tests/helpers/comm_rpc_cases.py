@@ -13,7 +13,7 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 from torch.distributed.nn.api.remote_module import RemoteModule
 
-from labkit.recording.record import here
+from labkit.recording.record import here, span
 from labkit.recording.ring_buffer import RingReader
 
 WORKER = "worker"
@@ -31,6 +31,27 @@ def fail(word: str) -> None:
 def add_later(x: torch.Tensor) -> Any:
     """A function whose future another function completes: here, one of the same worker."""
     return rpc.rpc_async(WORKER, add, args=(x, 1.0)).then(lambda done: done.wait() * 2)
+
+
+def timed() -> None:
+    """A function with spans of its own."""
+    with span("inside"), span("a file", kind="communication"):
+        pass
+
+
+def call_timed() -> None:
+    """Call it."""
+    with span("outside"):
+        rpc.rpc_sync(WORKER, timed)
+
+
+def late_waits() -> None:
+    """Waits for replies that have arrived, one of them from a function of torch's own."""
+    futures = [rpc.rpc_async(WORKER, function, args=(torch.ones(1), 1.0)) for function in (add, torch.add)]
+    while pending() or not all(future.done() for future in futures):
+        pass
+    for future in futures:
+        future.wait()
 
 
 class Shard(nn.Module):

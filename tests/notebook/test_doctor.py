@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -33,6 +34,7 @@ PACKAGES = [
     ("TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard"),
 ]
 TORCH = {"version": "1.2", "cuda": None, "gpus": 0, "gloo": True, "nccl": False, "rpc": True, "lost": []}
+TENSORFLOW = {"version": "1.2", "gpus": 0, "lost": []}
 LAPTOP = {
     "Python": "3.11.7 (CPython) on Linux x86_64",
     "cores": (8, 8),
@@ -43,12 +45,13 @@ LAPTOP = {
     "ranks talk over": {"private": True, "why": "", "others": True},
     **{name: {"version": "1.2"} for name, *_ in PACKAGES},
     "torch": TORCH,
+    "TensorFlow": TENSORFLOW,
 }
 GPUS = Gpus(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
 SERVER = LAPTOP | {
     "GPUs": GPUS,
     "torch": TORCH | {"cuda": "13.0", "gpus": 2, "nccl": True},
-    "TensorFlow": {"version": "1.2", "gpus": 2},
+    "TensorFlow": TENSORFLOW | {"gpus": 2},
 }
 
 
@@ -60,9 +63,10 @@ def lines(facts: dict[str, Any], **changes: Any) -> list[str]:
     return str(diagnose(facts | changes)).splitlines()
 
 
-def test_a_torch_without_some_private_names_is_named() -> None:
-    reply = TORCH | {"lost": ["collectives and messages", "lab.profile"]}
-    (line,) = (line for line in lines(LAPTOP, torch=reply) if "recording torch" in line)
+@pytest.mark.parametrize("name", ["torch", "TensorFlow"])
+def test_a_framework_without_some_private_names_is_named(name: str) -> None:
+    reply = LAPTOP[name] | {"lost": ["collectives and messages", "lab.profile"]}
+    (line,) = (line for line in lines(LAPTOP, **{name: reply}) if f"recording {name}" in line)
     assert line.endswith("this version lacks what labkit needs for: collectives and messages; lab.profile")
 
 
@@ -162,6 +166,10 @@ def test_remedies_name_extras_that_exist() -> None:
             {"torch": {"version": "1.2", "error": "ended by SIGSEGV"}},
             "✗ torch            1.2, but it does not load: ended by SIGSEGV",
         ),
+        (
+            {"TensorFlow": {"version": "1.2", "error": "boom"}},
+            "✗ TensorFlow         1.2, but it does not load: boom",
+        ),
     ],
 )
 def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
@@ -182,10 +190,9 @@ def test_a_laptop_that_differs(changes: dict[str, Any], expected: str) -> None:
             "  torch              1.2 (CUDA 13.0, sees 0 GPUs)",
         ),
         (
-            {"TensorFlow": {"version": "1.2", "gpus": 0}},
+            {"TensorFlow": TENSORFLOW},
             "  TensorFlow         1.2 sees none of the GPUs: its lessons run on the CPU",
         ),
-        ({"TensorFlow": {"version": "1.2", "error": "boom"}}, "✗ TensorFlow         1.2, but it does not load: boom"),
     ],
 )
 def test_a_server_that_differs(changes: dict[str, Any], expected: str) -> None:
@@ -208,10 +215,9 @@ print(report, "loaded:", sorted(loaded))
 
 
 @pytest.mark.processes
-def test_an_installed_package_is_asked_for_more_under_a_condition() -> None:
-    entry = doctor._package("PyTest", "test", "tests", ask=questions.noisy, ask_if=lambda gpus: gpus > 0, needs=("GPUs",))
-    assert entry.find(0) == {"version": pytest.__version__}
-    assert entry.find(1).reply() == {"version": pytest.__version__, "gpus": 3}
+def test_an_installed_package_is_asked_for_more() -> None:
+    entry = doctor._package("PyTest", "test", "tests", ask=questions.noisy, needs=("GPUs",))
+    assert entry.find(0).reply() == {"version": pytest.__version__, "gpus": 3}
     assert doctor._package("nothing-of-this-name", "test", "tests", ask=questions.noisy).find() == {"version": None}
 
 
@@ -239,6 +245,15 @@ def test_facts_from_torch() -> None:
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc", "lost"}
     assert said["lost"] == []
     assert said["gloo"] is True
+
+
+@pytest.mark.tf
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_facts_from_tensorflow() -> None:
+    said = Question(doctor._ask_tensorflow).reply()
+    assert set(said) == {"gpus", "lost"}
+    assert said["lost"] == []
 
 
 def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
+from labkit.plots.what_helps import what_helps
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Span, Trace
 
@@ -64,6 +65,7 @@ FIGURES = {
     "timeline_zoomed": lambda: timeline(data_parallel(steps=30)),
     "timeline_messages": lambda: timeline(model_parallel()),
     "timeline_calls": lambda: timeline(remote_calls()),
+    "timeline_critical_path": lambda: timeline(model_parallel(), critical_path=True),
     "timeline_gpu_and_cpu": lambda: timeline(gpu_and_cpu()),
     "timeline_pipelines": lambda: timeline(pipelines()),
     "timeline_many": lambda: timeline(many(40_000)),
@@ -73,6 +75,7 @@ FIGURES = {
     "memory": lambda: memory(sharded()),
     "traffic_ring": lambda: traffic(data_parallel()),
     "traffic_calls": lambda: traffic(remote_calls()),
+    "what_helps": lambda: what_helps(data_parallel()),
     "scaling": lambda: scaling({1: lasting(8), 2: lasting(5), 4: lasting(3)}, predicted={1: 8, 2: 4.4, 4: 2.6, 8: 1.7}),
 }
 

@@ -135,7 +135,6 @@ AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
     "labkit/costs/collectives.py",  # the algorithm of a broadcast that begins with a scatter
-    "labkit/worker/runtimes/tensorflow/strategies.py",  # a method of TensorFlow's strategies
 }
 
 

@@ -223,6 +223,40 @@ def test_threads_use_the_same_name_at_the_same_time(clock: Clock) -> None:
         here.start(None)
 
 
+def test_what_runs_on_which_thread(rank: Rank) -> None:
+    assert here.recorder is not None
+    ring = here.recorder.ring
+
+    def work() -> None:
+        with lab.span("compute"), lab.span("a file", kind="communication"):
+            pass
+        for _ in lab.steps([0]):
+            pass
+
+    def serve() -> None:
+        ring.serving_threads.add(threading.get_ident())
+        work()
+
+    def on_a_thread(function: Callable[[], None]) -> set[tuple[bool, bool]]:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+        return flags()
+
+    def flags() -> set[tuple[bool, bool]]:
+        spans = rank.trace().spans
+        assert {s.kind for s in spans} == {"compute", "communication", "step"}
+        return {(s.own_thread, s.served) for s in spans}
+
+    work()
+    assert flags() == {(False, False)}
+    assert on_a_thread(work) == {(True, False)}
+    assert on_a_thread(serve) == {(False, True)}
+    ring.serving_threads.clear()
+    ring.in_backward = lambda: True  # on a thread of torch's, while the main thread waits
+    assert on_a_thread(work) == {(False, False)}
+
+
 def test_threads_that_switch_at_any_moment_record_their_own_times() -> None:
     rank = Rank()
     seen: list[tuple[int, int, int, int]] = []  # of each span: before and after its start, before and after its end

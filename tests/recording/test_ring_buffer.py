@@ -17,7 +17,7 @@ from labkit.group.run import LOOK_EVERY_S
 from labkit.recording import ring_buffer
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP, WAIT
 
 CAPACITY = ring_buffer.CAPACITY
 FASTEST_SPAN_NS = 400  # what a rank needs for one if it does nothing else
@@ -96,6 +96,17 @@ def test_a_scalar_is_read_bit_for_bit(writer: RingWriter, reader: RingReader, va
     rows = reader.read()
     assert rows["kind"].tolist() == [SCALAR]
     assert [rows[field].tolist() for field in ("start_ns", "end_ns", "value")] == [[12], [12], [value]]
+
+
+def test_a_wait_is_read_as_it_was_written(writer: RingWriter, reader: RingReader) -> None:
+    writer.write_communication("all_reduce", 1, 9, wait_start_ns=1, nbytes=3, group="world", match=5, backend_ns=4)
+    writer.write_wait("world", 5, 12)
+    writer.write_wait("unknown before", 6, 13)
+    rows, names = reader.read()[1:], reader.names()
+    assert rows["kind"].tolist() == [WAIT] * 2
+    assert [[names[group] for group in rows["group"]], *(rows[f].tolist() for f in ("match", "start_ns", "end_ns"))] == [
+        ["world", "unknown before"], [5, 6], [12, 13], [12, 13],
+    ]  # fmt: skip
 
 
 def test_each_record_is_read_once(writer: RingWriter, reader: RingReader) -> None:

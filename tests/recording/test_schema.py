@@ -36,7 +36,7 @@ CHANGES = [
     ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns", "retries", "algorithm",\n'),
     ("ring_layout.py", '"peer", "root", "start_ns",\n', '"peer", "root", "algorithm", "start_ns",\n'),
     ("ring_buffer.py", "        device: int = CPU, flags: int = 0,\n", PARAMETERS),
-    ("ring_buffer.py", "wait_end_ns, nbytes, match, name_id,", f"wait_end_ns, nbytes, match, {VALUES_WRITTEN}, name_id,"),
+    ("ring_buffer.py", "            nbytes, match, name_id,", f"            nbytes, match, {VALUES_WRITTEN}, name_id,"),
     ("ring_buffer.py", 'signature: str = "",\n    ) -> int:', 'signature: str = "", algorithm: str = "",\n    ) -> int:'),
     ("ring_buffer.py", "peer, root, start_ns,\n", "peer, root, self.name(algorithm), start_ns,\n"),
 ]

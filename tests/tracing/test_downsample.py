@@ -12,7 +12,7 @@ from labkit.plots.live.recent import Recent
 from labkit.plots.timeline import timeline
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.recording.schema import STEPS_IN_ALL
+from labkit.recording.schema import STEPS_IN_ALL, WAIT
 from labkit.tracing.downsample import FEW, MOST, downsample
 from labkit.tracing.trace import Trace, from_records
 
@@ -57,6 +57,13 @@ def test_spans_are_unchanged_if_only_values_are_thinned(written):
     assert not (few["count"][few["kind"] == 0] > 1).any()
     assert (few["kind"] == 3).sum() < 25
     assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is kept
+
+
+def test_waits_are_left_out_of_many_records(written):
+    rows, names, _ = written
+    some = rows[: 2 * MOST].copy()
+    some["kind"][::2] = WAIT
+    assert not (downsample(some, names.index(STEPS_IN_ALL))["kind"] == WAIT).any()
 
 
 def test_many_become_few(written):

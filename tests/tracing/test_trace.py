@@ -14,10 +14,11 @@ import pytest
 from numpy.typing import NDArray
 from synthetic import many
 
+from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent, blank
 from labkit.recording.ring_layout import record_dtype
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, WAIT, Pending
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
@@ -504,6 +505,39 @@ def test_records_become_a_trace() -> None:
     assert (trace.ranks, trace.dropped) == (TWO, (0, 5))
 
 
+def with_waits() -> Trace:
+    """A trace of two ranks that waited three times for operations that were complete."""
+    rows = [blank(3, record_dtype()), blank(2, record_dtype())]
+    for rank, (times, matches) in enumerate((((5, 30, 20), (1, 2, 1)), ((5, 25), (1, 1)))):
+        rows[rank]["kind"] = [COMMUNICATION] + [WAIT] * (len(times) - 1)
+        rows[rank]["group"] = 2 - rank
+        rows[rank]["start_ns"] = rows[rank]["end_ns"] = times
+        rows[rank]["match"] = matches
+    return from_records(rows, [["", "x", "world"], ["", "world"]], TWO, end_ns=40)
+
+
+def waits_of(trace: Trace) -> list[tuple[int, str, int, int]]:
+    return [(rank, trace.columns.names[group], match, time_ns) for rank, group, match, time_ns in trace.waits.tolist()]
+
+
+def test_waits_for_completed_operations(tmp_path: Path) -> None:
+    trace = with_waits()
+    assert len(trace) == 2, "a wait is no span"
+    assert not trace.scalars
+    first, second, third = (0, "world", 1, 20), (1, "world", 1, 25), (0, "world", 2, 30)
+    assert waits_of(trace) == waits_of(load_trace(trace.save(tmp_path / "x.json"))) == [first, second, third]
+    assert waits_of(trace.between(25, 30)) == [second, third]
+    assert waits_of(trace.filter(rank=0)) == waits_of(trace.filter(rank=0, kind="wait")) == [first, third]
+    assert waits_of(trace.filter(kind="compute")) == waits_of(trace.filter(name="all_reduce")) == []
+    assert len(Trace([compute(0, 0, 1)], ranks=TWO).waits) == 0
+
+
+def test_a_wait_for_an_operation_that_is_not_in_the_trace_keeps_its_group(tmp_path: Path) -> None:
+    trace = with_waits().filter(kind="wait")
+    assert len(trace) == 0
+    assert waits_of(load_trace(trace.save(tmp_path / "x.json"))) == waits_of(with_waits())
+
+
 def test_no_records_become_an_empty_trace() -> None:
     nothing = np.zeros(0, record_dtype())
     trace = from_records([nothing, nothing], [[], [""]], TWO, start_ns=5, end_ns=9)
@@ -564,6 +598,7 @@ def some_rich_trace(rng: random.Random) -> Trace:
     return Trace(
         spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3],
         notes=["rank 7 is missing"], profile=profile, nodes=[0, 1],
+        link=Link(gbit_per_s=1, latency_us=50, name="slow"),
     )  # fmt: skip
 
 
@@ -571,10 +606,10 @@ def same(a: Trace, b: Trace) -> bool:
     def key(span: Span) -> Any:
         return dataclasses.astuple(span)
 
-    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes
+    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes, a.link
     return (
         sorted(a, key=key) == sorted(b, key=key) and sorted(a.scalars, key=repr) == sorted(b.scalars, key=repr)
-        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes)
+        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes, b.link)
         and sorted(a.profile, key=repr) == sorted(b.profile, key=repr)
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import copy
 import errno
 import gzip
 import json
+import mmap
 import os
 import random
 import shutil
@@ -19,8 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.recording.events import ProfilerEvent, Scalar
+from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import RING_BYTES
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Span, Trace
 
@@ -38,13 +43,16 @@ def a_trace() -> Trace:
         Span(1, "step", "step", 10, 90),
         Span(1, "train", "call", 5, 95),
     ]
+    columns = Columns.of(spans)
     return Trace(
-        spans,
+        columns,
         [Scalar(0, "loss", 20, 0.5), Scalar(1, "loss", 30, float("nan"))],
         ranks=["rank 0", "rank 1"],
         notes=["a note"],
         profile=[ProfilerEvent(0, "cpu", "aten::mm", "operator", 12, 30)],
         nodes=[0, 1],
+        link=Network(nodes=2, inside=Link.nvlink4, between=Link(gbit_per_s=1, latency_us=50), ranks=2),
+        waits=np.array([(0, columns.name_id("world"), 1, 75), (1, columns.name_id("p2p 0>1"), 1, 85)], WAITS),
     )
 
 
@@ -53,6 +61,7 @@ def use(trace: Trace) -> None:
     assert repr(trace)
     assert len(trace.shares()) == len(trace.ranks)
     assert len(list(trace)) == len(trace)
+    assert all(trace.columns.names[group] is not None for group in trace.waits["group"])
     trace.ready(), trace.step_bounds(), json.dumps(trace.to_chrome())
 
 
@@ -89,7 +98,7 @@ def each(event_is: Callable[[Any], bool], **changes: Any) -> Callable[[str], str
 BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "empty": (lambda _: "", "it is empty"),
     "blank": (lambda _: " \n", "it is empty"),
-    "cut": (lambda text: text[: len(text) // 2], "it (ends in the middle|is no JSON)"),
+    "cut": (lambda text: text[: len(text) // 2], "it (ends in the middle|is not valid JSON)"),
     "cut at the end": (lambda text: text[:-1], "it ends in the middle"),
     "no JSON": (lambda text: text.replace(":", "=", 1), "it is not valid JSON"),
     "no text": (lambda _: bytes(range(128, 256)), "it is not a text file"),
@@ -99,10 +108,17 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
     "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
     "ranks are numbers": (content_with(lambda c: c["otherData"].update(ranks=[0, 1])), "the names of its ranks"),
-    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0])), "it has a .* rank"),
+    "a rank less": (
+        content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0], link=None)),
+        "it has a .* rank",
+    ),
     "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
     "a node less": (content_with(lambda c: c["otherData"].update(nodes=[0])), "its numbers of nodes do not match its ranks"),
+    "a link without its latency": (content_with(lambda c: c["otherData"].update(link={"gbit_per_s": 1})), "its link is invalid"),
     "nodes are words": (content_with(lambda c: c["otherData"].update(nodes=["a", "b"])), "its numbers of nodes"),
+    "a wait is a word": (content_with(lambda c: c["otherData"].update(waits=["world"])), "one of its waits"),
+    "a wait of no rank": (content_with(lambda c: c["otherData"].update(waits=[["world", 2, 1, 75]])), "one of its waits"),
+    "a wait at a word": (content_with(lambda c: c["otherData"].update(waits=[["world", 0, 1, "noon"]])), "one of its waits"),
     "the end first": (
         content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)),
         "its start and end are not valid times",
@@ -256,6 +272,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_waits_for_completed_operations_are_read_from_a_folder(tmp_path: Path) -> None:
+    with open(tmp_path / "rank0.ring", "wb+") as file:
+        file.truncate(RING_BYTES)
+        writer = RingWriter(mmap.mmap(file.fileno(), RING_BYTES))
+    writer.write_communication("all_reduce", 10, 20, group="world", match=1)
+    writer.write_wait("world", 1, 30)
+    about: dict[str, Any] = dict.fromkeys(("rank", "restart", "began_unix_ns", "began_ns"), 0) | {"world_size": 1, "ended_ns": 40}
+    about |= dict.fromkeys(("host", "machine", "script", "run_id", "run", "reference", "master"), "here") | {"readings": []}
+    (tmp_path / "rank0.json").write_text(json.dumps(about))
+    trace = load_trace(tmp_path)
+    assert trace.waits.tolist() == [(0, trace.columns.name_id("world"), 1, 30)]
+    assert [s.name for s in trace] == ["all_reduce", "here"]
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from labkit.errors.exceptions import LabError
+from labkit.recording.cores import RUN_QUEUE
 from labkit.recording.ring_layout import CAPACITY
 from labkit.recording.schema import COMPUTE
 from labkit.tracing.load import load_trace
@@ -106,6 +107,31 @@ dist.recv(torch.empty(7), 0)
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """
+
+
+ALONE = """
+import sys
+import labkit as lab
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+work = dist.all_reduce(torch.ones(1), async_op=True)
+while not work.is_completed():
+    pass
+work.wait()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", ["1", "5000"])
+def test_delays_and_waits_of_a_script(tmp_path: Path, ranks: str) -> None:
+    """Delays are recorded if this machine has more ranks than cores."""
+    done = python(tmp_path, ALONE, RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE=ranks)
+    assert done.returncode == 0, done.stderr
+    trace = load_trace(tmp_path)
+    delays = [s.issue_delay_ns > 0 for s in trace.filter(name="all_reduce")]
+    assert delays == [ranks == "5000" and os.path.exists(RUN_QUEUE)] * 2
+    assert trace.waits["match"].tolist() == [2]
 
 
 @pytest.mark.processes

@@ -200,7 +200,7 @@ def test_a_second_fit_starts_again(two: lab.Group, tmp_path: Path) -> None:
 
 
 class Backup:
-    """The patched BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
+    """Like BackupAndRestore; another worker removes a file of the folder during the first `disturbed` saves."""
 
     delete_checkpoint = True
     model = None
@@ -223,17 +223,14 @@ class Backup:
 
 
 def test_a_backup_is_saved_again_if_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mended(Backup): ...
-
     monkeypatch.setattr(tf_callbacks, "_task", lambda _: 0)
-    tf_callbacks._share_backups(Mended)
-    disturbed = Mended(tmp_path / "backup", disturbed=2)
-    disturbed._save_model()
+    shared, disturbed = tf_callbacks.SharedBackups(), Backup(tmp_path / "backup", disturbed=2)
+    shared.save(Backup._save_model, disturbed)
     assert files(tmp_path / "backup") == ["weights"]
-    disturbed.on_train_end()
+    shared.end(Backup.on_train_end, disturbed)
     assert files(tmp_path) == []
     with pytest.raises(FileNotFoundError):  # not for ever
-        Mended(tmp_path / "other", disturbed=1000)._save_model()
+        shared.save(Backup._save_model, Backup(tmp_path / "other", disturbed=1000))
 
 
 # Reports about a dead worker

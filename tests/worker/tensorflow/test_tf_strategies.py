@@ -4,6 +4,7 @@ defect shows."""
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import labkit as lab
 from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
+from labkit.worker.runtimes.tensorflow import tensorflow_internals
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -28,23 +30,19 @@ def group() -> Iterator[lab.Group]:
         yield group
 
 
-def without(mend: str) -> None:
-    """In a rank: undo a patch, by its name in `labkit.worker.runtimes.tensorflow.strategies`."""
-    from keras.src.backend.tensorflow import trainer
-    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-
-    owners = {"DEVICES": CollectiveAllReduceExtended, "BUILD": trainer.TensorFlowTrainer, "REDUCE": trainer}
-    name = getattr(tf_strategies, mend)
-    setattr(owners[mend], name, getattr(owners[mend], name).__wrapped__)
+def without(patch: str, name: str) -> None:
+    """In a rank: undo a patch."""
+    entry = getattr(tensorflow_internals, patch)
+    entry.set(name, entry[name].__wrapped__)
 
 
-def fit(kind: str, missing: str = "") -> dict[str, Any]:
+def fit(kind: str, *missing: str) -> dict[str, Any]:
     """Keras' whole loop on a model that is not built before; returns its results."""
     import keras
     import tensorflow as tf
 
     if missing:
-        without(missing)
+        without(*missing)
     keras.backend.set_floatx("float64")
     keras.utils.set_random_seed(1)
     workers = kind == "workers"
@@ -76,11 +74,11 @@ def test_keras_trains_evaluates_and_predicts_on_all_replicas_as_on_one_device(gr
             assert np.abs(np.array(parallel[what]) - np.array(serial[what])).max() < 1e-13, what
 
 
-def replicas(missing: str = "") -> int:
+def replicas(*missing: str) -> int:
     import tensorflow as tf
 
     if missing:
-        without(missing)
+        without(*missing)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     total = strategy.reduce("SUM", tf.function(lambda: strategy.run(lambda: tf.constant(1)))(), axis=None)
     assert int(total) == strategy.num_replicas_in_sync
@@ -99,26 +97,27 @@ def test_a_program_that_needs_patches_is_told_so_once(group: lab.Group, capsys: 
 def test_without_the_patch_a_worker_uses_one_of_its_cpus(group: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     assert group.run(replicas).results == [4, 4]
     group._announced.clear()
-    assert group.run(replicas, "DEVICES").results == [2, 2]
+    assert group.run(replicas, "LOGICAL_CPUS", "_initialize_local_devices").results == [2, 2]
     assert "only because labkit" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("mend", "words"), [("BUILD", "Attempt to convert a value (PerReplica"), ("REDUCE", "reduction")])
-def test_without_its_patch_keras_fails(group: lab.Group, mend: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("_maybe_symbolic_build", "Attempt to convert a value (PerReplica"), ("reduce_per_replica", "reduction")],
+)
+def test_without_its_patch_keras_fails(group: lab.Group, name: str, words: str) -> None:
     with pytest.raises(lab.RankError) as caught:
-        group.run(fit, "workers", mend)
+        group.run(fit, "workers", "FIT", name)
     assert words in caught.value.failures[0].headline
 
 
 def unknown_code() -> tuple[list[str], bool]:
     """The notice if Keras and TensorFlow are not as known, and whether they were left unchanged."""
-    from keras.src.backend.tensorflow import trainer
-    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-
-    for mend in ("BUILD", "REDUCE"):
-        without(mend)
-    delattr(CollectiveAllReduceExtended, tf_strategies.DEVICES)
+    fit, cpus = tensorflow_internals.FIT, tensorflow_internals.LOGICAL_CPUS
+    trainer = sys.modules["keras.src.backend.tensorflow.trainer"]
     new = trainer.reduce_per_replica = lambda values, *_: values
+    cpus.paths = {"_initialize_local_devices": "tensorflow:gone"}
+    del fit.found, cpus.found
     return tf_strategies.apply(print), trainer.reduce_per_replica is new
 
 

@@ -1,100 +1,94 @@
 """Workaround for files that Keras writes under MultiWorkerMirroredStrategy: all workers may write to the same path.
 
-Keras 3.15.1 opens the given path on every worker, so that `ModelCheckpoint` and `BackupAndRestore` fail with
-BlockingIOError or FileExistsError, or leave a corrupt file. Keras 2 avoided that. Here each worker writes its own
-temporary file, which then replaces the target. All workers have the same model, so it does not matter which one is
-last. Remove the workaround when Keras handles this itself; it changes nothing for workers that are given different
-paths.
+Each worker writes its own temporary file, which then replaces the target. All workers have the same model, so it does
+not matter which one is last. Nothing changes for workers that are given different paths.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-__all__ = ["apply"]
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import FILES
 
-WRITES: Final = ("save", "save_weights")  # methods of keras.Model
-BEGIN, SAVE, END = "_load_model", "_save_model", "on_train_end"  # of BackupAndRestore
+__all__ = ["SharedBackups", "apply", "has_other_workers"]
+
 WRITES_ONE_PATH: Final = (
     "Keras writes the files of all workers to one path only because labkit patches it; elsewhere, give each worker its own path."
 )
 SAVE_ATTEMPTS: Final = 10  # each of the other workers removes the folder once per training
 
 
-def apply(say: Callable[[str], None]) -> bool:
-    """Patch Keras in this process; return False, and change nothing, if its code differs from the known versions.
+def apply(say: Callable[[str], None]) -> None:
+    """Patch Keras in this process.
 
     Args:
         say: called with a note where the workaround takes effect.
     """
-    import keras
+    write, shared = partial(_write_whole, say), SharedBackups()
+    FILES.apply(save=write, save_weights=write, _load_model=shared.load, _save_model=shared.save, on_train_end=shared.end)
 
-    backup = keras.callbacks.BackupAndRestore
-    known = [(keras.Model, name) for name in WRITES] + [(backup, name) for name in (BEGIN, SAVE, END)]
-    if not all(hasattr(owner, name) for owner, name in known):
+
+def has_other_workers(strategy: Any) -> bool:
+    """Whether a strategy is a MultiWorkerMirroredStrategy of more than one worker."""
+    import tensorflow as tf
+
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return False
-    for name in WRITES:
-        setattr(keras.Model, name, _written_whole(getattr(keras.Model, name), say))
-    _share_backups(backup)
-    return True
+    return bool(strategy.num_replicas_in_sync > len(strategy.extended.worker_devices))
 
 
 def _task(model: Any) -> int | None:
     """Return the number of this worker; None if it does not train together with others."""
-    import tensorflow as tf
+    strategy: Any = getattr(model, "distribute_strategy", None)
+    return int(strategy.cluster_resolver.task_id) if has_other_workers(strategy) else None
 
-    strategy = getattr(model, "distribute_strategy", None)
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and strategy.extended._in_multi_worker_mode():
-        return int(strategy.cluster_resolver.task_id)
+
+def _write_whole(say: Callable[[str], None], write: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
+    task = None if args or kwargs.keys() - {"overwrite"} or "://" in path else _task(model)
+    folder, name = os.path.split(path)
+    if not name or task is None or not kwargs.get("overwrite", True) or os.path.isdir(path):
+        return write(model, filepath, *args, **kwargs)
+    say(WRITES_ONE_PATH)
+    own = os.path.join(folder, f".worker{task}-{name}")
+    try:
+        write(model, own, overwrite=True)
+        os.replace(own, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(own)
     return None
 
 
-def _written_whole(write: Any, say: Callable[[str], None]) -> Any:
-    @functools.wraps(write)
-    def write_whole(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
-        task = None if args or kwargs.keys() - {"overwrite"} or "://" in path else _task(self)
-        folder, name = os.path.split(path)
-        if not name or task is None or not kwargs.get("overwrite", True) or os.path.isdir(path):
-            return write(self, filepath, *args, **kwargs)
-        say(WRITES_ONE_PATH)
-        own = os.path.join(folder, f".worker{task}-{name}")
-        try:
-            write(self, own, overwrite=True)
-            os.replace(own, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(own)
-        return None
+class SharedBackups:
+    """Lets all workers write, read and remove one backup; they do not finish the training at exactly the same time.
 
-    return write_whole
+    Its methods replace those of BackupAndRestore.
+    """
 
+    def __init__(self) -> None:
+        self._over: set[str] = set()  # backups of finished trainings, which another worker may not have removed yet
 
-def _share_backups(callback: Any) -> None:
-    """Let all workers write, read and remove one backup; they do not finish the training at exactly the same time."""
-    begin, save, end = (getattr(callback, name) for name in (BEGIN, SAVE, END))
-    over: set[str] = set()  # backups of finished trainings, which another worker may not have removed yet
+    def load(self, load_model: Callable[..., None], callback: Any) -> None:
+        """Load a backup when training begins, unless it belongs to a training that is over."""
+        if os.path.abspath(callback.backup_dir) not in self._over:
+            load_model(callback)
 
-    @functools.wraps(begin)
-    def load_model(self: Any) -> None:
-        if os.path.abspath(self.backup_dir) not in over:
-            begin(self)
-
-    @functools.wraps(save)
-    def save_model(self: Any) -> None:
-        if _task(self.model) is None:
-            save(self)
+    def save(self, save_model: Callable[..., None], callback: Any) -> None:
+        """Save a backup, again if another worker removes the folder meanwhile."""
+        if _task(callback.model) is None:
+            save_model(callback)
             return
-        over.discard(os.path.abspath(self.backup_dir))
+        self._over.discard(os.path.abspath(callback.backup_dir))
         for attempt in range(1, SAVE_ATTEMPTS + 1):
-            os.makedirs(self.backup_dir, exist_ok=True)
+            os.makedirs(callback.backup_dir, exist_ok=True)
             try:
-                save(self)
+                save_model(callback)
             except (FileNotFoundError, FileExistsError):
                 # Another worker has finished the training and is removing the folder, file by file.
                 # This worker removes what it saves here when it finishes.
@@ -103,14 +97,10 @@ def _share_backups(callback: Any) -> None:
             else:
                 return
 
-    @functools.wraps(end)
-    def on_train_end(self: Any, logs: Any = None) -> None:
-        if _task(self.model) is None:
-            end(self, logs)
-        elif self.delete_checkpoint:
-            over.add(os.path.abspath(self.backup_dir))
-            shutil.rmtree(self.backup_dir, ignore_errors=True)
-
-    setattr(callback, BEGIN, load_model)
-    setattr(callback, SAVE, save_model)
-    setattr(callback, END, on_train_end)
+    def end(self, on_train_end: Callable[..., None], callback: Any, logs: Any = None) -> None:
+        """Remove the backup when training ends."""
+        if _task(callback.model) is None:
+            on_train_end(callback, logs)
+        elif callback.delete_checkpoint:
+            self._over.add(os.path.abspath(callback.backup_dir))
+            shutil.rmtree(callback.backup_dir, ignore_errors=True)

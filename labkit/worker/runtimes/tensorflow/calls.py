@@ -17,6 +17,7 @@ from labkit.errors.lists import counted, listed
 from labkit.errors.own_code import LABKIT
 from labkit.recording.operations import type_of_kernel
 from labkit.recording.record import is_students
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import LIBRARY
 
 __all__ = ["call_within", "describe"]
 
@@ -115,7 +116,6 @@ def _details(frame: FrameType) -> list[str]:
 
 def _in_graph(definition: Any) -> list[str]:
     """Count the collectives in a function's graph and in the functions that it calls: "with 2 all-reduces"."""
-    from tensorflow.python.eager import context
 
     def count(function: Any, depth: int) -> Iterator[str]:
         for node in function.node_def:
@@ -123,7 +123,7 @@ def _in_graph(definition: Any) -> list[str]:
                 yield word
             inner = {value.func.name for value in node.attr.values() if value.func.name} if depth < DEEPEST else ()
             for name in inner:
-                yield from count(context.context().get_function_def(name), depth + 1)
+                yield from count(LIBRARY["context"]().get_function_def(name), depth + 1)
 
     words = Counter(count(definition, 0))
     return ["with " + listed(counted(number, word) for word, number in words.items())] if words else []

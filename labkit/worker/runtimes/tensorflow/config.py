@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["apply", "mistake"]
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import TRAINS_ALONE
 
-LOCAL: Final = "_initialize_local"  # method of CollectiveAllReduceExtended that sets the strategy up without a cluster
-STARTS: Final = ("TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef")
+__all__ = ["check", "mistake", "warn_if_alone"]
 
 
-def apply(jobs: Sequence[tuple[str, int]], rank: int) -> None:
-    """Install the checks in this process. Call it once, before the student's code runs.
+def warn_if_alone(rank: int) -> None:
+    """Have MultiWorkerMirroredStrategy warn, in this process, if it is made without a cluster; `rank` is its number."""
+
+    def warn_and_begin(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(
+            f"MultiWorkerMirroredStrategy finds no cluster in TF_CONFIG, so rank {rank} trains alone. labkit sets TF_CONFIG in "
+            "each rank: remove the line that deletes or empties it.",
+            stacklevel=3,
+        )
+        return begin(*args, **kwargs)
+
+    TRAINS_ALONE.apply(_initialize_local=warn_and_begin)
+
+
+def check(jobs: Sequence[tuple[str, int]], rank: int, args: Sequence[Any]) -> None:
+    """Warn if a program makes this rank a part of a cluster in which it cannot work.
 
     Args:
         jobs: TensorFlow's job and task number of each rank, in rank order.
         rank: this rank's number.
+        args: the arguments of TensorFlow's function that does so; one of them is the definition of the server.
     """
-    from tensorflow.python import pywrap_tfe
-    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+    import tensorflow as tf
 
-    if len(jobs) > 1 and hasattr(CollectiveAllReduceExtended, LOCAL):
-        setattr(CollectiveAllReduceExtended, LOCAL, _warning_if_alone(getattr(CollectiveAllReduceExtended, LOCAL), rank))
-    for name in STARTS:
-        if hasattr(pywrap_tfe, name):
-            setattr(pywrap_tfe, name, _checked(getattr(pywrap_tfe, name), jobs, rank))
+    server = tf.train.ServerDef.FromString(next((arg for arg in args if isinstance(arg, bytes)), b""))
+    cluster = {job.name: len(job.tasks) for job in server.cluster.job}
+    if problem := mistake(server.job_name, server.task_index, cluster, jobs, rank):
+        warnings.warn(problem, stacklevel=4)
 
 
 def mistake(job: str, task: int, cluster: Mapping[str, int], jobs: Sequence[tuple[str, int]], rank: int) -> str:
@@ -37,8 +48,8 @@ def mistake(job: str, task: int, cluster: Mapping[str, int], jobs: Sequence[tupl
         job: the job as which the program starts this rank.
         task: the number of its task.
         cluster: the number of tasks of each job in the program's cluster.
-        jobs: as for `apply`.
-        rank: as for `apply`.
+        jobs: as for `check`.
+        rank: as for `check`.
     """
     own_job, own_task = jobs[rank]
     named = {name for name, _ in jobs}
@@ -55,31 +66,3 @@ def mistake(job: str, task: int, cluster: Mapping[str, int], jobs: Sequence[tupl
                 "others itself, the ranks wait for them without end. labkit has set a TF_CONFIG that fits the group."
             )
     return ""
-
-
-def _checked(start: Callable[..., Any], jobs: Sequence[tuple[str, int]], rank: int) -> Callable[..., Any]:
-    from tensorflow.core.protobuf import tensorflow_server_pb2
-
-    @functools.wraps(start)
-    def check_and_start(*args: Any, **kwargs: Any) -> Any:
-        definition = next((arg for arg in args if isinstance(arg, bytes)), b"")
-        server = tensorflow_server_pb2.ServerDef.FromString(definition)
-        cluster = {job.name: len(job.tasks) for job in server.cluster.job}
-        if problem := mistake(server.job_name, server.task_index, cluster, jobs, rank):
-            warnings.warn(problem, stacklevel=2)
-        return start(*args, **kwargs)
-
-    return check_and_start
-
-
-def _warning_if_alone(begin: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    @functools.wraps(begin)
-    def warn_and_begin(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn(
-            f"MultiWorkerMirroredStrategy finds no cluster in TF_CONFIG, so rank {rank} trains alone. labkit sets TF_CONFIG in "
-            "each rank: remove the line that deletes or empties it.",
-            stacklevel=2,
-        )
-        return begin(*args, **kwargs)
-
-    return warn_and_begin

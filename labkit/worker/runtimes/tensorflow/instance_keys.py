@@ -7,13 +7,13 @@ the inner one.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
+
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import INSTANCE_KEYS
 
 __all__ = ["InstanceKeys"]
-
-MAKES_KEY: Final = "_next_instance_key"  # of TensorFlow's `CollectiveReplicaLauncher`
 
 
 class InstanceKeys:
@@ -24,19 +24,13 @@ class InstanceKeys:
         # By graph and the name of its placeholder: the graph of the placeholder that it feeds, and that one's name.
         self._feeds: weakref.WeakKeyDictionary[Any, dict[str, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
 
-    def install(self, func_graph: Any) -> None:
-        """Start to take notes in this process.
+    def install(self) -> None:
+        """Start to take notes in this process."""
 
-        Args:
-            func_graph: TensorFlow's class `FuncGraph`.
-        """
-        capture = func_graph.capture_call_time_value
-
-        @functools.wraps(capture)
-        def capture_and_note(graph: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-            group = getattr(getattr(closure, "__self__", None), "_group_key", None)
-            if getattr(closure, "__name__", "") != MAKES_KEY or group is None:
+        def capture_and_note(capture: Callable[..., Any], graph: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(closure, "__func__", None) is not INSTANCE_KEYS["_next_instance_key"]:
                 return capture(graph, closure, *args, **kwargs)
+            group = INSTANCE_KEYS.of(closure.__self__, "_group_key")
 
             def fed() -> Any:
                 value = closure()
@@ -46,7 +40,7 @@ class InstanceKeys:
             made = [capture(graph, fed, *args, **kwargs)]
             return made[0]
 
-        func_graph.capture_call_time_value = capture_and_note
+        INSTANCE_KEYS.apply(capture_call_time_value=capture_and_note)
 
     def placeholder(self, group: int, instance: int) -> Any:
         """Return the innermost placeholder that was fed with this key; None if it is unknown."""

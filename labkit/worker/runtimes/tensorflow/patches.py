@@ -1,7 +1,4 @@
-"""Patches to TensorFlow in ranks: AutoGraph's temporary files, iterators that are slow to delete, long log messages.
-
-The patched modules are internals of TensorFlow. If one differs from the known versions, it is not changed.
-"""
+"""Patches to TensorFlow in ranks: AutoGraph's temporary files, iterators that are slow to delete, long log messages."""
 
 from __future__ import annotations
 
@@ -10,28 +7,20 @@ import linecache
 import logging
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
+
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import AUTOGRAPH, DEVICE_DATASETS
 
 __all__ = ["apply"]
 
 
 def apply() -> None:
     """Patch TensorFlow in this process. Call it once, before the student's code runs."""
-    from tensorflow.python.autograph.pyct import loader
-    from tensorflow.python.data.ops import multi_device_iterator_ops
-
-    if hasattr(loader, "load_source"):
-        _write_no_files(loader)
-    if hasattr(multi_device_iterator_ops, "_create_device_dataset"):
-        _end_at_once(multi_device_iterator_ops)
-    _shorten_log(logging.getLogger("tensorflow"))
-
-
-def _write_no_files(loader: Any) -> None:
-    """Make AutoGraph load functions from memory: it removes its temporary files at exit, which a rank never reaches."""
     numbers = itertools.count(1)
 
-    def load_source(source: str, delete_on_exit: bool) -> Any:  # noqa: ARG001  # TensorFlow's signature
+    def load_source(_: Callable[..., Any], source: str, delete_on_exit: bool) -> Any:  # noqa: ARG001  # TensorFlow's
+        """Load a function of AutoGraph's from memory."""
         name = f"__autograph_generated_file{next(numbers)}"
         module = types.ModuleType(name)
         module.__file__ = filename = f"{name}.py"
@@ -40,35 +29,21 @@ def _write_no_files(loader: Any) -> None:
         sys.modules[name] = module
         return module, filename
 
-    loader.load_source = load_source
-
-
-def _end_at_once(iterators: Any) -> None:
-    """Turn autotuning off for the small datasets through which a distributed dataset passes batches to its devices.
-
-    There is nothing to tune in them, but a thread checks them after 10 ms, 20 ms, 40 ms, ... and is often not woken
-    when the iterator is deleted. Deleting it then takes up to as long as the training took (TensorFlow 2.21: 0 to 9 s
-    after 24 steps on two busy cores).
-    """
-    create = iterators._create_device_dataset
-
-    def create_device_dataset(*args: Any, **kwargs: Any) -> Any:
+    def create_device_dataset(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make, without autotuning, a small dataset through which a distributed dataset passes batches to a device."""
         import tensorflow as tf
 
         options = tf.data.Options()
         options.autotune.enabled = False
         return create(*args, **kwargs).with_options(options)
 
-    iterators._create_device_dataset = create_device_dataset
+    AUTOGRAPH.apply(load_source=load_source)
+    DEVICE_DATASETS.apply(_create_device_dataset=create_device_dataset)
+    _shorten_log(logging.getLogger("tensorflow"))
 
 
 def _shorten_log(log: logging.Logger) -> None:
-    """Cut messages about failed operations to one line, and show each message once.
-
-    A coordinator that has lost a parameter server logs the same error some ten times, with 15 lines each, before its
-    program gets that error with all details. And connecting to a cluster gives the root logger a handler, which prints
-    all messages of TensorFlow's again (TensorFlow 2.21, absl 2.5).
-    """
+    """Cut messages about failed operations to one line, and show each message once: `LOG`."""
     from tensorflow.errors import OpError
 
     shown: set[str] = set()

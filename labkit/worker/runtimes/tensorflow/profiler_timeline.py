@@ -9,11 +9,11 @@ are lost, and the timeline shows the reading instead.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 
 from labkit.recording.record import Recorder, clock
@@ -24,6 +24,7 @@ from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
 from labkit.worker.runtimes.tensorflow.session import Session
 from labkit.worker.runtimes.tensorflow.sizes import Sizes
 from labkit.worker.runtimes.tensorflow.spans import GraphSpans
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import CALLS, PENDING, PROFILER
 
 __all__ = ["OFF", "Timeline", "next_reading"]
 
@@ -52,7 +53,6 @@ class Timeline:
         self._lock = threading.RLock()
         self._due_ns = 0
         self._over = threading.Event()  # whether the session has ended
-        self._make: Any = None  # TensorFlow's class of sessions
         self._safe_stop: SafeStop | None = None
         self._students_sessions = 0  # running sessions of the student's own
         self._notes: list[str] = []
@@ -60,26 +60,21 @@ class Timeline:
 
     def install(self) -> list[str]:
         """Prepare this process. Call it once, before the student's code runs; returns remarks for the student."""
-        from tensorflow.python.eager.polymorphic_function import polymorphic_function
-        from tensorflow.python.profiler import profiler_v2
-
         if os.environ.get(OFF) == "0":
             return []
-        self._safe_stop = safe_stop()
-        if self._safe_stop is None:
+        stopping = safe_stop() if PROFILER.found else None
+        if stopping is None:
             return ["labkit does not support the profiler of this TensorFlow: pictures show no operations of TensorFlow."]
-        self._make = profiler_v2._pywrap_profiler.ProfilerSession
-        profiler_v2._pywrap_profiler = _Profilers(profiler_v2._pywrap_profiler, self, self._safe_stop)
-        function = polymorphic_function.Function
-        call, timeline, main = function.__call__, self, threading.main_thread().ident
+        self._safe_stop = stopping
+        PROFILER.set("_pywrap_profiler", _Profilers(PROFILER["_pywrap_profiler"], self, stopping))
+        main = threading.main_thread().ident
 
-        @functools.wraps(call)
-        def call_between(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if timeline._due_ns and clock() > timeline._due_ns and threading.get_ident() == main:
-                timeline.read()
-            return call(this, *args, **kwargs)
+        def call_between(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if self._due_ns and clock() > self._due_ns and threading.get_ident() == main:
+                self.read()
+            return call(*args, **kwargs)
 
-        function.__call__ = call_between
+        CALLS.apply(__call__=call_between)
         self._recorder.graph_spans = self._spans
         self._sizes.install()
         return []
@@ -87,7 +82,7 @@ class Timeline:
     def begin(self) -> None:
         """Start a session at the beginning of a run in which this rank computes or serves."""
         with self._lock:
-            if self._make is not None and self._session is None and not self._students_sessions:
+            if self._safe_stop is not None and self._session is None and not self._students_sessions:
                 self._start()
 
     def read(self) -> None:
@@ -133,7 +128,7 @@ class Timeline:
 
     def _start(self) -> None:
         try:
-            self._session = Session(self._make, self._safe_stop or contextlib.nullcontext())
+            self._session = Session(self._safe_stop or contextlib.nullcontext())
         except Exception as error:  # noqa: BLE001  # recording must not end the student's run
             self._fail(error)
             return
@@ -278,13 +273,12 @@ class _Session:
 
 def _finish_running_operations() -> None:
     """Wait for asynchronous operations, such as DTensor's, which belong to the run."""
-    from tensorflow.python.eager import context
 
     def wait() -> None:
         with contextlib.suppress(Exception):  # an error of an operation that the student's program did not wait for
-            context.async_wait()
+            PENDING["async_wait"]()
 
-    if context.context()._context_handle is not None:
+    if PENDING.found:
         waiter = threading.Thread(target=wait, daemon=True)
         waiter.start()
         waiter.join(FINISH_S)

@@ -6,13 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
-from labkit.worker.runtimes.tensorflow import config, mirrored, patches, roles, servers, strategies
+from labkit.worker.runtimes.tensorflow import config, patches, servers, strategies, strategy_checks
 from labkit.worker.runtimes.tensorflow.profiler_events import Place
 from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
@@ -77,14 +78,14 @@ class TensorFlow(Runtime):
             intra_op_parallelism_threads=self.options.threads, inter_op_parallelism_threads=between
         )
         patches.apply()
-        servers.apply(self.network, own_threads, self.wait_for_release)
-        roles.apply(cluster, job)
-        mirrored.apply(lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
+        check = partial(config.check, self.options.jobs, rank_config.rank)
+        notes = servers.apply(self.network, own_threads, self.wait_for_release, check)
+        strategy_checks.apply(cluster, job, lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
         unknown = strategies.apply(self._remarks.append)
-        config.apply(self.options.jobs, rank_config.rank)
-        own, notes = self._share(gpus)
-        if rank_config.size > 1 and "ps" not in cluster:
-            notes = [*notes, *unknown]
+        if rank_config.size > 1:
+            config.warn_if_alone(rank_config.rank)
+            notes += unknown if "ps" not in cluster else []
+        own, too_few = self._share(gpus)
         self.resting_is_waiting = rank_config.size > 1 and not own  # with a GPU, a process is idle while the GPU computes
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
@@ -100,7 +101,7 @@ class TensorFlow(Runtime):
         place = Place(
             rank_config.rank, {}, self.options.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
         )
-        return [*notes, *self._record(own, place)]
+        return [*notes, *too_few, *self._record(own, place)]
 
     def raised_in_python(self, error: BaseException) -> bool:
         """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good.

@@ -1,168 +1,121 @@
-"""Makes TensorFlow's servers in a rank listen in the private network, and for this machine only.
-
-The functions that start a server are replaced, in modules that are internals of TensorFlow. Missing ones are skipped.
-"""
+"""Makes TensorFlow's servers in a rank listen in the private network, and for this machine only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import socket
 import stat
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.base import Released
 from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE, PROFILER_SERVER
 
 __all__ = ["apply", "duplicate"]
 
-# Functions that start a server, in TensorFlow's modules of C++ functions.
-STARTS_EAGER: Final = (
-    "TFE_EnableCollectiveOps", "TFE_ContextSetServerDefWithTimeoutAndRetries", "TFE_ContextSetServerDef",
-    "TFE_ContextUpdateServerDef",
-)  # fmt: skip
 LOOPBACK: Final = "lo"
-STARTS_ALONE: Final = ("TF_NewServer", "TF_ServerStart")
-PROFILER_SERVERS: Final = ("start_server",)
-# Functions that a client of tf.data's service calls first, in TensorFlow's modules of C++ functions.
-DATA_CLIENTS: Final = ("TF_DATA_GetDataServiceMetadataByID", "TF_DATA_DataServiceConfig")
-DATA_OPERATIONS: Final = ("register_dataset", "register_dataset_v2", "data_service_dataset_v4")
-DATA_SERVERS: Final = ("DispatchGrpcDataServer", "WorkerGrpcDataServer")  # classes with a method `start`
 
 
-def apply(network: Network, options: Any, wait_for_release: Callable[[], None]) -> None:
+def apply(
+    network: Network, options: Any, wait_for_release: Callable[[], None], check: Callable[[tuple[Any, ...]], None]
+) -> list[str]:
     """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
     Args:
         network: the network in which they listen.
         options: the ConfigProto for servers that are given none.
         wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
+        check: called with the arguments of each function that makes this rank a part of a cluster.
+
+    Returns:
+        a sentence if some of the servers are as TensorFlow starts them.
     """
-    from tensorflow.python import pywrap_tfe
-    from tensorflow.python.client import pywrap_tf_session
-    from tensorflow.python.data.experimental.service import _pywrap_server_lib
-    from tensorflow.python.data.experimental.service import server_lib as data_server_lib
-    from tensorflow.python.ops import gen_experimental_dataset_ops
-    from tensorflow.python.profiler.internal import _pywrap_profiler
-    from tensorflow.python.training import server_lib
 
-    of_data = [(getattr(_pywrap_server_lib, name, None), ("start",)) for name in DATA_SERVERS]
-    starts = ((pywrap_tfe, STARTS_EAGER), (pywrap_tf_session, STARTS_ALONE), (_pywrap_profiler, PROFILER_SERVERS), *of_data)
-    _replace(starts, lambda start: _then_within_this_machine(start, network))
-    _replace([(pywrap_tfe, STARTS_EAGER)], _waiting_for_the_others)
-    _replace([(pywrap_tf_session, ["TF_NewServer"])], lambda new: _one_for_each_address(new, options))
-    _replace(
-        [(server_lib.Server, ["join"]), (data_server_lib.DispatchServer, ["join"]), (data_server_lib.WorkerServer, ["join"])],
-        lambda join: _until_released(join, wait_for_release),
-    )
-    clients = ((_pywrap_server_lib, DATA_CLIENTS), (gen_experimental_dataset_ops, DATA_OPERATIONS))
-    _replace(clients, lambda call: _after(reads_from_a_service, call))
-    if network.private and hasattr(_pywrap_server_lib, "TF_DATA_NewDispatchServer"):
-        enter = _connections_within(_pywrap_server_lib)
-        _replace(clients, lambda call: _after(enter, call))
+    def start_and_bind(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Bind the servers to loopback after their start: they listen on all interfaces."""
+        try:
+            return network.call(start, *args, **kwargs)
+        finally:  # also if another rank is missing: the port is open nevertheless
+            _listen_within_this_machine()
 
-
-def _replace(where: Iterable[tuple[Any, Iterable[str]]], by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the functions with these names in modules and classes."""
-    for owner, names in where:
-        for name in names:
-            if hasattr(owner, name):
-                setattr(owner, name, by(getattr(owner, name)))
-
-
-def _waiting_for_the_others(start: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(start)
-    def start_and_wait(*args: Any, **kwargs: Any) -> Any:
+    def start_and_wait(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check(args)
         with starting_servers():
-            return start(*args, **kwargs)
-
-    return start_and_wait
-
-
-def _one_for_each_address(new: Callable[[bytes], Any], options: Any) -> Callable[[bytes], Any]:
-    """Return an existing server for its address instead of a second one, which would take some of its connections.
-
-    A worker or parameter server has one before the student's code creates it, as TensorFlow's tutorial does.
-    """
-    from tensorflow.core.protobuf import tensorflow_server_pb2
+            return start_and_bind(start, *args, **kwargs)
 
     made: dict[str, Any] = {}
 
-    @functools.wraps(new)
-    def get(definition: bytes) -> Any:
-        server = tensorflow_server_pb2.ServerDef.FromString(definition)
+    def get_server(new: Callable[[bytes], Any], definition: bytes) -> Any:
+        """Return an existing server for its address instead of a second one, which would take some of its connections.
+
+        A worker or parameter server has one before the student's code creates it, as TensorFlow's tutorial does.
+        """
+        import tensorflow as tf
+
+        server = tf.train.ServerDef.FromString(definition)
         if not server.HasField("default_session_config"):
             server.default_session_config.CopyFrom(options)
         addresses = {(job.name, task): address for job in server.cluster.job for task, address in job.tasks.items()}
         address = addresses.get((server.job_name, server.task_index), "")
         if address in made:
             return made[address]
-        one = new(server.SerializeToString())
+        one = start_and_bind(new, server.SerializeToString())
         if address and not address.endswith(":0"):  # port 0 is any free port
             made[address] = one
         return one
 
-    return get
-
-
-def _until_released(join: Callable[..., None], wait_for_release: Callable[[], None]) -> Callable[..., None]:
-    """Replace `join`, which never returns: a rank that serves ends when the ranks that it serves have returned."""
-
-    @functools.wraps(join)
-    def join_and_end(server: Any) -> None:
+    def join_and_end(join: Callable[[Any], None], server: Any) -> None:
+        """A rank that serves ends when the ranks that it serves have returned."""
         if threading.current_thread() is not threading.main_thread():
             return join(server)
         wait_for_release()
         raise Released
 
-    return join_and_end
+    connect = _connections_within() if network.private else lambda: None
+
+    def call_later(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        reads_from_a_service()
+        connect()
+        return call(*args, **kwargs)
+
+    starts = [name for name in CLUSTER.paths if name.startswith("TFE_")]
+    CLUSTER.apply(
+        **dict.fromkeys(starts, start_and_wait), TF_NewServer=get_server, TF_ServerStart=start_and_bind, join=join_and_end
+    )
+    PROFILER_SERVER.apply(start_server=start_and_bind)
+    clients = "TF_DATA_GetDataServiceMetadataByID", "register_dataset", "register_dataset_v2", "data_service_dataset_v4"
+    DATA_SERVICE.apply(
+        **dict.fromkeys(("DispatchGrpcDataServer.start", "WorkerGrpcDataServer.start"), start_and_bind),
+        **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
+        **dict.fromkeys(clients, call_later),
+    )
+    missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE, PROFILER_SERVER) if not entry.found]
+    if not missing:
+        return []
+    return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
 
 
-def _connections_within(of_data: Any) -> Callable[[], None]:
+def _connections_within() -> Callable[[], None]:
     """Return a function that makes gRPC open this process's connections in the private network from now on.
 
     gRPC opens them on its own threads, which it starts on first use and ends when it is no longer used. So it is first
     used in the private network, by an idle server of tf.data's that exists as long as the rank.
     """
-    from tensorflow.core.protobuf import service_config_pb2
-
     kept: list[Any] = []
 
     def enter() -> None:
         if not kept:
-            config = service_config_pb2.DispatcherConfig(protocol="grpc")
-            kept.append(of_data.TF_DATA_NewDispatchServer(config.SerializeToString()))
+            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
+            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
             kept[0].start()  # patched like all servers, so it starts in the private network
 
     return enter
-
-
-def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def call_after(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return call(*args, **kwargs)
-
-    return call_after
-
-
-def _then_within_this_machine(start: Callable[..., Any], network: Network) -> Callable[..., Any]:
-    """Bind TensorFlow's servers to loopback after their start: they listen on all interfaces."""
-
-    @functools.wraps(start)
-    def start_and_bind(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return network.call(start, *args, **kwargs)
-        finally:  # also if another rank is missing: the port is open nevertheless
-            _listen_within_this_machine()
-
-    return start_and_bind
 
 
 def _listen_within_this_machine() -> None:

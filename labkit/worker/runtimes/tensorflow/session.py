@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import PROFILER
 
 __all__ = ["Event", "Session"]
 
@@ -48,17 +49,16 @@ class Session:
     """A session of the profiler, from its creation until `stop`. A process can have one session at a time.
 
     Args:
-        make: TensorFlow's class of sessions.
         stopping: the context manager in which to stop it.
     """
 
-    def __init__(self, make: Any, stopping: AbstractContextManager[None]) -> None:
+    def __init__(self, stopping: AbstractContextManager[None]) -> None:
         self._stopping = stopping
         # TensorFlow creates the folder when it writes its file, at the end; a rank that is killed before leaves none.
         self._folder = os.path.join(tempfile.gettempdir(), f"labkit-{secrets.token_hex(8)}")
         self._marks: list[tuple[int, int, int]] = []
         self._data = b""
-        self._session = make()
+        self._session = PROFILER["ProfilerSession"]()
         self._session.start(self._folder, OPTIONS)
         self._mark()
 
@@ -80,11 +80,10 @@ class Session:
 
     def _mark(self) -> None:
         """Let the profiler record short events whose times are also read on labkit's clock."""
-        from tensorflow.python.profiler.internal import _pywrap_traceme
-
+        trace_me = PROFILER["TraceMe"]
         for _ in range(MARKS):
             before_ns = clock()
-            mark = _pywrap_traceme.TraceMe(MARK)
+            mark = trace_me(MARK)
             inside_ns = clock()
             mark.Stop()
             self._marks.append((before_ns, inside_ns, clock()))
@@ -157,10 +156,9 @@ def _value(stat: Any, names: dict[int, str]) -> Any:
 def _space() -> Any:
     """Return an empty message of TensorFlow's type XSpace with bytes instead of strings, some of which are no UTF-8."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     file = descriptor_pb2.FileDescriptorProto()
-    xplane_pb2.DESCRIPTOR.CopyToProto(file)
+    PROFILER["DESCRIPTOR"].CopyToProto(file)
     pending = list(file.message_type)
     while pending:
         message = pending.pop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
@@ -11,13 +10,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from labkit.worker.runtimes.tensorflow.instance_keys import InstanceKeys
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import COLLECTIVES, GRAPHS, LIBRARY
 
 __all__ = ["NOTHING", "Sizes"]
 
 NOTHING: Final = -1  # the size of a message without a tensor, which only signals that an operation has ended
 
 COLLECTIVE: Final = "Collective"  # prefix of the types of collectives
-COLLECTIVE_PREFIX: Final = "collective_"  # of the Python functions that create collectives
 GROUPED: Final = "GroupCrossDeviceControlEdges_"  # prefix of the signals that TensorFlow's graph optimizer combines
 LOWERED: Final = "_func_"  # prefix of the functions that DTensor generates
 # Of an operation in a loop or a branch, such as while/body/_1/while/Tanh: its name in the graph of the body.
@@ -42,31 +41,28 @@ class Sizes:
 
     def install(self) -> None:
         """Start to collect, in this process."""
-        from tensorflow.python.eager import context
-        from tensorflow.python.framework.func_graph import FuncGraph
-        from tensorflow.python.ops import gen_collective_ops
+        import tensorflow as tf
 
-        begin, graphs = FuncGraph.__init__, self._graphs
-
-        @functools.wraps(begin)
-        def begin_and_keep(graph: Any, *args: Any, **kwargs: Any) -> None:
+        def begin_and_keep(begin: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
             begin(graph, *args, **kwargs)
-            graphs.add(graph)
+            self._graphs.add(graph)
 
-        FuncGraph.__init__ = begin_and_keep
-        self._keys.install(FuncGraph)
-        remove = context.Context.remove_function
-
-        @functools.wraps(remove)
-        def read_and_remove(library: Any, name: Any) -> Any:
+        def read_and_remove(remove: Callable[..., Any], library: Any, name: Any) -> Any:
             self._look_into_library()
             return remove(library, name)
 
-        context.Context.remove_function = read_and_remove
-        for name in dir(gen_collective_ops):
-            made = getattr(gen_collective_ops, name)
-            if name.startswith(COLLECTIVE_PREFIX) and not name.endswith("_eager_fallback") and callable(made):
-                setattr(gen_collective_ops, name, self._recording(made))
+        def make_and_record(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Record the size of a collective that runs at once."""
+            made = make(*args, **kwargs)
+            if tf.executing_eagerly() and isinstance(made, tf.Tensor):
+                given = dict(zip(inspect.signature(make).parameters, args, strict=False)) | kwargs
+                self._eager[int(given["group_key"]), int(given["instance_key"])] = _bytes_of(made.shape, made.dtype)
+            return made
+
+        GRAPHS.apply(__init__=begin_and_keep)
+        self._keys.install()
+        LIBRARY.apply(remove_function=read_and_remove)
+        COLLECTIVES.apply(**dict.fromkeys(COLLECTIVES.paths, make_and_record))
 
     def nbytes(self, name: str, group: int = -1, instance: int = -1, eager: bool = False) -> int:
         """Return the size of a collective or of a message in bytes; 0 if unknown, `NOTHING` if no tensor is sent.
@@ -97,23 +93,6 @@ class Sizes:
         """Forget what belongs to single collectives, which is not needed after a session was read."""
         self._eager.clear()
         self._keys.forget()
-
-    def _recording(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that creates a collective, so that it records the size if the collective runs at once."""
-        import tensorflow as tf
-
-        names = inspect.signature(make).parameters
-
-        @functools.wraps(make)
-        def make_and_record(*args: Any, **kwargs: Any) -> Any:
-            made = make(*args, **kwargs)
-            given = dict(zip(names, args, strict=False)) | kwargs
-            if tf.executing_eagerly() and isinstance(made, tf.Tensor) and {"group_key", "instance_key"} <= given.keys():
-                keys = int(given["group_key"]), int(given["instance_key"])
-                self._eager[keys] = _bytes_of(made.shape, made.dtype)
-            return made
-
-        return make_and_record
 
     def _look_up(self, name: str) -> int:
         """Return the size that all graphs with an operation of this name agree on; 0 if they do not."""
@@ -148,9 +127,9 @@ class Sizes:
 
     def _look_into_library(self) -> None:
         """Read the shapes in functions that TensorFlow has generated (for DTensor); these have no graph in Python."""
-        from tensorflow.python.eager import context
-
-        library = context.context()
+        if not LIBRARY.found:
+            return
+        library = LIBRARY["context"]()
         for name in library.list_function_names():
             if name.startswith(LOWERED) and name not in self._read:
                 self._read.add(name)
@@ -179,7 +158,7 @@ def _is_below(graph: Any, outer: Any) -> bool:
 
 def _in_function(function: Any) -> dict[str, int]:
     """Return the sizes of the outputs of a function's collectives, by their names."""
-    from tensorflow.python.framework import dtypes
+    import tensorflow as tf
 
     found = {}
     for node in function.node_def:
@@ -187,7 +166,7 @@ def _in_function(function: Any) -> dict[str, int]:
         if node.op.startswith(COLLECTIVE) and len(shapes) and not shapes[0].unknown_rank:
             sides = [side.size for side in shapes[0].dim]
             if min(sides, default=0) >= 0:
-                found[node.name] = math.prod(sides) * dtypes.as_dtype(node.attr["T"].type).size
+                found[node.name] = math.prod(sides) * tf.dtypes.as_dtype(node.attr["T"].type).size
     return found
 
 

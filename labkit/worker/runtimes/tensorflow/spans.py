@@ -42,10 +42,10 @@ class _GraphSpan(TimedSpan):
     __slots__ = ("_eagerly", "_graph_spans", "_timed")
 
     def __init__(self, graph_spans: GraphSpans, timed: TimedSpan) -> None:
-        from tensorflow.python.eager import context
+        import tensorflow as tf
 
         super().__init__(timed.name, timed.kind)
-        self._graph_spans, self._timed, self._eagerly = graph_spans, timed, context.executing_eagerly
+        self._graph_spans, self._timed, self._eagerly = graph_spans, timed, tf.executing_eagerly
 
     def begin(self) -> Any:
         """Enter a name scope and return it; None after beginning the timed span instead."""

@@ -1,0 +1,84 @@
+"""The figure of what would help: what each of several changes would save per step, by replay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from labkit.errors.units import three_digits, time_in_words, unit_of
+from labkit.errors.wrong_calls import public_api
+from labkit.plots.bars import STYLES
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.replaying.gains import Gain, Gains, gains_of
+from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["what_helps"]
+
+SAVES: Final = STYLES["optimizer"].colour
+COSTS: Final = STYLES["exposed"].colour
+LONGEST: Final = 48  # characters of a change
+
+
+@public_api
+def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
+    """Draw what each of a dozen changes would save per step, the largest first, as `lab.replay` predicts it.
+
+    Only changes that make sense for the run are drawn, such as a phase twice as fast, a slow rank as fast as the others
+    or twice the bandwidth. A gain that is smaller than the recorded steps differ from one another is pale: one cannot
+    count on it. Gains do not add up: after one change, something else may limit the run.
+
+    Args:
+        run: a run or a trace.
+        ax: the axes to draw into; default: a new figure.
+
+    Returns:
+        the Axes.
+
+    Raises:
+        LabError: the trace is empty or cannot be replayed (the message says why), or matplotlib is not installed.
+        TypeError: neither a run nor a trace.
+    """
+    pyplot()
+    found = gains_of(trace_of(run, "what_helps"), "what_helps")
+    texts = [in_words(gain, found) for gain in found.gains]
+    with labkit_style(ax):
+        if ax is None:
+            ax = new_axes(figsize=(WIDTH_IN, 0.9 + 0.27 * max(len(texts), 2)), layout="constrained")
+        unit, unit_ns = unit_of(found.step_ns)
+        saved = [gain.saved_ns / unit_ns for gain in found.gains]
+        rows = range(len(saved))
+        colours = [SAVES if value >= 0 else COSTS for value in saved]
+        bars = ax.barh(rows, saved, height=0.7, color=colours)
+        for bar, gain, text in zip(bars, found.gains, texts, strict=True):
+            bar.set_alpha(0.35 if gain.in_spread else 1.0)
+            x, y = max(bar.get_x() + bar.get_width(), 0.0), bar.get_y() + bar.get_height() / 2
+            ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+        ax.axvline(0, color=INK, linewidth=0.6)
+        ax.set_yticks(rows, [shortened(gain.change, LONGEST) for gain in found.gains])
+        ax.set_ylim(max(len(saved), 1) - 0.4, -0.6)
+        low, high = min([0.0, *saved]), max([0.0, *saved])
+        ax.set_xlim(1.05 * low, max(high + 0.45 * (high - low), 1e-9))  # room for the texts
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        ax.set_xlabel(f"saved per {'step' if found.steps else 'run'}, predicted by replay [{unit}]")
+        ax.set_title(f"What would help: {_lasts(found)}")
+    each = "; ".join(f"{gain.change}: {text}" for gain, text in zip(found.gains, texts, strict=True))
+    return describe(ax, f"What would help, predicted by replay, for {_lasts(found)}. {each}.")
+
+
+def in_words(gain: Gain, gains: Gains) -> str:
+    """Return what a change saves, as in "saves 4.1 ms of 21.3 ms"."""
+    unit, unit_ns = unit_of(gains.step_ns)
+    saved, step = (f"{three_digits(ns / unit_ns)} {unit}" for ns in (abs(gain.saved_ns), gains.step_ns))
+    words = f"saves {saved} of {step}" if gain.saved_ns >= 0 else f"costs {saved}"
+    return words + (" (within the spread)" if gain.in_spread else "")
+
+
+def _lasts(gains: Gains) -> str:
+    if not gains.steps:
+        return f"a run of {time_in_words(gains.step_ns)}"
+    between = f"{time_in_words(gains.low_ns)} to {time_in_words(gains.high_ns)}"
+    return f"a step of {time_in_words(gains.step_ns)} (half of the steps: {between})"

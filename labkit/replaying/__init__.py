@@ -1,0 +1,1 @@
+"""Replay: a trace as a graph of events, and what it would look like after a change."""

@@ -1,0 +1,266 @@
+"""The changes of a program that a replay can answer for: their arguments, and what they do to its times."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.errors.number_checks import check_number
+from labkit.errors.wrong_calls import did_you_mean
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
+from labkit.replaying.graph import ISSUE, WAIT, Graph
+from labkit.replaying.times import Rules
+
+__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for", "selected"]
+
+
+class AsRecorded(Enum):
+    """The link that the run had, if any: an argument of its own, since None means no link."""
+
+    AS_RECORDED = "as recorded"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+AS_RECORDED: Final = AsRecorded.AS_RECORDED
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What is changed; the arguments are those of `replay`.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+    """
+
+    link: Link | Network | AsRecorded | None = AS_RECORDED
+    own_cores: bool = False
+    faster: Mapping[str, float] = field(default_factory=dict)
+    slower: Mapping[str, float] = field(default_factory=dict)
+    rank: int | None = None
+    free: Sequence[str] = ()
+    like_others: int | None = None
+    one_bucket: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.link, Link | Network | AsRecorded | None):
+            raise TypeError(f"replay(link={self.link!r}): expected a lab.Link, a lab.Network, or None for no emulated link")
+        for name in ("own_cores", "one_bucket"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"replay({name}={getattr(self, name)!r}): expected True or False")
+        for name in ("faster", "slower"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping):
+                raise TypeError(f'replay({name}={given!r}): expected factors by name, as in {name}={{"backward": 2}}')
+            for span, factor in given.items():
+                expected = f"replay({name}={{{span!r}: {factor!r}}}): expected the name of a span and a number above 0"
+                if not isinstance(span, str):
+                    raise TypeError(expected)
+                check_number(factor, expected, above=0, below=math.inf)
+        if isinstance(self.free, str) or not all(isinstance(name, str) for name in self.free):
+            raise TypeError(f'replay(free={self.free!r}): expected names of operations, as in free=("all_reduce",)')
+        if self.rank is not None and not (self.faster or self.slower):
+            raise ValueError(f"replay(rank={self.rank!r}): it belongs to faster= or slower=, which are not given")
+
+    def in_words(self, ranks: Sequence[str]) -> str:
+        """Return the changes, as in "backward 2 times as fast on rank 1"; "nothing changed" if there are none."""
+        on = "" if self.rank is None else f" on {ranks[self.rank]}"
+        said = [f"{name} {factor:g} times as fast{on}" for name, factor in self.faster.items()]
+        said += [f"{name} {factor:g} times as slow{on}" for name, factor in self.slower.items()]
+        if not isinstance(self.link, AsRecorded):
+            said.append("no emulated link" if self.link is None else f"over {self.link}")
+        said += ["a core for each rank"] if self.own_cores else []
+        said += [f"{name} takes no time" for name in self.free]
+        said += [] if self.like_others is None else [f"{ranks[self.like_others]} as fast as the others"]
+        said += ["all gradients in one bucket"] if self.one_bucket else []
+        return listed(said) or "nothing changed"
+
+
+def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
+    """Return the rules of a replay with these changes, given those of the recorded run (`times.measured`).
+
+    Raises:
+        LabError: the trace lacks what a change needs.
+        ValueError: the trace has no such name or rank.
+    """
+    rules = recorded.copy()
+    if changes.own_cores:
+        _own_cores(graph, rules)
+    _change_gaps(graph, rules, changes)
+    if changes.one_bucket:
+        _one_bucket(graph, rules)
+    for name, factor, divided in _factors(changes):
+        for row in _operations(graph, name, changes.rank):
+            rules.transfer[row] = round(rules.transfer[row] * factor)
+            rules.faster[row] *= divided
+            if row in rules.request:
+                rules.request[row] = round(rules.request[row] * factor)
+    for name in changes.free:
+        rows = _operations(graph, name, None)
+        if not rows:
+            raise ValueError(f"replay(free={name!r}): {did_you_mean(name, _names(graph, operations=True))}")
+        for row in rows:
+            rules.transfer[row], rules.late[row], rules.faster[row] = 0, 0, math.inf
+            if row in rules.request:
+                rules.request[row], rules.request_late[row] = 0, 0
+    if not isinstance(changes.link, AsRecorded):
+        rules = replace(rules, link=changes.link)
+        if changes.link is None:
+            rules.late, rules.request_late = [0] * len(rules.late), {}
+    return rules
+
+
+def selected(graph: Graph, name: str) -> NDArray[np.bool_]:
+    """Return for each span whether it has this name, perhaps followed by a number or a function: "backward 3"."""
+    names = [one == name or one.startswith(f"{name} ") for one in graph.trace.columns.names]
+    found: NDArray[np.bool_] = np.array(names, bool)[graph.trace.columns.data["name"]]
+    return found
+
+
+def _names(graph: Graph, *, operations: bool = False) -> list[str]:
+    data, names = graph.trace.columns.data, graph.trace.columns.names
+    unnamed = np.isin(data["kind"], [STEP, CALL]) | (operations & (data["kind"] != COMMUNICATION))
+    return [names[number] for number in np.unique(data["name"][~unnamed]).tolist()]
+
+
+def _operations(graph: Graph, name: str, rank: int | None) -> list[int]:
+    data = graph.trace.columns.data
+    chosen = selected(graph, name) & (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    if rank is not None:
+        chosen &= data["rank"] == rank
+    found: list[int] = chosen.nonzero()[0].tolist()
+    return found
+
+
+def _factors(changes: Changes) -> list[tuple[str, float, float]]:
+    """Return the names with the factor by which their time is multiplied, and its inverse."""
+    found = [(name, 1 / factor, float(factor)) for name, factor in changes.faster.items()]
+    return found + [(name, float(factor), 1 / factor) for name, factor in changes.slower.items()]
+
+
+def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
+    """Multiply the threads' own work by the factors of the innermost span with a factor around it."""
+    data = graph.trace.columns.data
+    factor = np.full(len(data) + 1, np.nan)  # the last entry is for work outside of spans
+    for name, times, _ in _factors(changes):
+        which = selected(graph, name)
+        if not which.any():
+            raise ValueError(f"replay: no span is named {name!r}; {did_you_mean(name, _names(graph))}")
+        factor[:-1][which if changes.rank is None else which & (data["rank"] == changes.rank)] = times
+    if changes.like_others is None and np.isnan(factor).all():
+        return
+    for row in range(len(data)):
+        at = row
+        while at >= 0 and np.isnan(factor[at]):
+            at = graph.parent[at]
+        factor[row] = factor[at] if at >= 0 else np.nan
+    factor = np.nan_to_num(factor, nan=1.0)
+    if changes.like_others is not None:
+        _like_others(graph, rules, changes.like_others, factor)
+    rules.gaps = [
+        np.rint(np.array(gaps) * factor[thread.inside]).astype(np.int64).tolist() if len(gaps) else []
+        for thread, gaps in zip(graph.threads, rules.gaps, strict=True)
+    ]
+
+
+def pace_of_others(graph: Graph, gaps: Sequence[Sequence[int]], rank: int) -> tuple[dict[int, float], float]:
+    """Compare a rank's work with that of the other ranks, in spans of the same name.
+
+    Args:
+        graph: the graph.
+        gaps: for each thread, the time before each event.
+        rank: the rank.
+
+    Returns:
+        by the number of a name, how long its spans take on the other ranks, as a multiple of what they take on this
+        one; and the time that this rank would save with their pace, in ns.
+    """
+    data, spent = graph.trace.columns.data, np.zeros((len(graph.trace.ranks), len(graph.trace.columns.names)))
+    count = np.zeros_like(spent)
+    for thread, own in zip(graph.threads, gaps, strict=True):
+        inside = np.array(thread.inside, np.int64)
+        rows = inside >= 0
+        np.add.at(spent[thread.rank], data["name"][inside[rows]], np.array(own, np.float64)[rows])
+    worked = np.isin(data["kind"], (COMPUTE, STEP))
+    np.add.at(count, (data["rank"][worked], data["name"][worked]), 1)
+    spent_there, count_there = spent.sum(axis=0) - spent[rank], count.sum(axis=0) - count[rank]
+    names = np.flatnonzero((spent[rank] > 0) & (count[rank] > 0) & (count_there > 0))
+    factor = spent_there[names] / count_there[names] * count[rank][names] / spent[rank][names]
+    return dict(zip(names.tolist(), factor.tolist(), strict=True)), float((spent[rank][names] * (1 - factor)).sum())
+
+
+def _like_others(graph: Graph, rules: Rules, rank: int, factor: NDArray[np.float64]) -> None:
+    """Give a rank's spans the mean pace of the other ranks in spans of the same name."""
+    data = graph.trace.columns.data
+    paces, _ = pace_of_others(graph, rules.gaps, rank)
+    if not paces:
+        raise LabError(f"replay(like_others={rank}): the other ranks have no spans with the names of those of rank {rank}")
+    for name, pace in paces.items():
+        factor[:-1][(data["name"] == name) & (data["rank"] == rank)] *= pace
+
+
+def _one_bucket(graph: Graph, rules: Rules) -> None:
+    """Let the last all-reduce of each backward pass carry the bytes of all of them."""
+    data = graph.trace.columns.data
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    blocking = (data["wait_start_ns"] == data["start_ns"]).tolist()
+    inside = selected(graph, "backward")
+    for row in _operations(graph, "all_reduce", None):
+        around = graph.parent[row]
+        if around >= 0 and inside[around] and not blocking[row]:
+            buckets[around, int(data["group"][row])].append(row)
+    merged = [rows for rows in buckets.values() if len(rows) > 1]
+    if not merged:
+        raise LabError("replay(one_bucket=True): no backward pass of this run has several all-reduces that run beside it")
+    key = {row: int(data["match"][row]) for rows in merged for row in rows}
+    ends: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+    for rows in merged:
+        ends[int(data["group"][rows[0]]), tuple(key[row] for row in rows)] += 1
+    if len({(group, match) for group, matches in ends for match in matches}) != sum(len(matches) for _, matches in ends):
+        raise LabError("replay(one_bucket=True): the ranks start their all-reduces in different backward passes")
+    for *first, last in merged:
+        rules.instead |= dict.fromkeys(first, last)
+        rules.nbytes[last] += sum(rules.nbytes[row] for row in first)
+        rules.transfer[last] += sum(rules.transfer[row] for row in first)
+
+
+def _own_cores(graph: Graph, rules: Rules) -> None:
+    """Take the time in which threads were ready to run, but had no core, out of their work and their waits."""
+    data = graph.trace.columns.data
+    issued, waited = (data[f"{when}_delay_ns"].tolist() for when in ("issue", "wait"))
+    if not any(issued):
+        raise LabError(
+            "replay(own_cores=True): this run did not record how long its threads waited for a core; that is recorded where "
+            "ranks outnumber cores"
+        )
+    rules.gaps = [[*gaps] for gaps in rules.gaps]
+    for thread, gaps in zip(graph.threads, rules.gaps, strict=True):
+        before, since = 0, 0  # the delay up to the last event with a measurement, and the event after that
+        for event, (kind, time) in enumerate(zip(thread.kinds, thread.times, strict=True)):
+            row = time >> 2
+            delay = issued[row] if kind == ISSUE else waited[row] if kind == WAIT else 0
+            if not delay:
+                continue
+            left = max(delay - before, 0) if before else 0
+            work = sum(gaps[since : event + 1])
+            kept = max(work - left, 0) / work if work else 0.0
+            for one in range(since, event + 1):
+                gaps[one] = round(gaps[one] * kept)
+            left = max(left - work, 0)
+            if kind == WAIT:
+                woken = min(left, max(rules.lag[row], 0))
+                rules.lag[row] -= woken
+                rules.transfer[row] = max(rules.transfer[row] - (left - woken), 0)
+            before, since = delay, event + 1

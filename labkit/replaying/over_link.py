@@ -1,0 +1,116 @@
+"""What the operations of a graph occupy on an emulated link, and when they end on it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from labkit.costs.emulated_costs import collective_cost, message_cost
+from labkit.costs.link import Link
+from labkit.costs.network import Network, link_of_pair
+from labkit.costs.shared_link import Cost, start_of
+from labkit.recording.operations import RECV, REPLY, RPC, SEND, TO_HERE, VALUE
+from labkit.replaying.graph import Gate, Graph
+
+__all__ = ["OverLink", "Passage"]
+
+
+class Passage(NamedTuple):
+    """How an operation passes the link.
+
+    Args:
+        start_ns: when it starts.
+        due_ns: when it ends.
+        after: the span of the operation that occupied the link until it started; -1 if the link was free.
+    """
+
+    start_ns: int
+    due_ns: int
+    after: int
+
+
+class OverLink:
+    """The schedule of a link, as the emulation computes it.
+
+    Args:
+        graph: the graph.
+        link: the link or the network.
+        nbytes: the size of each span's operation.
+        faster: by how much each span's operation is faster than on the link; inf if it takes no time at all.
+    """
+
+    def __init__(self, graph: Graph, link: Link | Network, nbytes: Sequence[int], faster: Sequence[float]) -> None:
+        self._graph, self._nbytes, self._faster = graph, nbytes, faster
+        self._link = link.of(len(graph.trace.ranks)) if isinstance(link, Network) else link
+        data = graph.trace.columns.data
+        self._rank, self._peer = data["rank"].tolist(), data["peer"].tolist()
+        self._type = [graph.types[name] for name in data["name"].tolist()]
+        self._free: defaultdict[int, int] = defaultdict(int)
+        self._until: dict[int, int] = {}  # the operation that occupies a port until a time
+        self._costs: dict[tuple[object, ...], Cost] = {}
+
+    def call(self, call: int, at_ns: int) -> Passage:
+        """Schedule the message that carries a remote call, given its span and when it is issued."""
+        return self._pass(self._message(self._rank[call], self._peer[call], call, 1), at_ns, call)
+
+    def through(self, gate: Gate, opened_ns: int, issued_ns: Sequence[int | None]) -> Passage | None:
+        """Schedule an operation whose gate has opened; None if the link does not delay it.
+
+        Args:
+            gate: its gate.
+            opened_ns: when the last of the spans that it needs was issued.
+            issued_ns: when each span was issued: every fourth time of `issued_ns`, as in `Thread.times`.
+        """
+        kind, first = gate.operation, gate.needs[0]
+        if kind in (REPLY, VALUE) or self._faster[first] == math.inf:
+            return None
+        if kind in (SEND, RECV):
+            if len(gate.needs) != 2:
+                return None
+            source, other = sorted(gate.needs, key=lambda row: self._type[row] is not SEND)
+            return self._pass(self._message(self._rank[source], self._rank[other], source, 2), opened_ns, first)
+        if kind is RPC:
+            if len(gate.needs) == 1:  # a function that C++ runs: there and back
+                over = link_of_pair(self._link, self._rank[first], self._peer[first])
+                there_ns = round((over.seconds("send", self._nbytes[first]) + over.latency_s) * 1e9)
+                return Passage(opened_ns, opened_ns + there_ns, -1)
+            reply = gate.needs[1]
+            return self._pass(self._message(self._rank[reply], self._rank[first], reply, 1), opened_ns, first)
+        if kind is TO_HERE:
+            asked_ns = issued_ns[4 * first] or 0
+            asked_ns += round(link_of_pair(self._link, self._rank[first], self._peer[first]).latency_s * 1e9)
+            return self._pass(self._message(self._peer[first], self._rank[first], first, 1), max(asked_ns, opened_ns), first)
+        if kind.cost is None or len(gate.members) < 2:
+            return None
+        cost = self._collective(gate)
+        if len(gate.needs) == len(gate.members):
+            return self._pass(cost, opened_ns, first)
+        return Passage(opened_ns, opened_ns + round(cost.cost_ns / self._faster[first]), -1)
+
+    def _pass(self, cost: Cost, at_ns: int, row: int) -> Passage:
+        faster = self._faster[row]
+        if faster != 1:
+            times = {name: round(getattr(cost, name) / faster) for name in ("cost_ns", "busy_ns", "shared_ns")}
+            cost = cost._replace(**times)
+        start_ns = start_of(cost, at_ns, self._free)
+        after = self._until.get(start_ns, -1) if start_ns > at_ns else -1
+        for ns in (cost.busy_ns, cost.shared_ns):
+            self._until[start_ns + ns] = row
+        return Passage(start_ns, start_ns + cost.cost_ns, after)
+
+    def _message(self, source: int, destination: int, row: int, ends: int) -> Cost:
+        key = source, destination, self._nbytes[row]
+        if key not in self._costs:
+            self._costs[key] = message_cost(self._link, *key, ends)
+        return self._costs[key]
+
+    def _collective(self, gate: Gate) -> Cost:
+        kind, rows = gate.operation, gate.members
+        nbytes = max(self._nbytes[row] for row in rows)  # of the root, if it alone counts the parts of all
+        ranks = tuple(sorted(self._rank[row] for row in rows))
+        key = kind, nbytes, ranks
+        if key not in self._costs:
+            self._costs[key] = collective_cost(self._link, kind.name, nbytes, ranks)
+        return self._costs[key]

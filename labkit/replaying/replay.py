@@ -1,0 +1,172 @@
+"""`replay`: a run as it would have been after a change, computed from its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.number_checks import check_number
+from labkit.errors.units import time_in_words
+from labkit.errors.wrong_calls import public_api
+from labkit.recording.events import WAITS, Columns
+from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
+from labkit.replaying.graph import WAIT_END, WAIT_START, Graph, graph_of
+from labkit.replaying.refusals import check_replayable
+from labkit.replaying.times import Rules, Times, measured, play
+from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import step_lengths_ns
+from labkit.tracing.trace import Trace
+
+__all__ = ["replay", "replayed", "spread_ns"]
+
+DELAYS = ("issue_delay_ns", "wait_delay_ns")
+TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `Thread.times`
+
+
+@public_api
+def replay(
+    run: HasTrace | Trace,
+    *,
+    link: Link | Network | AsRecorded | None = AS_RECORDED,
+    own_cores: bool = False,
+    faster: Mapping[str, float] | None = None,
+    slower: Mapping[str, float] | None = None,
+    rank: int | None = None,
+    free: Sequence[str] = (),
+    like_others: int | None = None,
+    one_bucket: bool = False,
+) -> Trace:
+    """Compute what a run would have looked like after a change, from its trace; nothing is executed.
+
+    For example, `lab.replay(run, faster={"backward": 2})` is a trace that figures and `step_ms` accept like any other.
+    Without a change, it is the recorded one. Its `notes` say what was changed, and how much the recorded steps differ:
+    a smaller gain means nothing. docs/replay.md explains the model and what it cannot answer.
+
+    Args:
+        run: a run or a trace.
+        link: over this emulated link or network; None for no emulated link.
+        own_cores: as if each rank had a core of its own, for a run that recorded how long its threads waited for one.
+        faster: by how much spans or operations are faster, by name: `{"backward": 2}` halves all backward passes, also
+            those of numbered micro-batches ("backward 3").
+        slower: by how much they are slower.
+        rank: only the spans and operations of this rank are faster or slower.
+        free: the names of operations that take no time once all ranks have arrived.
+        like_others: this rank works as fast as the others do on average: a straggler is cured.
+        one_bucket: DistributedDataParallel averages all gradients of a backward pass at its end, in one all-reduce.
+
+    Returns:
+        the computed trace.
+
+    Raises:
+        LabError: the trace cannot be replayed, or lacks what a change needs; the message says why.
+        TypeError, ValueError: an invalid argument.
+    """
+    trace = trace_of(run, "replay")
+    changes = Changes(link, own_cores, faster or {}, slower or {}, rank, free, like_others, one_bucket)
+    for name, number in (("rank", rank), ("like_others", like_others)):
+        if number is not None:
+            expected = f"replay({name}={number!r}): expected the number of a rank, 0 to {len(trace.ranks) - 1}"
+            check_number(number, expected, whole=True, at_least=0, below=len(trace.ranks))
+    if isinstance(link, Network):
+        changes = replace(changes, link=link.of(len(trace.ranks)))
+    check_replayable(trace, "replay")
+    graph = graph_of(trace)
+    rules = rules_for(graph, measured(graph), changes)
+    found = replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
+    if own_cores:  # no thread lacks a core any more
+        for name in DELAYS:
+            found.columns.data[name] = 0
+    return found
+
+
+def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
+    """Return the trace with these times.
+
+    Args:
+        graph: the graph of the recorded trace.
+        rules: what the times were computed with.
+        times: the times.
+        changed: the changes in words.
+    """
+    trace, link = graph.trace, rules.link
+    data = trace.columns.data.copy()
+    known = np.array([time is not None for time in times.at_ns], bool).reshape(-1, 4)
+    at_ns = np.array([time or 0 for time in times.at_ns], np.int64).reshape(-1, 4)
+    moved = [_Clock(graph, at_ns, rank) for rank in range(len(trace.ranks))]
+    clock_of = data["rank"]
+    for column, name in enumerate(TIMES):
+        recorded = data[name].copy()
+        data[name] = np.where(known[:, column], at_ns[:, column], recorded)
+        for rank, clock in enumerate(moved):
+            alone = ~known[:, :2].any(axis=1) & (clock_of == rank) & (recorded > 0)
+            data[name][alone] = clock(recorded[alone])
+    waited = known[:, WAIT_END]
+    blocking = waited & ~known[:, WAIT_START]  # one call issues it and waits for it
+    data["wait_start_ns"][blocking] = data["start_ns"][blocking]
+    gone = waited & (data["wait_end_ns"] <= data["wait_start_ns"])
+    data["wait_start_ns"][gone] = data["wait_end_ns"][gone] = 0
+    done = np.array([time or 0 for time in times.done_ns], np.int64)
+    data["backend_ns"] = np.where(graph.done_known | (trace.link is None and link is not None), done, 0)
+    data["nbytes"] = rules.nbytes
+    kept = np.ones(len(data), bool)
+    kept[list(rules.instead)] = False
+    facts = trace.info.arguments() | {
+        "link": link,
+        "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
+        "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
+    }
+    complete = np.flatnonzero(gone & (data["group"] > 0))
+    waits: Any = np.empty(len(complete), WAITS)
+    for name in ("rank", "group", "match"):
+        waits[name] = data[name][complete]
+    waits["time_ns"] = at_ns[complete, WAIT_END]
+    last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
+    latest = int(at_ns[known].max(initial=trace.start_ns))
+    scalars = []
+    for rank, clock in enumerate(moved):
+        own = [scalar for scalar in trace.scalars if scalar.rank == rank]
+        moments = clock(np.array([scalar.time_ns for scalar in own], np.int64)).tolist()
+        scalars += [replace(scalar, time_ns=time_ns) for scalar, time_ns in zip(own, moments, strict=True)]
+    columns = Columns(data[kept], trace.columns.names, around=trace.columns.around[kept])
+    end_ns = max(latest + trace.end_ns - last, trace.start_ns)
+    return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=end_ns, waits=waits, **facts)
+
+
+class _Clock:
+    """Moves times that no event determines, such as those of recorded values, along with the events around them."""
+
+    def __init__(self, graph: Graph, at_ns: Any, rank: int) -> None:
+        main = graph.threads[rank]
+        times = np.array(main.times, np.int64)
+        self.recorded = np.array(main.at_ns, np.int64)
+        self.moved = at_ns.ravel()[times] if len(times) else self.recorded
+
+    def __call__(self, time_ns: Any) -> Any:
+        if not len(self.recorded):
+            return time_ns
+        inside = np.interp(time_ns, self.recorded, self.moved)
+        before = self.moved[0] - self.recorded[0] + time_ns
+        after = self.moved[-1] - self.recorded[-1] + time_ns
+        found = np.where(time_ns < self.recorded[0], before, np.where(time_ns > self.recorded[-1], after, inside))
+        return np.rint(found).astype(np.int64)
+
+
+def spread_ns(trace: Trace) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile of the steps' lengths; zeros without steps."""
+    lengths = step_lengths_ns(trace)
+    if not len(lengths):
+        return 0.0, 0.0, 0.0
+    low, middle, high = np.percentile(lengths, [25, 50, 75]).tolist()
+    return low, middle, high
+
+
+def _spread_in_words(trace: Trace) -> str:
+    low, middle, high = map(time_in_words, spread_ns(trace))
+    if not len(step_lengths_ns(trace)):
+        return ""
+    return f"The recorded steps lasted {middle} (median); half of them lasted {low} to {high}."

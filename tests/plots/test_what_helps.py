@@ -1,0 +1,70 @@
+"""The figure of what would help."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import pytest
+
+mpl.use("agg")
+
+from labkit.errors.exceptions import LabError
+from labkit.plots.what_helps import COSTS, SAVES, what_helps
+from labkit.replaying.replay import replay
+from labkit.tracing.trace import Trace
+
+from replayed import ONE_GBIT, blocking, waited  # isort: skip
+from synthetic import MS, Book, alone, data_parallel  # isort: skip
+
+pytestmark = pytest.mark.usefixtures("plain")
+
+
+def test_bars_have_the_lengths_and_the_words_of_what_is_saved() -> None:
+    axes = what_helps(blocking())
+    assert [round(bar.get_width(), 3) for bar in axes.patches] == [4, 3, 2, 1, 0.5]
+    assert [tick.get_text() for tick in axes.get_yticklabels()][:2] == ["forward twice as fast", "rank 1 as fast as the others"]
+    assert axes.texts[0].get_text() == "saves 4.00 ms of 11.0 ms"
+    assert "forward twice as fast: saves 4.00 ms of 11.0 ms" in axes.figure.alt_text
+    assert "11.0 ms" in axes.get_title(loc="left")
+
+
+def test_a_change_for_the_worse_points_the_other_way_in_another_colour() -> None:
+    axes = what_helps(replay(waited(), link=ONE_GBIT))
+    last = axes.patches[-1]
+    assert last.get_width() < 0
+    assert mpl.colors.to_hex(last.get_facecolor()).upper() == COSTS.upper()
+    assert mpl.colors.to_hex(axes.patches[0].get_facecolor()).upper() == SAVES.upper()
+    assert axes.texts[-1].get_text() == "costs 5.00 ms"  # 10 to 30 in place of 5 to 25
+
+
+def test_what_is_within_the_spread_is_pale_and_says_so() -> None:
+    book, start = Book(), 0.0
+    for forward in (9, 8, 10, 12, 14):
+        end = book.compute(0, "optimizer", start + forward, start + forward + 2)
+        book.compute(0, "forward", start, start + forward)
+        book.whole(0, "step", start, end)
+        start = end
+    axes = what_helps(book.trace(1, end_ns=int(start * MS)))
+    assert [bar.get_alpha() for bar in axes.patches] == [1.0, 0.35]
+    assert [("within the spread" in text.get_text()) for text in axes.texts] == [False, True]
+
+
+def test_a_run_without_steps_saves_per_run() -> None:
+    book = Book()
+    book.compute(0, "forward", 0, 4)
+    assert "saved per run" in what_helps(book.trace(1)).get_xlabel()
+    assert "saved per step" in what_helps(alone()).get_xlabel()
+
+
+def test_it_draws_into_given_axes() -> None:
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots()
+    assert what_helps(data_parallel(2), ax=axes) is axes
+    plt.close("all")
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="expected a run"):
+        what_helps(3)  # type: ignore[arg-type]
+    with pytest.raises(LabError, match="recorded nothing"):
+        what_helps(Trace(ranks=["a"]))

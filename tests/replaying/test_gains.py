@@ -1,0 +1,91 @@
+"""What changes save, against times worked out by hand; all times in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
+from labkit.replaying.gains import Gains, gains_of
+from labkit.tracing.trace import Trace
+
+from replayed import ONE_GBIT, blocking, waited_over  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, remote_calls  # isort: skip
+
+
+def gains(trace: Trace) -> Gains:
+    return gains_of(trace, "what_helps")
+
+
+def saved(trace: Trace) -> dict[str, float]:
+    return {gain.change: round(gain.saved_ns / MS, 3) for gain in gains(trace).gains}
+
+
+def test_changes_are_sorted_by_what_they_save() -> None:
+    found = saved(blocking())
+    assert found == {
+        "forward twice as fast": 4,
+        "rank 1 as fast as the others": 3,
+        "communication takes no time": 2,
+        "all_reduce twice as fast": 1,
+        "optimizer twice as fast": 0.5,
+    }
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert gains(blocking()).step_ns == 11 * MS
+
+
+def test_a_run_over_a_link_is_asked_about_the_link() -> None:
+    trace = waited_over(Link(gbit_per_s=1, latency_us=500))  # 5 to 16, 16 to 27
+    found = saved(trace)
+    assert found["twice the bandwidth"] == 7  # 5 to 11, 11 to 17: the wait at 20 is over, and a step takes 22
+    assert found["half the latency"] == 1
+    assert found["all gradients in one bucket"] == -4  # 10 to 31
+    assert "all_reduce twice as fast" not in found
+    assert "half the latency" not in saved(waited_over(ONE_GBIT))
+
+
+def test_the_two_levels_of_a_network_are_asked_about_one_by_one() -> None:
+    trace = waited_over(Network(nodes=2, inside=ONE_GBIT, between=ONE_GBIT))
+    found = saved(trace)
+    assert found["twice the bandwidth between the nodes"] == 5
+    assert found["twice the bandwidth inside the nodes"] == 0
+
+
+def test_a_phase_of_numbered_micro_batches_is_one() -> None:
+    book = Book()
+    for number in range(4):
+        book.compute(0, f"forward {number}", number, number + 1)
+    assert saved(book.trace(1)) == {"forward twice as fast": 2}
+    assert not gains(book.trace(1)).steps
+
+
+def test_a_rank_that_only_does_more_is_no_straggler() -> None:
+    book = Book()
+    for rank, spans in ((0, 3), (1, 1)):
+        for number in range(spans):
+            book.compute(rank, "forward", 2 * number, 2 * number + 2)
+    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
+
+
+def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:
+    book, start = Book(), 0.0
+    for forward in (99, 8, 10, 12, 14):  # the first is left out; half of the others last 9.5 + 2 to 12.5 + 2
+        middle = book.compute(0, "forward", start, start + forward)
+        end = book.compute(0, "optimizer", middle, middle + 2)
+        book.whole(0, "step", start, end)
+        start = end
+    found = gains(book.trace(1, end_ns=int(start * MS)))
+    assert (found.low_ns, found.step_ns, found.high_ns) == (11.5 * MS, 13 * MS, 14.5 * MS)
+    marked = {gain.change: gain.in_spread for gain in found.gains}
+    assert marked == {"forward twice as fast": False, "optimizer twice as fast": True}  # saves 1 of 13
+
+
+def test_at_most_a_dozen_are_kept() -> None:
+    for trace in (data_parallel(8), alone(), remote_calls()):
+        assert 1 <= len(gains(trace).gains) <= 12
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(LabError, match=r"^what_helps: runs on a GPU"):
+        gains(gpu_and_cpu())

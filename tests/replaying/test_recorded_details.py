@@ -1,0 +1,121 @@
+"""`replay` uses what a trace knows of backends, of waits that were over at once, of threads and of missing cores.
+
+All times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from labkit.costs.link import Link
+from labkit.recording.events import WAITS
+from labkit.replaying.critical_path import critical_path
+from labkit.replaying.replay import replay
+from labkit.tracing.step_times import step_ms
+from labkit.tracing.trace import Trace
+
+from replayed import MB10, ONE_GBIT, beside  # isort: skip
+from synthetic import MS, Book  # isort: skip
+
+
+def test_a_faster_link_is_not_faster_than_the_backend_was() -> None:
+    book = Book()
+    for rank in range(2):
+        book.compute(rank, "forward", 0, 1)
+        key = {"group": "world", "match": 1, "nbytes": MB10, "backend_ns": 4 * MS}
+        book.travel(rank, "all_reduce", 1, 11.5, wait=(1, 11.5), **key)  # 10 over the link, and 0.5 to wake up
+    trace = Trace(book.spans, ranks=["a", "b"], link=ONE_GBIT)
+    assert list(replay(trace)) == list(trace)
+    (twice, _) = replay(trace, link=Link(gbit_per_s=2, latency_us=0)).filter(name="all_reduce")
+    assert (twice.end_ns, twice.backend_ns) == (6.5 * MS, 4 * MS)
+    (fast, _) = replay(trace, link=Link(gbit_per_s=100, latency_us=0)).filter(name="all_reduce")
+    assert (fast.end_ns, fast.backend_ns) == (4.5 * MS, 4 * MS)
+    (none, _) = replay(trace, link=None).filter(name="all_reduce")
+    assert none.end_ns == 4 * MS
+
+
+def test_a_replay_over_a_link_keeps_what_the_backend_took() -> None:
+    over = replay(beside(), link=Link(gbit_per_s=0.5, latency_us=0))
+    assert [span.end_ns for span in replay(over, link=None).filter(name="all_reduce")] == [
+        span.end_ns for span in beside().filter(name="all_reduce")
+    ]
+
+
+def waiting_for_nothing() -> Trace:
+    """`beside`, whose ranks also wait, at 18 and at 19, for the two all-reduces, which have completed already."""
+    trace = beside()
+    group = trace.columns.name_id("world")
+    waits = [(rank, group, match, at * MS) for rank in range(2) for match, at in ((1, 18), (2, 19))]
+    return Trace(trace.columns, ranks=trace.ranks, waits=np.array(waits, WAITS))
+
+
+def test_a_wait_for_what_was_complete_becomes_one_over_a_slow_link() -> None:
+    trace = waiting_for_nothing()
+    assert list(replay(trace)) == list(trace)
+    assert sorted(replay(trace).waits.tolist()) == sorted(trace.waits.tolist())
+    slow = replay(trace, link=Link(gbit_per_s=0.5, latency_us=0))  # 20 each: 5 to 25, 25 to 45
+    assert [(s.wait_start_ns / MS, s.wait_end_ns / MS) for s in slow.filter(rank=0, name="all_reduce")] == [(18, 25), (26, 45)]
+    assert step_ms(slow) == 45 + 1 + 2
+    assert not len(slow.waits)
+    assert [piece.name for piece in critical_path(slow)] == ["backward", "all_reduce", "backward", "optimizer"]
+
+
+def test_a_wait_that_is_over_at_once_becomes_one_for_what_was_complete() -> None:
+    slow = replay(waiting_for_nothing(), link=Link(gbit_per_s=0.5, latency_us=0))
+    fast = replay(slow, link=Link(gbit_per_s=100, latency_us=0))
+    assert step_ms(fast) == 22
+    assert len(fast.waits) == 4
+
+
+def without_cores() -> Trace:
+    """Two ranks: rank 1 lacked a core for 2 of the 8 of its forward, and for 1 when its wait had ended."""
+    book = Book()
+    for rank, forward in enumerate((5.0, 8.0)):
+        book.travel(rank, "barrier", 1, 2, wait=(1, 2), group="world", match=1, issue_delay_ns=MS, wait_delay_ns=MS)
+        book.compute(rank, "forward", 2, 2 + forward)
+        lacked = (MS, MS) if rank == 0 else (3 * MS, 4 * MS)
+        delays = {"issue_delay_ns": lacked[0], "wait_delay_ns": lacked[1]}
+        end = 12.0 + rank
+        book.travel(rank, "all_reduce", 2 + forward, end, wait=(2 + forward, end), group="world", match=2, **delays)
+        book.whole(rank, "step", 1, end)
+    return book.trace(2)
+
+
+def test_with_a_core_of_its_own_a_thread_does_not_wait_for_one() -> None:
+    assert list(replay(without_cores())) == list(without_cores())
+    trace = replay(without_cores(), own_cores=True)
+    (forward,) = trace.filter(rank=1, name="forward")
+    assert forward.duration_ns == 6 * MS
+    ends = [span.end_ns / MS for span in trace.filter(name="all_reduce")]
+    assert ends == [8 + 2, 8 + 3 - 1]  # 2 and 3 after the last issue, which is at 8 now
+
+
+def test_a_loader_s_thread_neither_delays_nor_is_delayed() -> None:
+    book = Book()
+    for number in range(3):
+        book.compute(0, "load", 10 * number, 10 * number + 9, own_thread=True)
+        book.compute(0, "forward", 10 * number + 2, 10 * number + 6)
+    book.whole(0, "call", 0, 30)
+    trace = replay(book.trace(1), slower={"load": 3})
+    assert [s.start_ns for s in trace.filter(name="forward")] == [s.start_ns for s in book.trace(1).filter(name="forward")]
+    assert [s.duration_ns / MS for s in trace.filter(name="load")] == [27] * 3
+    faster = replay(book.trace(1), faster={"forward": 4})
+    assert [s.start_ns for s in faster.filter(name="load")] == [s.start_ns for s in book.trace(1).filter(name="load")]
+
+
+def test_a_serving_thread_runs_beside_the_function() -> None:
+    book = Book()
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(0, "rpc_sync f", 1, 9, wait=(1, 9), peer=1, **key)
+    book.compute(1, "serve f", 2, 8, served=True, automatic=True)
+    book.compute(1, "inner", 3, 7, served=True)
+    book.travel(1, "reply f", 8, 8.1, peer=0, **key)
+    book.compute(1, "forward", 0, 10)
+    book.whole(1, "call", 0, 20)
+    trace = replay(book.trace(2), slower={"inner": 2})
+    assert [s.end_ns / MS for s in trace.filter(name="rpc_sync f")] == [13]
+    assert [s.end_ns / MS for s in trace.filter(name="forward")] == [10]
+    other = replay(book.trace(2), slower={"forward": 2})
+    assert [s.end_ns / MS for s in other.filter(name="rpc_sync f")] == [9]
+    assert [s.end_ns / MS for s in other.filter(name="forward")] == [pytest.approx(20)]
