@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -103,6 +104,63 @@ def one_f_one_b() -> None:
     _pipeline(Schedule1F1B)
 
 
+def interleaved() -> None:
+    """Two stages on each rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stages = []
+    for number in (rank, rank + size):
+        given = torch.empty(2, WIDTH, requires_grad=number > 0), torch.empty(2, WIDTH, requires_grad=True)
+        part, where = layers(1)[0], torch.device("cpu")
+        stages.append(PipelineStage(part, number, 2 * size, where, input_args=given[0], output_args=given[1]))
+    steps = ScheduleInterleaved1F1B(stages, n_microbatches=size, loss_fn=mse_loss)
+    batch, target = torch.randn(2 * size, WIDTH), torch.randn(2 * size, WIDTH)
+    steps.step(*([batch] if rank == 0 else []), **({"target": target} if rank == size - 1 else {}))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.into(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def transformer() -> None:
+    """Shards in groups of two that are replicated, mixed precision, activations computed again, tokens."""
+    both = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    embedding, blocks, head = nn.Embedding(100, WIDTH), [Block(), Block()], nn.Linear(WIDTH, 100)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (embedding, *blocks, head):
+        fully_shard(part, mesh=both, mp_policy=precision)
+    model = fully_shard(nn.ModuleList([embedding, *blocks, head]), mesh=both, mp_policy=precision)
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = torch.randint(0, 100, (200,))
+    for start in torch.randint(0, 100, (2,)).tolist():
+        tokens = text[start : start + 33]
+        x = embedding(tokens[:-1].unsqueeze(0))
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        cross_entropy(head(x).flatten(0, 1).float(), tokens[1:]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero() -> None:
+    """Each rank steps the optimizer of its part of the parameters, and sends them to the others."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    model = DistributedDataParallel(layers())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, WIDTH)).sum().backward()
+        optimizer.step()
+
+
 def by_hand() -> None:
     """Messages in pairs of ranks with tags, groups of the program's own, and collectives of each kind."""
     dist.init_process_group("gloo")
@@ -138,4 +196,6 @@ def by_hand() -> None:
     dist.destroy_process_group()
 
 
-PROGRAMS = (ddp, accumulation, fsdp, tensor_parallel, mesh, gpipe, one_f_one_b, by_hand)
+PROGRAMS = (
+    ddp, accumulation, zero, fsdp, transformer, tensor_parallel, mesh, gpipe, one_f_one_b, interleaved, by_hand,
+)  # fmt: skip
