@@ -128,22 +128,30 @@ class Block(nn.Module):
         return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return output
+
+
 def transformer() -> None:
     """Shards in groups of two that are replicated, mixed precision, activations computed again, tokens."""
     both = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    embedding, blocks, head = nn.Embedding(100, WIDTH), [Block(), Block()], nn.Linear(WIDTH, 100)
+    parts = nn.Embedding(100, WIDTH), Checkpointed(), Checkpointed(), nn.Linear(WIDTH, 100), nn.LogSoftmax(-1)
+    model = nn.Sequential(*parts)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (embedding, *blocks, head):
+    for part in (*model[:3], model):
         fully_shard(part, mesh=both, mp_policy=precision)
-    model = fully_shard(nn.ModuleList([embedding, *blocks, head]), mesh=both, mp_policy=precision)
     optimizer = torch.optim.AdamW(model.parameters())
     text = torch.randint(0, 100, (200,))
     for start in torch.randint(0, 100, (2,)).tolist():
         tokens = text[start : start + 33]
-        x = embedding(tokens[:-1].unsqueeze(0))
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        cross_entropy(head(x).flatten(0, 1).float(), tokens[1:]).backward()
+        scores = model(tokens[:-1].unsqueeze(0))
+        cross_entropy(scores.flatten(0, 1).float(), tokens[1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
