@@ -37,19 +37,25 @@ SHAPES_OF_MESHES = ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2))
 def _coordinates(rank: int, shape: tuple[int, ...]) -> Expected:
     right = _unravel(rank, shape)
     mistakes: dict[Hint, list[int]] = {
-        "the numbers are right, but in reverse order: the first coordinate belongs to the first axis": right[::-1],
-        "your first axis runs fastest; neighbouring ranks differ in the last one": _unravel(rank, shape[::-1])[::-1],
+        ("the numbers are right, but in reverse order", "the first coordinate belongs to the first axis"): right[::-1],
+        (
+            "your first axis runs fastest",
+            "neighbouring ranks differ in the last coordinate: begin with the last axis",
+        ): _unravel(rank, shape[::-1])[::-1],
         (
             "here each coordinate is rank % size, as if every axis ran as fast as the last one",
             "divide the rank by the size before you go to the next axis",
         ): [rank % s for s in shape],
-        "coordinates count from 0": [place + 1 for place in right],
+        ("coordinates count from 0, yours from 1", "rank 0 is at 0 on every axis"): [place + 1 for place in right],
     }
 
     def otherwise(given: list[int]) -> Hint:
         if any(not 0 <= at < size for at, size in zip(given, shape, strict=True)):
             return "a coordinate lies between 0 and the size of its axis minus 1", "the remainder (%) is missing"
-        return "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?"
+        return (
+            "from one rank to the next, the last coordinate changes: after how many ranks does the one before it change?",
+            "divide the rank by the size of the last axis: the remainder is the last coordinate; go on with the quotient",
+        )
 
     return Expected(right, mistakes, otherwise, form="a list of whole numbers, one for each axis")
 
@@ -154,6 +160,7 @@ def _mb(nbytes: float) -> str:
 # The first tells all mistakes apart: axes of equal size do not, and dp must not be the first.
 AVERAGES: tuple[Axes, ...] = ({"tp": 2, "dp": 3}, {"dp": 2, "tp": 2}, {"dp": 3, "tp": 1}, {"pp": 2, "tp": 1, "dp": 2}, {"dp": 1})
 SHAPES = ((3, 4), (5,), (2, 1, 3))
+DP_GROUP = 'pass mesh.get_group("dp") to all_reduce as its group'
 
 
 def _gradients(rank: int) -> list[Tensor]:
@@ -188,16 +195,23 @@ def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
     right, ranks = _combined(axes, ["dp"], divide=axes["dp"]), math.prod(axes.values())
     mistakes: dict[Hint, list[list[Tensor]]] = {
         ("the gradients are unchanged", "write the means into the given tensors, with copy_"): _combined(axes, [], divide=1),
-        "the gradients are averaged over all ranks: ranks that differ in another axis hold other weights, or parts of "
-        "weights": _combined(axes, list(axes), divide=ranks),
-        "the gradients are added over the dp axis, but not divided in place: `g = g / n` makes a new tensor": _combined(
-            axes, ["dp"], divide=1
-        ),
+        (
+            "the gradients are averaged over all ranks: those that differ in another axis hold other weights, or other parts",
+            f"{DP_GROUP}, and its size is what to divide by",
+        ): _combined(axes, list(axes), divide=ranks),
+        (
+            "the gradients are added over the dp axis, but not divided in place",
+            "`g = g / n` makes a new tensor; `g /= n` changes the given one",
+        ): _combined(axes, ["dp"], divide=1),
         ("the sum over the dp axis is divided by the number of all ranks", "divide by the size of the axis"): _combined(
             axes, ["dp"], divide=ranks
         ),
-        "the gradients are added over all ranks": _combined(axes, list(axes), divide=1),
-        "the sum over all ranks is divided by the size of the dp axis": _combined(axes, list(axes), divide=axes["dp"]),
+        ("the gradients are added over all ranks", f"{DP_GROUP}; divide by its size afterwards"): _combined(
+            axes, list(axes), divide=1
+        ),
+        ("the sum over all ranks is divided by the size of the dp axis", DP_GROUP): _combined(
+            axes, list(axes), divide=axes["dp"]
+        ),
     }
     if axes["dp"] == 1 or len(axes) == 1:  # several mistakes coincide; none is known that passed the meshes before
         mistakes = {}
@@ -205,12 +219,12 @@ def _judge_average(given: list[Any], returned: list[Any], axes: Axes) -> None:
         if axes[axis] > 1:
             hint = f"those are the means over the axis {axis!r}: dp need not be the first", "ask for the axis by its name"
             mistakes[hint] = _combined(axes, [axis], divide=axes[axis])
-    otherwise: Hint = "these are not the means over the ranks that differ in the dp axis alone"
+    otherwise: Hint = "these are not the means over the ranks that differ in the dp axis alone", DP_GROUP
     if all(result is not None for result in returned) and equal(returned, right):
         otherwise = "the means are right, but it returns them", "write them into the given tensors, with copy_"
         mistakes = {}
     if equal([g[:1] for g in given], [g[:1] for g in right]):
-        otherwise = "the first gradient is right, the others are not: average each of them"
+        otherwise = "the first gradient is right, the others are not", "average each of them"
     judge_result(given, right, mistakes, otherwise)
 
 

@@ -487,8 +487,9 @@ def _train_safely(answer: Callable[..., Any], on: OnRanks) -> None:
                 raise
         else:
             raise AnswerError(
-                f"it never trained batch {DIES_AT}: call train_step(batch) for each batch of data until `steps` are done",
+                f"it never trained batch {DIES_AT}",
                 f"given steps = {TRAINED}; trained the batches {alive.trained}",
+                cure="call train_step(batch) for each batch of data until `steps` are done",
             )
         _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
         (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None, runtime="tensorflow")
@@ -503,18 +504,21 @@ def _judge_saves(folder: Path, saved: list[int]) -> None:
     if not any(folder.glob("*.index")):
         if any(folder.parent.glob("*.index")):
             raise AnswerError(
-                "the checkpoints are beside the folder: the prefix is the beginning of a file's path, and the files belong in "
-                "the folder",
+                "the checkpoints are beside the folder",
                 *sorted(str(path.relative_to(folder.parent)) for path in folder.parent.glob("*.index")),
+                cure="the prefix is the beginning of a file's path: let it begin with the folder and a slash",
             )
         raise AnswerError(
-            "killed in the middle, it left no checkpoint in the folder: save after every `every` steps, not only at the end",
+            "killed in the middle, it left no checkpoint in the folder",
             f"killed in step {DIES_AT}, every = {EVERY}",
+            cure="save after every `every` steps, not only at the end",
         )
     if saved and saved == list(range(1, len(saved) + 1)):
-        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details)
+        cure = "save if checkpoint.step is a multiple of `every`, after it has counted the step"
+        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details, cure=cure)
     if saved not in ([], due):  # nothing: the answer saves another object
-        raise AnswerError("it does not save when `every` steps are done: how many are done at that moment?", *details)
+        hint = "it does not save when `every` steps are done: how many are done at that moment?"
+        raise AnswerError(hint, *details, cure="count the step in checkpoint.step first, then ask whether it is a multiple")
 
 
 def _judge_resumed(resumed: _Resumed, expected: float) -> None:
@@ -524,20 +528,43 @@ def _judge_resumed(resumed: _Resumed, expected: float) -> None:
     due = list(range(first, TRAINED))
     details = (f"the checkpoint is of {first} finished steps, steps = {TRAINED}", f"it then trained the batches {trained}")
     again, repeated = list(range(TRAINED)), f"the checkpoint of {first} finished steps says that fewer are finished"
-    faults = {
-        "it begins again at batch 0, for the checkpoint says that 0 steps are finished": trained == again and stored == 0,
-        "it begins again at batch 0, although the folder has a checkpoint": trained == again,
-        "it makes the right number of steps, but reads the data from the beginning": trained == list(range(len(due))),
-        "it makes too many steps: `steps` counts those before the death as well": trained[: len(due)] == due != trained,
-        f"batch {first - 1} is trained twice: {repeated}": trained[:1] == [first - 1],
-        f"batch {first} is left out: checkpoint.step is the number of finished steps": trained[:1] == [first + 1],
-        f"expected the batches {due[0]} to {due[-1]}": trained != due,
+    faults: dict[Hint, bool] = {
+        (
+            "it begins again at batch 0, for the checkpoint says that 0 steps are finished",
+            "add 1 to checkpoint.step in every step, before you save",
+        ): trained == again and stored == 0,
+        (
+            "it begins again at batch 0, although the folder has a checkpoint",
+            "restore tf.train.latest_checkpoint(folder) before the first step, if there is one",
+        ): trained == again,
+        (
+            "it makes the right number of steps, but reads the data from the beginning",
+            "leave out the finished ones: data.skip(...)",
+        ): trained == list(range(len(due))),
+        (
+            "it makes too many steps: `steps` counts those before the death as well",
+            "stop after steps - finished further steps",
+        ): trained[: len(due)] == due != trained,
+        (
+            f"batch {first - 1} is trained twice: {repeated}",
+            "add 1 to checkpoint.step before you save, not afterwards",
+        ): trained[:1] == [first - 1],
+        (
+            f"batch {first} is left out: checkpoint.step is the number of finished steps",
+            f"batches count from 0, so after {first} steps batch {first} is the next",
+        ): trained[:1] == [first + 1],
+        (
+            f"expected the batches {due[0]} to {due[-1]}",
+            "leave out as many batches as checkpoint.step says, and stop when `steps` are done",
+        ): trained != due,
     }
     reject(faults, *details)
     if not math.isclose(weight, expected, rel_tol=1e-12):
         raise AnswerError(
             "the batches are right, the weight is not that of a training without a death: is it restored before the first step?",
             f"weight {weight:.6f}, expected {expected:.6f}",
+            cure="restore the given checkpoint, which holds the weight as well as the step",
         )
     if counted != TRAINED:
-        raise AnswerError(f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}", *details)
+        hint = f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}"
+        raise AnswerError(hint, *details, cure="add 1 for each step, not only for those after which you save")

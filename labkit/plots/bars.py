@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
+from labkit.recording.group_keys import axis_of
 from labkit.recording.operations import SERVE, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA
 from labkit.tracing.intervals import Intervals, difference, union
@@ -268,14 +269,17 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
         characters: how many characters fit.
 
     Returns:
-        its name, with its size if there is space, or a micro-batch's number; "" if nothing fits.
+        its name, with its axis in a mesh and, if there is space, its size; else the axis or the micro-batch's number
+        alone; "" if nothing fits.
     """
     style = list(STYLES)[bars.style[bar]]
     if style == "unlabelled":
         return ""
-    row = trace.columns.data[bars.span[bar]]
-    name = trace.columns.names[row["name"]]
-    texts = [name]
+    row, names = trace.columns.data[bars.span[bar]], trace.columns.names
+    name, axis = names[row["name"]], axis_of(names[row["group"]])
+    if axis:
+        name = f"{name} {axis}"
+    texts = [name, axis] if axis else [name]
     if row["nbytes"] and style in ("exposed", "hidden"):
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
     if number := _MICRO_BATCH.match(name):  # the colour tells forward from backward

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from labkit.plots.endpoints import Ends, ends_of
 from labkit.plots.message_arrows import messages
-from labkit.recording.operations import REPLY, Traffic, type_of
+from labkit.recording.group_keys import axis_of
+from labkit.recording.operations import REPLY, OperationType, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
@@ -36,7 +37,8 @@ class Flows:
     An end is a rank, or one device of a rank with several TensorFlow devices.
 
     Args:
-        name: the operations, most bytes first.
+        name: the operations, most bytes first; those of a mesh with their axis, as "all_reduce tp".
+        type: their types.
         operation: for each entry, its operation as an index into `name`.
         source: the sending end, as an index into `ends`.
         destination: the receiving end.
@@ -54,6 +56,7 @@ class Flows:
     """
 
     name: tuple[str, ...]
+    type: tuple[OperationType, ...]
     operation: NDArray[np.int64]
     source: NDArray[np.int64]
     destination: NDArray[np.int64]
@@ -112,19 +115,31 @@ def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
     row, source, destination, nbytes = row[keep], source[keep].astype(np.int64), destination[keep].astype(np.int64), nbytes[keep]
     shown = ends.matter(np.concatenate([source, destination]))
     source, destination = (np.cumsum(shown) - 1)[source], (np.cumsum(shown) - 1)[destination]
-    used, operation = np.unique(rows["name"][row], return_inverse=True)
+    which, operations = _operations(rows, names)
+    used, operation = np.unique(which[row], return_inverse=True)
     order = np.argsort(-np.bincount(operation, nbytes, len(used)), kind="stable")
     place = np.empty(len(used), np.int64)
     place[order] = np.arange(len(used))
-    once = _times(rows, row)
+    once = _times(rows, row, which)
+    by_bytes = [operations[i] for i in used[order].tolist()]
+    types = tuple(type_of(name) for name, _ in by_bytes)
     start, end = _on_its_way(trace, mine, rows, ready)
     return Flows(
-        tuple(names[i] for i in used[order].tolist()), place[operation], source, destination, nbytes, start[row], end[row],
-        tuple(once[i] for i in used[order].tolist()),
-        rings=any(type_of(names[i]).traffic is Traffic.RING for i in used), roots=bool(roots), unsized=_unsized(rows, names),
+        tuple(f"{name} {axis}".rstrip() for name, axis in by_bytes), types, place[operation], source, destination, nbytes,
+        start[row], end[row], tuple(once[i] for i in used[order].tolist()),
+        rings=any(kind.traffic is Traffic.RING for kind in types), roots=bool(roots), unsized=_unsized(rows, names),
         ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
         node=np.array(trace.nodes, np.int64)[ends.rank[shown]] if len(set(trace.nodes)) > 1 else np.empty(0, np.int64),
     )  # fmt: skip
+
+
+def _operations(rows: Any, names: list[str]) -> tuple[NDArray[np.int64], list[tuple[str, str]]]:
+    """Return the number of each row's operation, and by number the name of each operation and its axis in a mesh."""
+    axes = [axis_of(text) for text in names]
+    different = list(dict.fromkeys(axes))
+    axis = np.array([different.index(axis) for axis in axes], np.int64)[rows["group"]]
+    pairs, which = np.unique(np.stack([rows["name"], axis]), axis=1, return_inverse=True)
+    return which.reshape(-1), [(names[name], different[place]) for name, place in pairs.T.tolist()]
 
 
 def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -213,7 +228,7 @@ def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
 
 def _unsized(rows: Any, names: list[str]) -> tuple[tuple[str, int], ...]:
     second = _travels(rows, names, Traffic.SECOND_END)
-    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second))
+    times = _times(rows, np.flatnonzero((rows["flags"] & UNSIZED != 0) & ~second), rows["name"])
     return tuple(sorted((names[number], count) for number, count in times.items()))
 
 
@@ -223,13 +238,14 @@ def _travels(rows: Any, names: list[str], how: Traffic) -> NDArray[np.bool_]:
     return np.array([type_of(names[number]).traffic is how for number in used.tolist()], bool)[place]
 
 
-def _times(rows: Any, used: NDArray[np.int64]) -> dict[int, int]:
-    """Return how often each operation was carried out, by name number; rows with the same group and match are one."""
-    some = rows[np.unique(used)]
+def _times(rows: Any, used: NDArray[np.int64], which: NDArray[Any]) -> dict[int, int]:
+    """Return how often each operation was carried out, by its number in `which`; a group and match count once."""
+    used = np.unique(used)
+    some, which = rows[used], which[used]
     alone = some["group"] == 0
     found: dict[int, int] = {}
-    for number in np.unique(some["name"]).tolist():
-        of_name = some["name"] == number
+    for number in np.unique(which).tolist():
+        of_name = which == number
         shared = some[of_name & ~alone]
         together = len(np.unique(np.stack([shared["group"].astype(np.int64), shared["match"]]), axis=1).T) if len(shared) else 0
         found[number] = together + int((of_name & alone).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ __all__ = ["COLOUR", "OUTLINE", "Message", "draw_messages", "messages"]
 COLOUR: Final = "#F4F5F7"  # light, in a dark outline: visible on bars, and on light and dark pages
 OUTLINE: Final = "#16191F"
 APART_PX: Final = 16  # with fewer pixels of width per message between the same two ranks, no arrows are drawn
+PASSING_PX: Final = 64  # the same for the messages that pass over one rank's row on their way between other ranks
 MOST: Final = 200  # arrows in one figure
 
 
@@ -110,18 +112,30 @@ def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: 
     if ((data["kind"] == COMMUNICATION) & (data["peer"] >= 0)).sum() > 3 * MOST:
         return False  # a message has two or three spans
     found = messages(trace)
-    pairs = [tuple(sorted((m.source, m.destination))) for m in found]
-    if not found or max(pairs.count(pair) for pair in set(pairs)) > width_px / APART_PX or len(found) > MOST:
+    places = [
+        (
+            _middle(rows, m.source, m.on_cuda, COMMUNICATION_LANE),
+            _middle(rows, m.destination, m.on_cuda, COMPUTE_LANE if m.call else COMMUNICATION_LANE),
+        )
+        for m in found
+    ]
+    shown = [(m, start, end) for m, (start, end) in zip(found, places, strict=True) if start is not None and end is not None]
+    pairs = Counter(tuple(sorted((m.source, m.destination))) for m in found)
+    passed = Counter(row for _, *ends in shown for row in range(int(min(ends)) + 1, int(max(ends))))
+    if (
+        not shown
+        or len(found) > MOST
+        or max(pairs.values()) > width_px / APART_PX
+        or max(passed.values(), default=0) > width_px / PASSING_PX
+    ):
         return False
-    for m in found:
-        start = _middle(rows, m.source, m.on_cuda, COMMUNICATION_LANE)
-        end = _middle(rows, m.destination, m.on_cuda, COMPUTE_LANE if m.call else COMMUNICATION_LANE)
-        if start is None or end is None:
-            continue
+    for m, start, end in shown:
         x = [(t - trace.start_ns) / unit_ns for t in (m.sent_ns, m.arrived_ns)]
+        thin = 1.0 if abs(int(start) - int(end)) == 1 else 0.7  # an arrow over the rows of other ranks hides less of them
         arrow = FancyArrowPatch(
-            (x[0], top + start), (x[1], top + end), arrowstyle="-|>", mutation_scale=6, linewidth=0.8, color=COLOUR, zorder=4,
-            shrinkA=0, shrinkB=0, label="message", path_effects=[withStroke(linewidth=1.8, foreground=OUTLINE)],
+            (x[0], top + start), (x[1], top + end), arrowstyle="-|>", mutation_scale=6, linewidth=0.8 * thin, color=COLOUR,
+            zorder=4, shrinkA=0, shrinkB=0, label="message",
+            path_effects=[withStroke(linewidth=1.8 * thin, foreground=OUTLINE)],
         )  # fmt: skip
         ax.add_patch(arrow)
     return True

@@ -61,10 +61,10 @@ def timeline(
     """Draw what each rank did over time: a row per rank, compute above communication, so that overlap is visible.
 
     Bars narrower than a pixel are drawn as hairlines where they cover nothing more important. A rank with activity on
-    both GPU and CPU has a row for each; a rank with several TensorFlow devices has a row for each of them. Messages are
-    drawn as arrows from sender to receiver if there are few enough. For a pipeline, whose ranks compute numbered
-    micro-batches ("forward 3") and pass them on, the title shows the bubble: the share of all ranks' time without
-    compute.
+    both GPU and CPU has a row for each; a rank with several TensorFlow devices has a row for each of them. Operations
+    of a device mesh are named with their axis: "all_reduce tp". Messages are drawn as arrows from sender to receiver if
+    there are few enough. For a pipeline, whose ranks compute numbered micro-batches ("forward 3") and pass them on, the
+    title shows the bubble: the share of all ranks' time without compute.
 
     Args:
         runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
@@ -279,6 +279,7 @@ class _Timeline:
                 color = INKS["dark" if chip else ink(style)]
                 self.ax.text(
                     x, top + height / 2, text, color=color, fontsize=TEXT_PT, ha="center", va="center", clip_on=True, bbox=chip,
+                    zorder=5,  # over the arrows of messages
                 )  # fmt: skip
 
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:

@@ -14,7 +14,7 @@ from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
 from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import view_of
-from labkit.recording.operations import type_of
+from labkit.recording.operations import OperationType
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -61,8 +61,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
-    operations with less than a hundredth of the bytes are drawn as one. Operations of unknown size are listed below the
-    figure; "?" then stands between ranks of which nothing is known.
+    operations with less than a hundredth of the bytes are drawn as one. Those of a device mesh are counted by axis.
+    Operations of unknown size are listed below the figure; "?" then stands between ranks of which nothing is known.
 
     Args:
         run: a run or a trace.
@@ -168,7 +168,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
     edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
     moved = over_time(flows, edges)
     shown = _shown(flows)
-    looks = _looks(flows.name[:shown])
+    looks = _looks(flows.name[:shown], flows.type)
     if len(moved) > shown:
         moved = np.vstack([moved[:shown], moved[shown:].sum(axis=0)])
         looks.append({"facecolor": OTHERS})
@@ -186,11 +186,11 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
     ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s]")
 
 
-def _looks(names: Sequence[str]) -> list[dict[str, Any]]:
+def _looks(names: Sequence[str], types: Sequence[OperationType]) -> list[dict[str, Any]]:
     """Return each operation's colour, with a texture if an operation earlier in the alphabet has the same colour."""
     found, used = {}, Counter[str]()
-    for name in sorted(names):
-        colour = type_of(name).colour
+    for name, kind in sorted(zip(names, types, strict=False), key=lambda pair: pair[0]):
+        colour = kind.colour
         light = sum(int(colour[i : i + 2], 16) for i in (1, 3, 5)) > 3 * 128
         found[name] = {"facecolor": colour, "hatch": TEXTURES[used[colour]], "edgecolor": INKS["dark" if light else "light"]}
         used[colour] += 1

@@ -74,6 +74,8 @@ def in_words(gain: Gain, gains: Gains) -> str:
     unit, unit_ns = unit_of(gains.step_ns)
     saved, step = (f"{three_digits(ns / unit_ns)} {unit}" for ns in (abs(gain.saved_ns), gains.step_ns))
     words = f"saves {saved} of {step}" if gain.saved_ns >= 0 else f"costs {saved}"
+    if abs(gain.saved_ns) < 0.005 * unit_ns:
+        return "saves nothing"
     return words + (" (within the spread)" if gain.in_spread else "")
 
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import Final
 
 __all__ = [
-    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "call_key", "creation_key", "ends_of", "kind_of", "of_ranks", "pair_key",
-    "ranks_of", "rendezvous_key", "size_of", "store_key", "where_of",
+    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "axis_of", "call_key", "creation_key", "ends_of", "kind_of", "of_ranks",
+    "pair_key", "ranks_of", "rendezvous_key", "size_of", "store_key", "where_of",
 ]  # fmt: skip
 
 
@@ -83,6 +83,17 @@ def ranks_of(key: str) -> list[int] | None:
     """Return the ranks of a process group that exists or is being created; None for all ranks."""
     listed = re.search(r" of ranks ([\d,]+)$", key)
     return [int(number) for number in listed[1].split(",")] if listed else None
+
+
+@lru_cache(maxsize=1 << 12)
+def axis_of(key: str) -> str:
+    """Return the axis of a device mesh along which a group or a pair communicates; "" if torch names none.
+
+    torch describes the groups of a mesh by their axes, as "mesh_tp". A mesh with a single axis may consist of the whole
+    world, whose group has no axis ("mesh_default" on a machine with GPUs).
+    """
+    named = re.search(r" mesh_(?!default\b)(\S+)", key)
+    return named[1] if named else ""
 
 
 def ends_of(key: str) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
 from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
 
-__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for", "selected"]
+__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for"]
 
 
 class AsRecorded(Enum):
@@ -122,7 +122,7 @@ def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
     return rules
 
 
-def selected(graph: Graph, name: str) -> NDArray[np.bool_]:
+def _selected(graph: Graph, name: str) -> NDArray[np.bool_]:
     """Return for each span whether it has this name, perhaps followed by a number or a function: "backward 3"."""
     names = [one == name or one.startswith(f"{name} ") for one in graph.trace.columns.names]
     found: NDArray[np.bool_] = np.array(names, bool)[graph.trace.columns.data["name"]]
@@ -137,7 +137,7 @@ def _names(graph: Graph, *, operations: bool = False) -> list[str]:
 
 def _operations(graph: Graph, name: str, rank: int | None) -> list[int]:
     data = graph.trace.columns.data
-    chosen = selected(graph, name) & (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    chosen = _selected(graph, name) & (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
     if rank is not None:
         chosen &= data["rank"] == rank
     found: list[int] = chosen.nonzero()[0].tolist()
@@ -155,7 +155,7 @@ def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
     data = graph.trace.columns.data
     factor = np.full(len(data) + 1, np.nan)  # the last entry is for work outside of spans
     for name, times, _ in _factors(changes):
-        which = selected(graph, name)
+        which = _selected(graph, name)
         if not which.any():
             raise ValueError(f"replay: no span is named {name!r}; {did_you_mean(name, _names(graph))}")
         factor[:-1][which if changes.rank is None else which & (data["rank"] == changes.rank)] = times
@@ -216,7 +216,7 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
     data = graph.trace.columns.data
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     blocking = (data["wait_start_ns"] == data["start_ns"]).tolist()
-    inside = selected(graph, "backward")
+    inside = _selected(graph, "backward")
     for row in _operations(graph, "all_reduce", None):
         around = graph.parent[row]
         if around >= 0 and inside[around] and not blocking[row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import numbers
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -130,7 +131,10 @@ class Trace:
         if self.end_ns < self.start_ns:
             raise ValueError(f"a trace from {self.start_ns} to {self.end_ns} ns: the end lies before the start")
         self.profile = tuple(profile)
-        self.waits = np.empty(0, WAITS) if waits is None else waits[np.argsort(waits["time_ns"], kind="stable")]
+        waits = np.empty(0, WAITS) if waits is None else waits
+        if getattr(waits, "dtype", None) != WAITS:
+            raise TypeError(f"Trace(waits={reprlib.repr(waits)}): expected an array of `labkit.recording.events.WAITS`")
+        self.waits = waits[np.argsort(waits["time_ns"], kind="stable")]
 
     @property
     def ranks(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from labkit.group.group import Group
 from labkit.group.run import Run
+from labkit.recording.group_keys import axis_of
 from labkit.tracing.trace import Trace
 
 pytestmark = pytest.mark.processes
@@ -115,9 +116,27 @@ def through_a_mesh() -> None:
 
 
 def test_the_groups_of_a_mesh(four: Group) -> None:
-    assert reported(four.run(through_a_mesh)) == {
-        rank: [("broadcast", 2 + rank % 2, -1, 2), ("all_reduce", -1, -1, 2)] for rank in range(4)
-    }
+    run = four.run(through_a_mesh)
+    assert reported(run) == {rank: [("broadcast", 2 + rank % 2, -1, 2), ("all_reduce", -1, -1, 2)] for rank in range(4)}
+    axes = {(span.name, axis_of(span.group)) for span in run.trace.filter(kind="communication") if span.group}
+    assert axes >= {("broadcast", "data"), ("all_reduce", "tensor")}
+
+
+def along_a_pipeline() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))["stage"].get_group()
+    if dist.get_rank(stages):
+        dist.recv(torch.ones(NBYTES // 4), group=stages, group_src=0)
+    else:
+        dist.send(torch.ones(NBYTES // 4), group=stages, group_dst=1)
+
+
+def test_messages_along_a_mesh_know_their_axis(four: Group) -> None:
+    spans = [span for span in four.run(along_a_pipeline).trace if span.name in ("send", "recv")]
+    assert {(span.name, span.peer - span.rank, axis_of(span.group)) for span in spans} == {
+        ("send", 1, "stage"), ("recv", -1, "stage"),
+    }  # fmt: skip
 
 
 def the_first_of_rpc(store: str) -> None:

@@ -40,12 +40,12 @@ def coordinates_by_strides(rank, shape):
     return [rank // prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
 
 
-@wrong("coordinates", "in reverse order")
+@wrong("coordinates", "in reverse order", cure="belongs to the first axis")
 def coordinates_reversed(rank, shape):
     return coordinates(rank, shape)[::-1]
 
 
-@wrong("coordinates", "your first axis runs fastest")
+@wrong("coordinates", "your first axis runs fastest", cure="begin with the last axis")
 def coordinates_first_axis_fastest(rank, shape):
     return coordinates(rank, shape[::-1])[::-1]
 
@@ -65,7 +65,7 @@ def coordinates_of_two_axes(rank, shape):
     return list(divmod(rank, shape[-1]))
 
 
-@wrong("coordinates", "count from 0")
+@wrong("coordinates", "count from 0", cure="rank 0 is at 0")
 def coordinates_from_one(rank, shape):
     return [place + 1 for place in coordinates(rank, shape)]
 
@@ -75,7 +75,7 @@ def coordinates_as_floats(rank, shape):
     return [place / 1 for place in coordinates(rank, shape)]
 
 
-@wrong("coordinates", "after how many ranks does the one before it change")
+@wrong("coordinates", "after how many ranks does the one before it change", cure="the remainder is the last coordinate")
 def coordinates_always_zero(rank, shape):
     return [0] * len(shape)
 
@@ -288,14 +288,14 @@ def average_in_one_message(gradients, mesh):
         gradient.copy_(part.view_as(gradient) / mesh["dp"].size())
 
 
-@wrong("average_over_dp", "averaged over all ranks")
+@wrong("average_over_dp", "averaged over all ranks", cure='mesh.get_group("dp")')
 def average_over_the_world(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
 
 
-@wrong("average_over_dp", "but not divided in place")
+@wrong("average_over_dp", "but not divided in place", cure="`g /= n`")
 def sum_over_dp(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient, group=mesh.get_group("dp"))
@@ -308,14 +308,14 @@ def average_by_the_world_size(gradients, mesh):
         gradient /= dist.get_world_size()
 
 
-@wrong("average_over_dp", "the sum over all ranks is divided by the size of the dp axis")
+@wrong("average_over_dp", "the sum over all ranks is divided by the size of the dp axis", cure='mesh.get_group("dp")')
 def world_by_the_axis_size(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient)
         gradient /= mesh["dp"].size()
 
 
-@wrong("average_over_dp", "added over all ranks")
+@wrong("average_over_dp", "added over all ranks", cure="divide by its size")
 def sum_over_the_world(gradients, mesh):
     for gradient in gradients:
         dist.all_reduce(gradient)
@@ -340,9 +340,15 @@ def average_of_nothing(gradients, mesh):
     average_returned(gradients, mesh)
 
 
-@wrong("average_over_dp", "the first gradient is right")
+@wrong("average_over_dp", "the first gradient is right", cure="each of them")
 def average_of_the_first(gradients, mesh):
     average_over_dp(gradients[:1], mesh)
+
+
+@wrong("average_over_dp", "these are not the means", cure='mesh.get_group("dp")')
+def average_of_neighbours(gradients, mesh):
+    for gradient in gradients:
+        gradient /= 3
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

@@ -364,23 +364,28 @@ def resuming(restore=True, skip=True, count="before", save="every", more=False, 
     return train_unsafely
 
 
-wrong("train_safely", "although the folder has a checkpoint", resuming(restore=False))
-wrong("train_safely", "the checkpoint says that 0 steps are finished", resuming(count=""))
-wrong("train_safely", "reads the data from the beginning", resuming(skip=False))
-wrong("train_safely", "batch 3 is trained twice", resuming(count="after"))
-wrong("train_safely", "left no checkpoint", resuming(save="end"))
-wrong("train_safely", "it saves after every step, not after every 2", resuming(save="each"))
-wrong("train_safely", "how many are done at that moment?", resuming(save="odd"))
-wrong("train_safely", "the checkpoints are beside the folder", resuming(prefix=""))
-wrong("train_safely", "it makes too many steps", resuming(more=True))
+wrong("train_safely", "although the folder has a checkpoint", resuming(restore=False), cure="latest_checkpoint(folder)")
+wrong("train_safely", "the checkpoint says that 0 steps are finished", resuming(count=""), cure="add 1 to checkpoint.step")
+wrong("train_safely", "reads the data from the beginning", resuming(skip=False), cure="data.skip")
+wrong("train_safely", "batch 3 is trained twice", resuming(count="after"), cure="before you save")
+wrong("train_safely", "left no checkpoint", resuming(save="end"), cure="not only at the end")
+wrong("train_safely", "it saves after every step, not after every 2", resuming(save="each"), cure="a multiple of `every`")
+wrong("train_safely", "how many are done at that moment?", resuming(save="odd"), cure="count the step in checkpoint.step first")
+wrong("train_safely", "the checkpoints are beside the folder", resuming(prefix=""), cure="the folder and a slash")
+wrong("train_safely", "it makes too many steps", resuming(more=True), cure="steps - finished")
 
 
-@wrong("train_safely", "is it restored before the first step?")
+@wrong("train_safely", "is it restored before the first step?", cure="the weight as well as the step")
 def only_the_step(folder, checkpoint, data, train_step, steps, every):
     import tensorflow as tf
 
     number = tf.train.Checkpoint(step=checkpoint.step)
     train_safely(folder, number, data, train_step, steps, every)
+
+
+@wrong("train_safely", "it never trained batch 5", cure="until `steps` are done")
+def train_a_few(folder, checkpoint, data, train_step, steps, every):
+    train_safely(folder, checkpoint, data, train_step, min(steps, 3), every)
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

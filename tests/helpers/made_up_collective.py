@@ -78,7 +78,7 @@ def main() -> None:
         json.dumps(
             {
                 "recorded": recorded(), "matrix": flows.matrix().tolist(), "rings": flows.rings,
-                "colour": _looks(flows.name)[0]["facecolor"], "seconds": link.seconds("gossip", 8000, 4),
+                "colour": _looks(flows.name, flows.type)[0]["facecolor"], "seconds": link.seconds("gossip", 8000, 4),
                 "predicted": float(lab.predict.gossip(8000, ranks=4, link=link)), "mismatch": mismatch_in_words(sides)[0],
                 "deadlock": deadlock and deadlock_in_words(deadlock, ["rank 0", "rank 1"])[0], "reduced": unequal(),
             }

@@ -16,7 +16,7 @@ from synthetic import MS, Book, data_parallel, many, master_and_workers
 import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
-from labkit.plots.bars import STYLES, Bars, blend, captioned, coverage, lanes
+from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
 from labkit.plots.explorer.window import EXACT, Windows
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Scalar, Span, Trace
@@ -358,6 +358,32 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
         "rank 1  ·  in 500 µs, mostly: exposed communication",
         "each narrower than a pixel: zoom in to see them",
     ]
+
+
+@needs_node
+@pytest.mark.processes
+def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
+    """In the details of a bar, and in its caption as in the figure's."""
+    group = "group 3 mesh_tp of ranks 0,1"
+    spans = [Span(r, "all_reduce", "communication", 0, 4 * MS, group=group, match=1, nbytes=4_190_000) for r in (0, 1)]
+    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+    explorer, widths = lab.explore(trace), [1, 2, 12, 13, 20, 21]
+    program = f"""
+        {layer_of(trace, tmp_path)}
+        const about = {json.dumps(explorer.about)};
+        const bar = layer.bar(layer.firstAfter(layer.lanes.get(1)[1], 0), 1);
+        const captions = {widths}.map((characters) => {{
+            const drawn = [""];
+            const pen = {{ measureText: (text) => ({{ width: text.length }}), fillText: (text) => drawn.push(text) }};
+            page.Picture.prototype.caption.call({{ about, width: 1000 }}, pen, bar, 0, 0, characters + 4, 20);
+            return drawn.at(-1);
+        }});
+        console.log(JSON.stringify([captions, page.barInWords(bar, about).at(-1)]));"""
+    captions, where = in_node(tmp_path, program)
+    explorer.close()
+    communication = lanes(trace, 1)[1]
+    assert captions == [caption(trace, 0, communication, characters) for characters in widths]
+    assert where == "among all 2 ranks  ·  along tp"
 
 
 @needs_node

@@ -343,6 +343,17 @@ def test_a_bar_is_labelled_if_there_is_room():
     assert {t.get_text() for t in timeline(trace).texts} >= {"forward", "all_reduce 4.19 MB"}
 
 
+def test_a_bar_of_a_mesh_names_its_axis():
+    b = book()
+    b.travel(0, "all_reduce", 5, 9, nbytes=4_190_000, group="group 3 mesh_tp of ranks 0,1", match=1)
+    trace = b.done()
+    communication = lanes(trace, 0)[1]
+    assert [caption(trace, 0, communication, n) for n in (1, 2, 12, 13, 20, 21)] == [
+        "", "tp", "tp", "all_reduce tp", "all_reduce tp", "all_reduce tp 4.19 MB",
+    ]  # fmt: skip
+    assert "all_reduce tp 4.19 MB" in {t.get_text() for t in timeline(trace).texts}
+
+
 def test_texts_are_left_out_where_rows_are_too_low():
     assert not [t for t in timeline(data_parallel(24, 1)).texts if t.get_text() == "forward"]
 

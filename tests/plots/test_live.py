@@ -237,6 +237,14 @@ def test_operations_under_way_reach_up_to_now():
     assert "send" in texts(page)
 
 
+def test_an_operation_of_a_mesh_names_its_axis():
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(400 * MS, part(), [[pending("recv", 100, 100, group="p2p 1>0 tag 0 group 3 mesh_pp of ranks 0,1")], []])
+    assert "recv pp" in texts(album.pages[-1])
+
+
 def test_a_long_wait_is_shown_with_its_time_and_in_bold():
     album = Album()
     live = Live(album, lambda: 0)

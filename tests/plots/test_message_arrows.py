@@ -10,6 +10,7 @@ import pytest
 mpl.use("agg")
 
 from matplotlib.patches import FancyArrowPatch
+from matplotlib.text import Text
 
 from labkit.plots.message_arrows import Message, messages
 from labkit.plots.timeline import timeline
@@ -105,3 +106,32 @@ def test_between_gpus_messages_go_from_gpu_row_to_gpu_row():
     book.travel(0, "send", 6, 8, peer=1, **shared)
     book.travel(1, "recv", 5, 8, peer=0, **shared)
     assert arrows(timeline(book.trace(2))) == [(6, 0.75, 8, 2.75)]
+
+
+def two_stages_of_four_ranks(micro_batches: int) -> Trace:
+    """A mesh of eight ranks, whose first four send each micro-batch to the last four."""
+    book = Book()
+    for rank in range(4):
+        group = f"p2p {rank}>{rank + 4} tag 0 group 1 mesh_pp of ranks {rank},{rank + 4}"
+        for i in range(micro_batches):
+            book.travel(rank, "send", 4 * i, 4 * i + 3, peer=rank + 4, group=group, match=i)
+            book.travel(rank + 4, "recv", 4 * i, 4 * i + 3, peer=rank, group=group, match=i)
+    return book.trace(8, start_ns=0)
+
+
+def test_few_arrows_may_pass_over_the_rows_of_other_ranks():
+    assert len(arrows(timeline(two_stages_of_four_ranks(3)))) == 12
+    assert arrows(timeline(two_stages_of_four_ranks(8))) == []  # 24 pass over the rows in the middle; 8 per pair would do
+    assert len(arrows(timeline(schedule("gpipe", stages=8, micro_batches=8, communication=0.5)))) == 112  # between neighbours
+
+
+def test_eight_ranks_are_readable_at_1000_pixels():
+    ax = timeline(two_stages_of_four_ranks(3))
+    ax.figure.canvas.draw()
+    px_per_pt = 1000 / 72 / ax.figure.get_figwidth()
+    texts = [text for text in ax.figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert min(text.get_fontsize() for text in texts) * px_per_pt >= 9
+    captions = [text for text in ax.texts if text.get_text() == "send pp"]
+    heads = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
+    assert len(captions) == 12
+    assert min(text.zorder for text in captions) > max(arrow.zorder for arrow in heads)

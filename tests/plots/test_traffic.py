@@ -453,3 +453,19 @@ def test_a_long_title_ends_before_the_title_of_the_matrix():
     assert "\n" in left.get_title(loc="left")
     assert over.x1 < beside.x0
     assert over.y1 <= figure.bbox.y1
+
+
+def test_the_operations_of_a_mesh_are_counted_by_axis():
+    book = Book()
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        rank = 2 * row + column
+        along = {"tp": [2 * row, 2 * row + 1], "dp": [column, column + 2]}
+        for i, (axis, nbytes) in enumerate((("tp", 3000), ("dp", 1000), ("tp", 3000))):
+            group = f"group {axis} mesh_{axis} of ranks {','.join(map(str, along[axis]))}"
+            book.travel(rank, "all_reduce", 2 * i, 2 * i + 1, nbytes=nbytes, group=group, match=i)
+    trace = book.trace(4, start_ns=0, end_ns=10 * MS)
+    flows = flows_of(trace)
+    assert (flows.name, flows.count) == (("all_reduce tp", "all_reduce dp"), (4, 2))
+    assert flows.by_operation().tolist() == [24000, 4000]  # in a ring of two, each rank sends as many bytes as there are
+    assert flows.matrix()[0].tolist() == [0, 6000, 1000, 0]
+    assert legend(traffic(trace)) == ["all_reduce tp: 4 ×, 24.0 kB", "all_reduce dp: 2 ×, 4.00 kB"]

@@ -12,7 +12,7 @@ from labkit.plots.what_helps import COSTS, SAVES, what_helps
 from labkit.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
-from replayed import ONE_GBIT, blocking, waited  # isort: skip
+from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
 from synthetic import MS, Book, alone, data_parallel  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("plain")
@@ -46,6 +46,13 @@ def test_what_is_within_the_spread_is_pale_and_says_so() -> None:
     axes = what_helps(book.trace(1, end_ns=int(start * MS)))
     assert [bar.get_alpha() for bar in axes.patches] == [1.0, 0.35]
     assert [("within the spread" in text.get_text()) for text in axes.texts] == [False, True]
+
+
+def test_what_saves_nothing_says_so() -> None:
+    axes = what_helps(replay(beside(), link=ONE_GBIT))  # all communication is hidden behind the backward pass
+    words = dict(zip([tick.get_text() for tick in axes.get_yticklabels()], [text.get_text() for text in axes.texts], strict=True))
+    assert words["communication takes no time"] == "saves nothing"
+    assert words["backward twice as fast"] == "saves 10.0 ms of 22.0 ms"
 
 
 def test_a_run_without_steps_saves_per_run() -> None:

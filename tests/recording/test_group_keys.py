@@ -8,6 +8,7 @@ from labkit.recording.group_keys import (
     DIST_BACKWARD,
     TENSORFLOW,
     GroupKind,
+    axis_of,
     call_key,
     creation_key,
     ends_of,
@@ -52,6 +53,13 @@ def test_what_was_put_into_a_key_is_read_from_it() -> None:
     assert where_of(store_key("model/ready")) == "for key 'model/ready'"
     assert where_of(pair_key(0, 1, 7)) == "with tag 7"
     assert where_of(call_key(0, 1)) == where_of(pair_key(0, 1, 0)) == ""
+
+
+def test_groups_and_pairs_of_a_mesh_name_their_axis() -> None:
+    group = of_ranks("group 7 mesh_tp", [0, 1])
+    assert axis_of(group) == axis_of(pair_key(0, 1, 0, group)) == "tp"
+    assert axis_of("group 3 mesh_dp_cp of world 2 of ranks 0,1") == "dp_cp"
+    assert [axis_of(key) for key in ("world", "", "group 1 mesh_default of ranks 0,1", "group 1 my_mesh")] == [""] * 4
 
 
 def test_both_ends_of_a_pair_have_one_key_and_tags_and_groups_differ() -> None:

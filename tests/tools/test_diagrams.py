@@ -2,11 +2,13 @@
 
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 
+from labkit.plots.bars import STYLES
 from tools.diagrams.collectives import COLLECTIVES, RANKS
 from tools.diagrams.draw import IMAGES, all_diagrams
-from tools.diagrams.kit import INK, Diagram
+from tools.diagrams.kit import INK, SHARES, Diagram
 
 DIAGRAMS = all_diagrams()
 SVG = "{http://www.w3.org/2000/svg}"
@@ -63,6 +65,27 @@ def test_the_text_in_a_box_is_readable_on_its_fill(name):
             assert contrast(part.get("fill"), boxes["last"].get("fill")) > 3.2, part.text
             texts += 1
     assert texts or name == "10_shards"  # its boxes have no text
+
+
+def test_what_is_done_and_who_does_it_have_different_colours():
+    """A rank's colour is far from those of the timelines: here, in red, green and blue from 0 to 255."""
+
+    def channels(color):
+        return np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
+
+    for share in SHARES:
+        for name, style in STYLES.items():
+            assert np.linalg.norm(channels(share) - channels(style.colour)) > 50, f"{share} is like {name}"
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_a_box_that_names_a_rank_has_no_colour_of_the_timelines(name):
+    filled = ""
+    for part in ET.fromstring(DIAGRAMS[name].svg()):
+        if part.tag == f"{SVG}rect":
+            filled = part.get("fill")
+        elif part.tag == f"{SVG}text" and part.get("fill") in ("#111111", "#ffffff") and part.text.startswith("rank "):
+            assert filled not in {style.colour for style in STYLES.values()}
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

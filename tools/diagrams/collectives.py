@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, SHARES, Diagram
+from tools.diagrams.kit import COMMUNICATION, PART_OF_SUM, SHARES, SUM, Diagram
 
 __all__ = ["diagrams"]
 
@@ -15,7 +15,6 @@ GAP: Final = 4
 PANEL: Final = RANKS * (CELL + GAP)
 ROW: Final = 40
 TOP: Final = 58
-SUM: Final = "#56B4E9"  # what came about by adding
 
 # A cell is a text and a colour; a rank has a row of four, None where it has nothing.
 Cell = tuple[str, str] | None
@@ -128,9 +127,10 @@ def ring() -> Diagram:
             picture.box(x - 5, y - 5, panel + 6, cell + 10, radius=6)
             for part, who in enumerate(held):
                 text = "".join("ABC"[r] for r in sorted(who))
+                fill = SUM if len(who) == 3 else PART_OF_SUM if len(who) == 2 else SHARES[min(who)]
                 changed = number > 0 and states[number - 1][rank][part] != who
                 picture.box(
-                    x + part * 38, y, cell, cell, text if len(who) < 3 else "Σ", fill=SUM if len(who) == 3 else BLUE,
+                    x + part * 38, y, cell, cell, text if len(who) < 3 else "Σ", fill=fill,
                     outline=COMMUNICATION if changed else "", size=12, radius=3,
                 )  # fmt: skip
     for rank, name in enumerate(names):

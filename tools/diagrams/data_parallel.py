@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, GOLD, OLIVE, OPTIMIZER, PINK, SUM, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
-FORWARD: Final = "#56B4E9"
-MEAN: Final = GREEN
+MEAN: Final = SUM
 
 
 def replicas() -> Diagram:
@@ -20,13 +19,13 @@ def replicas() -> Diagram:
     )  # fmt: skip
     picture.text(80, 20, "batch: 64 digits", size=14, bold=True)
     for row in range(2):
-        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=(BLUE, ORANGE)[row], radius=3)
+        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=(VIOLET, GOLD)[row], radius=3)
     for row in range(2):
         y = 34 + row * 104
         picture.box(250, y, 370, 92, radius=8)
         picture.text(266, y + 16, f"rank {row}", anchor="start", size=14, bold=True)
         for place, layer in enumerate(("conv1", "conv2", "fc1", "fc2")):
-            picture.box(270 + place * 86, y + 34, 76, 40, layer, fill=PURPLE, size=13)
+            picture.box(270 + place * 86, y + 34, 76, 40, layer, fill=PINK, size=13)
         picture.arrow((138, 84 + row * 92), (242, y + 54), color=COMMUNICATION)
     picture.text(435, 14, "the same weights on both", size=13)
     return picture
@@ -41,11 +40,11 @@ def average() -> Diagram:
     )  # fmt: skip
     for x, title in ((155, "after backward"), (375, "after all_reduce"), (595, "divided by p = 2")):
         picture.text(x, 16, title, size=14, bold=True)
-    for row, (letter, colour) in enumerate((("g₀", BLUE), ("g₁", ORANGE))):
+    for row, (letter, colour) in enumerate((("g₀", VIOLET), ("g₁", GOLD))):
         y = 42 + row * 76
         picture.text(52, y + 26, f"rank {row}", anchor="end", size=14)
         picture.box(90, y, 130, 52, f"{letter}\nof 32 digits", fill=colour)
-        picture.box(310, y, 130, 52, "g₀ + g₁\nthe sum", fill=FORWARD)
+        picture.box(310, y, 130, 52, "g₀ + g₁\nthe sum", fill=SUM)
         picture.box(530, y, 130, 52, "(g₀ + g₁) / 2\nof all 64 digits", fill=MEAN, size=13)
         picture.arrow((448, y + 26), (522, y + 26))
     for start in (0, 1):
@@ -64,8 +63,8 @@ def buckets() -> Diagram:
     )  # fmt: skip
     top, height = 56.0, 46.0
     picture.text(14, 20, "compute", anchor="start", size=14, bold=True)
-    bars = (("forward", 14, 130, FORWARD), ("fc2", 148, 60, BLUE), ("fc1", 212, 90, BLUE), ("conv2", 306, 160, BLUE))
-    for text, x, width, fill in (*bars, ("conv1", 470, 90, BLUE), ("optimizer", 654, 92, GREEN)):
+    bars = (("forward", 14, 130, FORWARD), ("fc2", 148, 60, BACKWARD), ("fc1", 212, 90, BACKWARD), ("conv2", 306, 160, BACKWARD))
+    for text, x, width, fill in (*bars, ("conv1", 470, 90, BACKWARD), ("optimizer", 654, 92, OPTIMIZER)):
         picture.box(x, top, width, height, text, fill=fill, size=13, radius=3)
     picture.line((148, 44), (148, 38), (560, 38), (560, 44))
     picture.text(354, 24, "backward, from the last layer to the first", size=13)
@@ -88,14 +87,14 @@ def nn_dataparallel() -> Diagram:
     )  # fmt: skip
     picture.box(8, 8, 684, 254, radius=10, dashed=True)
     picture.text(24, 28, "one process, one interpreter lock", anchor="start", size=13)
-    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=BLUE, size=13)
+    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=VIOLET, size=13)
     for number in (1, 2, 3):
         y = 40 + (number - 1) * 74
-        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=ORANGE, size=13)
+        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=GOLD, size=13)
         picture.arrow((198, 98 + number * 11), (522, y + 20), color=COMMUNICATION, bend=6)
-        picture.arrow((522, y + 42), (198, 138 + number * 11), color=GREEN, bend=6)
+        picture.arrow((522, y + 42), (198, 138 + number * 11), color=OLIVE, bend=6)
     picture.text(360, 54, "whole model, part of the batch", size=13, color=COMMUNICATION)
-    picture.text(360, 234, "outputs, gradients", size=13, color=GREEN)
+    picture.text(360, 234, "outputs, gradients", size=13, color=OLIVE)
     return picture
 
 
@@ -114,8 +113,8 @@ def link_cost() -> Diagram:
     start, end = (left, 176.0), (560.0, 52.0)
     picture.line((left, 176), (560, 176), dashed=True)
     picture.line(start, end, color=COMMUNICATION, width=3)
-    picture.arrow((left - 20, bottom), (left - 20, 176), color=GREEN)
-    picture.text(left - 32, 198, "α", anchor="end", size=18, bold=True, color=GREEN)
+    picture.arrow((left - 20, bottom), (left - 20, 176), color=OLIVE)
+    picture.text(left - 32, 198, "α", anchor="end", size=18, bold=True, color=OLIVE)
     picture.arrow((560, 176), (560, 58), color=COMMUNICATION)
     picture.text(550, 120, "n / B", anchor="end", size=16, bold=True, color=COMMUNICATION)
     picture.text(200, 198, "small: mostly latency", size=13)
@@ -140,7 +139,7 @@ def break_even() -> Diagram:
     for number, (name, compute, communication) in enumerate(rows):
         y = 34 + number * 56
         picture.text(left - 8, y + 20, name, anchor="end", size=12)
-        picture.box(left, y, compute, 40, "compute", fill=BLUE, radius=3)
+        picture.box(left, y, compute, 40, "compute", fill=COMPUTE, radius=3)
         if communication:
             words = "all_reduce" if communication > 100 else "all-red."
             picture.box(left + compute + 2, y, communication, 40, words, fill=COMMUNICATION, size=13, radius=3)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import SHARES, Diagram
+from tools.diagrams.kit import COMMUNICATION, SHARES, Diagram
 
 __all__ = ["diagrams"]
 
-TENSOR, DATA, PIPELINE = SHARES[0], SHARES[2], SHARES[1]  # the colour of an axis
 WIDE, HIGH = 120.0, 48.0
 
 
@@ -23,12 +22,12 @@ def mesh() -> Diagram:
         picture.box(110 + 210 * column, 48 + 110 * row, WIDE, HIGH, f"rank {rank}\n({row}, {column})", fill=SHARES[column])
     for row in range(2):
         y = 72 + 110 * row
-        _both_ways(picture, (234, y), (316, y), TENSOR, "tp")
+        _both_ways(picture, (234, y), (316, y), "tp")
         picture.text(100, y, f"data {'AB'[row]}", anchor="end", size=14, bold=True)
         picture.text(450, y, "one model in two parts", anchor="start", size=13)
     for column in range(2):
         x = 170 + 210 * column
-        _both_ways(picture, (x, 100), (x, 154), DATA, "dp")
+        _both_ways(picture, (x, 100), (x, 154), "dp")
         picture.text(x, 30, f"weights {'01'[column]}", size=14, bold=True)
         picture.text(x, 222, "the same weights", size=13)
     return picture
@@ -46,15 +45,15 @@ def pipeline() -> Diagram:
         picture.box(110 + 210 * column, 48 + 110 * row, WIDE, HIGH, f"rank {rank}\nstage {column}", fill=SHARES[column])
     for row in range(2):
         y = 72 + 110 * row
-        picture.arrow((234, y - 8), (316, y - 8), color=PIPELINE)
+        picture.arrow((234, y - 8), (316, y - 8), color=COMMUNICATION)
         picture.text(275, y - 20, "activations", size=12)
-        picture.arrow((316, y + 8), (234, y + 8), color=PIPELINE)
+        picture.arrow((316, y + 8), (234, y + 8), color=COMMUNICATION)
         picture.text(275, y + 20, "gradients", size=12)
         picture.text(100, y, f"data {'AB'[row]}", anchor="end", size=14, bold=True)
         picture.text(450, y, "one model in two stages", anchor="start", size=13)
     for column in range(2):
         x = 170 + 210 * column
-        _both_ways(picture, (x, 100), (x, 154), DATA, "dp")
+        _both_ways(picture, (x, 100), (x, 154), "dp")
         picture.text(x, 30, f"stage {column}", size=14, bold=True)
         picture.text(x, 222, "the same weights", size=13)
     return picture
@@ -77,10 +76,10 @@ def cube() -> Diagram:
                 rank = 4 * stage + 2 * row + column
                 text = f"rank {rank}\n({stage}, {row}, {column})"
                 picture.box(left + 16 + 166 * column, 52 + 106 * row, 98, HIGH, text, fill=SHARES[2 * stage + column], size=13)
-            _both_ways(picture, (left + 118, 76 + 106 * row), (left + 178, 76 + 106 * row), TENSOR, "tp")
+            _both_ways(picture, (left + 118, 76 + 106 * row), (left + 178, 76 + 106 * row), "tp")
         for column in range(2):
-            _both_ways(picture, (left + 65 + 166 * column, 104), (left + 65 + 166 * column, 154), DATA, "dp")
-    _both_ways(picture, (312, 129), (388, 129), PIPELINE, "pp", width=4)
+            _both_ways(picture, (left + 65 + 166 * column, 104), (left + 65 + 166 * column, 154), "dp")
+    _both_ways(picture, (312, 129), (388, 129), "pp", width=4)
     picture.text(350, 246, "each rank of stage 0 exchanges messages with the rank at its place in stage 1", size=13)
     return picture
 
@@ -105,23 +104,21 @@ def placement() -> Diagram:
                     left + 66 + 156 * place, y + 22, 94, 44, f"rank {2 * node + place}",
                     fill=SHARES[place if side == 0 else node],
                 )  # fmt: skip
-            color = TENSOR if inner == "tp" else DATA
-            _both_ways(picture, (left + 164, y + 44), (left + 218, y + 44), color, inner)
+            _both_ways(picture, (left + 164, y + 44), (left + 218, y + 44), inner)
         for place in range(2):
             x = left + 113 + 156 * place
-            color = TENSOR if outer == "tp" else DATA
-            _both_ways(picture, (x, 104), (x, 174), color, outer, width=4)
+            _both_ways(picture, (x, 104), (x, 174), outer, width=4)
     picture.line((380, 30), (380, 240), dashed=True)
     picture.text(380, 256, "the same colour: the same part of the weights", size=13)
     return picture
 
 
 def _both_ways(
-    picture: Diagram, start: tuple[float, float], end: tuple[float, float], color: str, text: str, *, width: float = 2
+    picture: Diagram, start: tuple[float, float], end: tuple[float, float], text: str, *, width: float = 2
 ) -> None:  # fmt: skip
     """Arrows in both directions, with the name of the axis beside them."""
-    picture.arrow(start, end, color=color, width=width)
-    picture.arrow(end, start, color=color, width=width)
+    picture.arrow(start, end, color=COMMUNICATION, width=width)
+    picture.arrow(end, start, color=COMMUNICATION, width=width)
     (x, y), (x2, y2) = start, end
     if x == x2:
         picture.text(x + 10, (y + y2) / 2, text, anchor="start", size=13, bold=True)

@@ -11,26 +11,34 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
+from labkit.plots.bars import STYLES
 from labkit.plots.style import CHIP
 
-__all__ = ["BLUE", "COMMUNICATION", "EMPTY", "GREEN", "INK", "ORANGE", "PURPLE", "SHARES", "STRIPES", "Diagram"]
+__all__ = [
+    "BACKWARD", "COMMUNICATION", "COMPUTE", "EMPTY", "FORWARD", "GOLD", "INK", "OLIVE", "OPTIMIZER", "PART_OF_SUM", "PINK",
+    "SHARES", "STRIPES", "SUM", "VIOLET", "Diagram",
+]  # fmt: skip
 
 INK: Final = "#787878"
-# Okabe and Ito's colours, "Color Universal Design", 2008.
-BLUE: Final = "#0072B2"
-ORANGE: Final = "#E69F00"
-GREEN: Final = "#009E73"
-PURPLE: Final = "#CC79A7"
-COMMUNICATION: Final = "#D55E00"
+# What is done has the colour that it has in the timelines.
+FORWARD, BACKWARD, OPTIMIZER, COMPUTE = (STYLES[name].colour for name in ("forward", "backward", "optimizer", "compute"))
+COMMUNICATION: Final = STYLES["exposed"].colour
+# Who does it, or has it, has one that nothing in the timelines has.
+VIOLET: Final = "#8E63C7"
+GOLD: Final = "#CCAA00"
+OLIVE: Final = "#7F8B2E"
+PINK: Final = "#CC79A7"
+SUM: Final = "#C8CCD4"
+PART_OF_SUM: Final = "#A4ABB8"
 EMPTY: Final = "none"
 STRIPES: Final = "url(#stripes)"  # as in the timelines: waiting for another rank
-SHARES: Final = (BLUE, ORANGE, GREEN, PURPLE)  # of ranks 0 to 3: what each of them has
+SHARES: Final = (VIOLET, GOLD, OLIVE, PINK)  # of ranks 0 to 3: what each of them has
 _STRIPES: Final = (
     f'<pattern id="stripes" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     f'<path d="M1,0 V7" stroke="{COMMUNICATION}" stroke-width="2"/></pattern>'
 )
 # Fills on which black is easier to read than white.
-_DARK_TEXT: Final = {ORANGE, PURPLE, STRIPES, "#56B4E9", "#7C93C9", "#F0E442"}
+_DARK_TEXT: Final = {GOLD, PINK, SUM, PART_OF_SUM, STRIPES, FORWARD, COMPUTE}
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 

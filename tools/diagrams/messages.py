@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, INK, SHARES, Diagram
+from tools.diagrams.kit import COMMUNICATION, INK, SHARES, SUM, Diagram
 
 __all__ = ["diagrams"]
 
@@ -101,7 +101,7 @@ def hierarchy() -> Diagram:
             picture.box(x - 4, y - 3, 80, 36)
             for half, text in enumerate(halves):
                 if text:
-                    picture.box(x + 37 * half, y, 34, 30, text, fill=BLUE if text == "Σ" else SHARES[rank], size=12)
+                    picture.box(x + 37 * half, y, 34, 30, text, fill=SUM if text == "Σ" else SHARES[rank], size=12)
         if number:
             picture.arrow((x - 78, 112), (x - 12, 112), color=COMMUNICATION)
     picture.line((10, 114), (690, 114), dashed=True, width=0.8)

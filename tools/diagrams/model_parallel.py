@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, INK, Diagram
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, INK, OLIVE, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
-FORWARD: Final = "#56B4E9"  # as in the timelines
 LAYERS: Final = ("conv1", "pool1", "relu1", "conv2", "pool2", "relu2", "flatten", "fc1", "relu3", "fc2")
 
 
@@ -27,7 +26,7 @@ def cut() -> Diagram:
         picture.text(x + whole / 2, top - 16, f"rank {rank}", size=13, bold=True)
         for number, name in enumerate(layers):
             left = x + 10 + number * (width + space)
-            picture.box(left, top + 20, width, 34, name, fill=BLUE if rank == 0 else GREEN, size=13)
+            picture.box(left, top + 20, width, 34, name, fill=VIOLET if rank == 0 else OLIVE, size=13)
             if number:
                 picture.line((left - space + 1, top + 37), (left - 1, top + 37))
         if rank == 0:
@@ -49,14 +48,14 @@ def autograd() -> Diagram:
         "Rank 0's graph ends at the activation, which is detached and sent. Rank 1's graph begins at what it receives, which "
         "requires a gradient, and ends at the loss. That gradient is sent back; rank 0's backward pass starts from it.",
     )  # fmt: skip
-    for x, words, fill in ((14.0, "rank 0", BLUE), (456.0, "rank 1", GREEN)):
+    for x, words, fill in ((14.0, "rank 0", VIOLET), (456.0, "rank 1", OLIVE)):
         picture.box(x, 34, 290, 120)
         picture.text(x + 145, 18, words, size=13, bold=True)
-        own = ["stage(x)", "activation"] if fill == BLUE else ["activation", "stage, loss"]
+        own = ["stage(x)", "activation"] if fill == VIOLET else ["activation", "stage, loss"]
         for number, text in enumerate(own):
-            picture.box(x + 14 + number * 146, 48, 116, 34, text, fill=fill if text != "activation" else FORWARD, size=13)
+            picture.box(x + 14 + number * 146, 48, 116, 34, text, fill=fill if text != "activation" else PINK, size=13)
         picture.line((x + 131, 65), (x + 159, 65))
-        mine = ["backward(gradient)", "gradient"] if fill == BLUE else ["activation.grad", "backward()"]
+        mine = ["backward(gradient)", "gradient"] if fill == VIOLET else ["activation.grad", "backward()"]
         for number, text in enumerate(mine):
             picture.box(x + 8 + number * 142, 106, 132, 34, text, size=12)
         picture.arrow((x + 149, 123), (x + 142, 123))
@@ -81,8 +80,8 @@ def step() -> Diagram:
     for rank, start, length, words, fill in (
         (0, 0.0, 3.0, "forward", FORWARD),
         (1, 3.5, 1.5, "forward", FORWARD),
-        (1, 5.0, 3.0, "backward", BLUE),
-        (0, 8.5, 5.5, "backward", BLUE),
+        (1, 5.0, 3.0, "backward", BACKWARD),
+        (0, 8.5, 5.5, "backward", BACKWARD),
     ):
         picture.box(left + unit * start, top + rank * row, unit * length - 2, bar, words, fill=fill, size=13, radius=2)
     for rank, start, length in ((0, 3.5, 4.5), (1, 0.0, 3.0), (1, 8.5, 5.5)):

@@ -6,11 +6,11 @@ from typing import Final
 
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, INK, ORANGE, Diagram
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, GOLD, INK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
-FORWARD: Final = "#56B4E9"  # as in the timelines
+LATER: Final = GOLD  # around passes of a rank's second stage
 ROW: Final = 36.0
 BAR: Final = 26.0
 LEFT: Final = 62.0
@@ -29,7 +29,7 @@ def stages() -> Diagram:
         picture.text(x + width / 2, top - 16, f"rank {rank}", size=13, bold=True)
         picture.box(x, top, width, 96)
         for number in range(2):
-            picture.box(x + 10, top + 10 + number * 40, width - 20, 34, f"block {2 * rank + number}", fill=BLUE, size=13)
+            picture.box(x + 10, top + 10 + number * 40, width - 20, 34, f"block {2 * rank + number}", fill=VIOLET, size=13)
         if rank < 3:
             picture.arrow((x + width + 4, top + 30), (x + width + space - 4, top + 30), color=COMMUNICATION)
             picture.arrow((x + width + space - 4, top + 66), (x + width + 4, top + 66), color=COMMUNICATION, dashed=True)
@@ -52,19 +52,20 @@ def timetable(trace: Trace, title: str, description: str, unit: float, *, text: 
             x, long = LEFT + unit * span.start_ns / 1e9, unit * span.duration_ns / 1e9
             way, number, *of_stage = span.name.split()
             forward, second = way == "forward", bool(of_stage) and int(of_stage[-1]) >= ranks
-            fill = (GREEN if second else FORWARD) if forward else (ORANGE if second else BLUE)
-            picture.box(x + 0.75, y, long - 1.5, BAR, number if text else "", fill=fill, size=11, radius=2)
+            picture.box(
+                x + 0.75, y, long - 1.5, BAR, number if text else "", fill=FORWARD if forward else BACKWARD,
+                outline=LATER if second else "", bold=second, size=11, radius=2,
+            )  # fmt: skip
     y = 24 + ranks * ROW
     several = any(" of stage" in span.name for span in trace.filter(kind="compute"))
-    legend = [(FORWARD, "forward"), (BLUE, "backward")]
+    legend = [(FORWARD, "forward", False), (BACKWARD, "backward", False)]
     if several:
         legend = [
-            (FORWARD, "forward, stages 0-3"), (GREEN, "forward, stages 4-7"),
-            (BLUE, "backward, stages 0-3"), (ORANGE, "backward, stages 4-7"),
-        ]  # fmt: skip
+            (fill, f"{way}, stages {4 * second}-{4 * second + 3}", second) for fill, way, _ in legend for second in (False, True)
+        ]
     x = LEFT
-    for fill, words in legend:
-        picture.box(x, y, 14, 14, fill=fill, radius=2)
+    for fill, words, second in legend:
+        picture.box(x, y, 14, 14, fill=fill, outline=LATER if second else "", radius=2)
         picture.text(x + 20, y + 7, words, anchor="start", size=12)
         x += 20 + 8.2 * len(words) + 14
     return picture
@@ -78,15 +79,15 @@ def zero_bubble() -> Diagram:
         "of the weights comes later, in a slot that would be idle.",
     )  # fmt: skip
     picture.text(14, 20, "usual", anchor="start", size=13, bold=True)
-    picture.box(110, 8, 220, 28, "backward 3", fill=BLUE)
+    picture.box(110, 8, 220, 28, "backward 3", fill=BACKWARD)
     picture.arrow((332, 22), (420, 22), color=COMMUNICATION)
     picture.text(428, 22, "to the previous rank", anchor="start", size=13)
     picture.text(14, 82, "divided", anchor="start", size=13, bold=True)
-    picture.box(110, 68, 108, 28, "input", fill=BLUE)
+    picture.box(110, 68, 108, 28, "input", fill=BACKWARD)
     picture.arrow((164, 98), (164, 134), color=COMMUNICATION)
     picture.text(176, 122, "to the previous rank, sooner", anchor="start", size=13)
     picture.box(226, 68, 130, 28, "other passes", dashed=True, size=13)
-    picture.box(364, 68, 108, 28, "weights", fill=GREEN)
+    picture.box(364, 68, 108, 28, "weights", fill=BACKWARD)
     picture.text(482, 82, "when there is time", anchor="start", size=13)
     return picture
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, INK, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
@@ -20,10 +20,10 @@ def call() -> Diagram:
     picture.line((100, 50), (184, 50))
     picture.line((580, 50), (690, 50))
     picture.line((100, 170), (690, 170))
-    picture.box(112, 34, 72, 32, "calls", fill=BLUE)
+    picture.box(112, 34, 72, 32, "calls", fill=COMPUTE)
     picture.box(184, 34, 396, 32, "waits", dashed=True)
-    picture.box(580, 34, 96, 32, "goes on", fill=BLUE)
-    picture.box(304, 154, 156, 32, "runs the function", fill=GREEN)
+    picture.box(580, 34, 96, 32, "goes on", fill=COMPUTE)
+    picture.box(304, 154, 156, 32, "runs the function", fill=COMPUTE)
     picture.arrow((184, 66), (304, 154), color=COMMUNICATION)
     picture.arrow((460, 154), (580, 66), color=COMMUNICATION)
     picture.text(270, 98, "name and arguments", anchor="start", color=COMMUNICATION, size=13)
@@ -60,8 +60,8 @@ def sync_async() -> Diagram:
         for start in starts:
             x = left + 10 + start
             picture.arrow((x, top + 52), (x + 55, top + 112), color=COMMUNICATION, width=1.6)
-            picture.arrow((x + 65, top + 112), (x + 120, top + 52), color=BLUE, width=1.6)
-        picture.box(left + 10, top + 16, starts[-1] + 120, 24, time, fill=GREEN, size=13)
+            picture.arrow((x + 65, top + 112), (x + 120, top + 52), color=COMMUNICATION, width=1.6, dashed=True)
+        picture.box(left + 10, top + 16, starts[-1] + 120, 24, time, fill=OLIVE, size=13)
     return picture
 
 
@@ -75,16 +75,16 @@ def reference() -> Diagram:
     for x, name in ((10, "master"), (260, "worker1, the owner"), (510, "worker2")):
         picture.box(x, 40, 180, 170)
         picture.text(x + 90, 24, name, bold=True)
-    picture.box(305, 100, 90, 50, "object", fill=GREEN, bold=True)
+    picture.box(305, 100, 90, 50, "object", fill=OLIVE, bold=True)
     for x in (40, 580):
-        picture.box(x, 62, 80, 34, "RRef", fill=PURPLE)
+        picture.box(x, 62, 80, 34, "RRef", fill=PINK)
     picture.arrow((120, 79), (304, 112), color=COMMUNICATION, bend=8)
     picture.arrow((580, 79), (396, 112), color=COMMUNICATION, bend=-8)
     picture.text(224, 70, "call", color=COMMUNICATION, size=13)
     picture.text(476, 70, "call", color=COMMUNICATION, size=13)
-    picture.box(40, 150, 80, 40, "copy", outline=GREEN, dashed=True)
-    picture.arrow((304, 138), (122, 170), color=GREEN)
-    picture.text(225, 176, "to_here()", color=GREEN, size=13)
+    picture.box(40, 150, 80, 40, "copy", outline=OLIVE, dashed=True)
+    picture.arrow((304, 138), (122, 170), color=OLIVE)
+    picture.text(225, 176, "to_here()", color=OLIVE, size=13)
     return picture
 
 
@@ -97,19 +97,19 @@ def server() -> Diagram:
         "new weights.",
     )  # fmt: skip
     for y, number in ((40, 1), (170, 2)):
-        picture.box(10, y, 170, 62, f"worker{number}: its data,\na copy of the weights", fill=BLUE, size=13)
+        picture.box(10, y, 170, 62, f"worker{number}: its data,\na copy of the weights", fill=VIOLET, size=13)
         picture.arrow((184, y + 18), (330, 104 if number == 1 else 130), color=COMMUNICATION)
-        picture.arrow((330, 120 if number == 1 else 146), (184, y + 42), color=GREEN)
-        picture.box(338, 98 if number == 1 else 130, 40, 24, f"g{'₁₂'[number - 1]}", fill=ORANGE, size=13)
+        picture.arrow((330, 120 if number == 1 else 146), (184, y + 42), color=OLIVE)
+        picture.box(338, 98 if number == 1 else 130, 40, 24, f"g{'₁₂'[number - 1]}", fill=GOLD, size=13)
     picture.text(262, 48, "gradient", color=COMMUNICATION, size=13)
-    picture.text(262, 220, "new weights", color=GREEN, size=13)
+    picture.text(262, 220, "new weights", color=OLIVE, size=13)
     picture.box(326, 60, 384, 130)
     picture.text(518, 44, "master: the parameter server", bold=True)
     picture.arrow((384, 126), (452, 126), color=INK)
     picture.text(418, 108, "both there", size=12)
-    picture.box(460, 100, 116, 52, "one step with\n(g₁ + g₂) / 2", fill=ORANGE, size=13)
+    picture.box(460, 100, 116, 52, "one step with\n(g₁ + g₂) / 2", fill=GOLD, size=13)
     picture.arrow((578, 126), (612, 126), color=INK)
-    picture.box(618, 100, 82, 52, "weights", fill=GREEN, size=13)
+    picture.box(618, 100, 82, 52, "weights", fill=OLIVE, size=13)
     return picture
 
 
@@ -124,17 +124,17 @@ def lost_update() -> Diagram:
         picture.text(16, y, name, anchor="start", bold=True)
         picture.line((90, y), (710, y))
     picture.text(706, 14, "time →", anchor="end", size=12)
-    picture.box(100, 112, 44, 28, "5", fill=GREEN)
+    picture.box(100, 112, 44, 28, "5", fill=OLIVE)
     for y, toward, x in ((40, 124, 0), (212, 128, 40)):
-        picture.arrow((160 + x, toward), (220 + x, y + (14 if y < 100 else -14)), "", color=BLUE)
-        picture.box(226 + x, y - 14, 100, 28, "5 + 1 = 6", fill=ORANGE, size=13)
+        picture.arrow((160 + x, toward), (220 + x, y + (14 if y < 100 else -14)), "", color=VIOLET)
+        picture.box(226 + x, y - 14, 100, 28, "5 + 1 = 6", fill=GOLD, size=13)
         picture.arrow((330 + 3 * x, y + (14 if y < 100 else -14)), (392 + 3 * x, 112 if y < 100 else 140), color=COMMUNICATION)
     picture.text(184, 66, "get()", anchor="end", size=13)
     picture.text(218, 184, "get()", anchor="end", size=13)
     picture.text(372, 66, "set(6)", anchor="start", color=COMMUNICATION, size=13)
     picture.text(490, 184, "set(6)", anchor="start", color=COMMUNICATION, size=13)
-    picture.box(396, 112, 44, 28, "6", fill=GREEN)
-    picture.box(516, 112, 44, 28, "6", fill=GREEN)
+    picture.box(396, 112, 44, 28, "6", fill=OLIVE)
+    picture.box(516, 112, 44, 28, "6", fill=OLIVE)
     picture.text(640, 112, "should be 7", size=13)
     return picture
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, INK, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import COMMUNICATION, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
@@ -18,10 +18,10 @@ def hybrid() -> Diagram:
     for x, width, title in ((10, 160, "master"), (270, 150, "worker1: NetShard1"), (520, 210, "worker2: NetShard2")):
         picture.box(x, 40, width, 130)
         picture.text(x + width / 2, 24, title, bold=True)
-    picture.box(25, 66, 130, 78, "images, labels,\nloss,\ntraining loop", fill=BLUE, size=13)
-    picture.box(290, 60, 110, 90, "device:\nconvolutions", fill=GREEN, size=13)
-    picture.box(532, 60, 88, 90, "device 1:\nlinear, ReLU", fill=ORANGE, size=13)
-    picture.box(630, 60, 88, 90, "device 2:\nlinear", fill=PURPLE, size=13)
+    picture.box(25, 66, 130, 78, "images, labels,\nloss,\ntraining loop", fill=VIOLET, size=13)
+    picture.box(290, 60, 110, 90, "device:\nconvolutions", fill=OLIVE, size=13)
+    picture.box(532, 60, 88, 90, "device 1:\nlinear, ReLU", fill=GOLD, size=13)
+    picture.box(630, 60, 88, 90, "device 2:\nlinear", fill=PINK, size=13)
     picture.arrow((174, 105), (266, 105), "images", color=COMMUNICATION)
     picture.arrow((424, 105), (516, 105), "features", color=COMMUNICATION)
     picture.line((625, 172), (625, 204), (90, 204), color=COMMUNICATION, width=2)
@@ -47,7 +47,7 @@ def overlap() -> Diagram:
             picture.line((140, top + 49 + 32 * row), (730, top + 49 + 32 * row), width=1)
         free = [0.0] * 4
         last = 0.0
-        for half, color in ((1, BLUE), (2, ORANGE)):
+        for half, color in ((1, VIOLET), (2, GOLD)):
             now = 0.0 if overlapped else last
             for row, length in enumerate(lengths):
                 now = max(now, free[row])
@@ -72,17 +72,17 @@ def backward() -> Diagram:
         picture.box(x, 36, 180, 160)
         picture.text(x + 90, 20, title, bold=True)
     for x in (280, 550):
-        picture.box(x + 14, 46, 152, 32, "parameters", fill=GREEN)
-        picture.box(x + 14, 116, 152, 44, "context:\ntheir gradients", fill=ORANGE, size=13)
+        picture.box(x + 14, 46, 152, 32, "parameters", fill=OLIVE)
+        picture.box(x + 14, 116, 152, 44, "context:\ntheir gradients", fill=GOLD, size=13)
         picture.arrow((x + 90, 114), (x + 90, 80), "step", color=INK)
-    picture.box(24, 46, 152, 32, "loss", fill=BLUE)
-    picture.box(24, 116, 152, 44, "context:\nwhat went where", fill=ORANGE, size=13)
+    picture.box(24, 46, 152, 32, "loss", fill=VIOLET)
+    picture.box(24, 116, 152, 44, "context:\nwhat went where", fill=GOLD, size=13)
     picture.arrow((192, 62), (278, 62), "images", color=COMMUNICATION)
     picture.arrow((462, 62), (548, 62), "features", color=COMMUNICATION)
-    picture.arrow((548, 138), (462, 138), "gradients", color=PURPLE)
-    picture.line((100, 198), (100, 228), (640, 228), color=PURPLE, width=2)
-    picture.arrow((640, 228), (640, 200), color=PURPLE)
-    picture.text(360, 215, "gradient of the scores", color=PURPLE, size=13)
+    picture.arrow((548, 138), (462, 138), "gradients", color=PINK)
+    picture.line((100, 198), (100, 228), (640, 228), color=PINK, width=2)
+    picture.arrow((640, 228), (640, 200), color=PINK)
+    picture.text(360, 215, "gradient of the scores", color=PINK, size=13)
     return picture
 
 
@@ -95,9 +95,9 @@ def text() -> Diagram:
         "returns four scores.",
     )  # fmt: skip
     parts = (
-        (10, "worker1", "embedding:\na vector for\neach word", GREEN),
-        (290, "master", "GRU: reads the\nvectors, word\nby word", BLUE),
-        (570, "worker2", "output: a linear\nlayer, 64 → 4", PURPLE),
+        (10, "worker1", "embedding:\na vector for\neach word", OLIVE),
+        (290, "master", "GRU: reads the\nvectors, word\nby word", VIOLET),
+        (570, "worker2", "output: a linear\nlayer, 64 → 4", PINK),
     )
     for x, title, part, color in parts:
         picture.box(x, 40, 160, 130)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from labkit.plots.bars import STYLES
 from labkit.plots.memory import COLOURS
-from tools.diagrams.kit import BLUE, COMMUNICATION, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, GOLD, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
@@ -17,8 +16,6 @@ KINDS: Final = (
     ("parameters", PARAMETERS), ("gradients", COLOURS["gradients"]), ("1st moment", COLOURS["optimizer state"]),
     ("2nd moment", COLOURS["optimizer state"]),
 )  # fmt: skip
-FORWARD: Final = STYLES["forward"].colour
-BACKWARD: Final = STYLES["backward"].colour
 
 
 def memory() -> Diagram:
@@ -114,7 +111,7 @@ def mesh() -> Diagram:
     for rank in range(RANKS):
         row, column = divmod(rank, 2)
         x, y = left + column * across, top + row * down
-        picture.box(x, y, wide, high, f"rank {rank}\n{('first', 'second')[column]} half", fill=(BLUE, ORANGE)[column], size=13)
+        picture.box(x, y, wide, high, f"rank {rank}\n{('first', 'second')[column]} half", fill=(VIOLET, GOLD)[column], size=13)
     for row in range(2):
         y = top + row * down + high / 2
         picture.text(left - 14, y, f"node {row}", anchor="end", size=14, bold=True)
@@ -154,7 +151,7 @@ def recompute() -> Diagram:
             if step[0] == "F" and not second:
                 kept += 2.0 if again else 10.0
             shown = kept + (8.0 if second else 8.0 if again and step[0] == "B" else 0.0)
-            picture.box(x, y - 8 - shown, cell, shown, fill=PURPLE, radius=1)
+            picture.box(x, y - 8 - shown, cell, shown, fill=PINK, radius=1)
             if step[0] == "B":
                 kept -= 2.0 if again else 10.0
     return picture

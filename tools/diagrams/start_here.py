@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, SHARES, STRIPES, Diagram
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, SHARES, STRIPES, Diagram
 
 __all__ = ["diagrams"]
 
@@ -46,7 +46,7 @@ def timeline() -> Diagram:
     for rank, busy in enumerate((430.0, 270.0)):
         y = 30 + 72 * rank
         picture.text(left - 12, y + 24, f"rank {rank}", anchor="end", bold=True)
-        picture.box(left, y, busy - left, 24, "compute", fill=BLUE, size=13, radius=2)
+        picture.box(left, y, busy - left, 24, "compute", fill=COMPUTE, size=13, radius=2)
         if rank == 1:
             picture.box(busy, y + 26, 430 - busy, 24, "waits for rank 0", fill=STRIPES, size=12, radius=2)
         picture.box(430, y + 26, 70, 24, "data", fill=COMMUNICATION, size=12, radius=2)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, GREEN, INK, SHARES, Diagram
+from tools.diagrams.kit import COMMUNICATION, INK, OLIVE, SHARES, Diagram
 
 __all__ = ["diagrams"]
 
-WHOLE = GREEN  # what every rank has in full
+WHOLE = OLIVE  # what every rank has in full
 
 
 def splits() -> Diagram:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import COMMUNICATION, GOLD, OLIVE, OPTIMIZER, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
-SHARES = (BLUE, ORANGE)  # of replicas and ranks 0 and 1
+SHARES = (VIOLET, GOLD)  # of replicas and ranks 0 and 1
 
 
 def strategy() -> Diagram:
@@ -17,14 +17,14 @@ def strategy() -> Diagram:
         "gradients with their copies of the weights. An all-reduce sums the gradients. Both replicas make the same update.",
     )  # fmt: skip
     picture.text(69, 62, "global batch", size=13)
-    picture.box(14, 80, 110, 30, "32 images", fill=BLUE, size=13, radius=0)
-    picture.box(14, 110, 110, 30, "32 images", fill=ORANGE, size=13, radius=0)
+    picture.box(14, 80, 110, 30, "32 images", fill=VIOLET, size=13, radius=0)
+    picture.box(14, 110, 110, 30, "32 images", fill=GOLD, size=13, radius=0)
     picture.text(69, 158, "from tf.data", size=13)
     for device, color in enumerate(SHARES):
         y = 30.0 + 110 * device
         picture.text(270, y - 14, f"replica {device}, CPU:{device}", size=13, bold=True)
         picture.box(180, y, 180, 50, "copy of the weights,\ngradients of 32 images", fill=color, size=13)
-        picture.box(590, y, 150, 50, "the same update\nof the copy", fill=GREEN, size=13)
+        picture.box(590, y, 150, 50, "the same update\nof the copy", fill=OPTIMIZER, size=13)
         picture.arrow((128, 95 + 30 * device), (176, y + 25))
         picture.arrow((364, y + 25), (426, 96 + 28 * device), color=COMMUNICATION)
         picture.arrow((524, 96 + 28 * device), (586, y + 25), color=COMMUNICATION)
@@ -77,7 +77,7 @@ def shards() -> Diagram:
             y = 76.0 + 72 * rank
             for number, keep in enumerate(keeps):
                 x = left + 16 * number + (16 if number >= 6 else 0)
-                fill = (GREEN, PURPLE)[number // 6]
+                fill = (OLIVE, PINK)[number // 6]
                 if keep:
                     picture.box(x, y, 14, 40, fill=fill, radius=2)
                 elif name == "DATA":

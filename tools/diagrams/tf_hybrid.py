@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, EMPTY, GREEN, ORANGE, PURPLE, SHARES, Diagram
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, EMPTY, GOLD, OLIVE, PINK, SHARES, VIOLET, Diagram
 
 
 def hybrid() -> Diagram:
@@ -19,7 +19,7 @@ def hybrid() -> Diagram:
         for device in (0, 1):
             x = left + 15 + 155 * device
             picture.text(x + 72, 54, f"CPU:{device}", size=13)
-            picture.box(x, 68, 145, 44, "replica", fill=GREEN)
+            picture.box(x, 68, 145, 44, "replica", fill=OLIVE)
             picture.box(x, 118, 145, 32, f"quarter {2 * worker + device} of the batch", fill=SHARES[2 * worker + device], size=12)
             picture.line((x + 72, 152), (x + 72, 220), color=COMMUNICATION, width=2)
     picture.line((97, 220), (622, 220), color=COMMUNICATION, width=2)
@@ -48,18 +48,18 @@ def mesh() -> Diagram:
                 180,
                 58,
                 f"CPU:{column}\nweights, half {column}",
-                fill=(BLUE, ORANGE)[column],
+                fill=(VIOLET, GOLD)[column],
                 size=13,
             )
-        picture.arrow((324, top + 38), (376, top + 38), color=PURPLE)
-        picture.arrow((376, top + 54), (324, top + 54), color=PURPLE)
+        picture.arrow((324, top + 38), (376, top + 38), color=PINK)
+        picture.arrow((376, top + 54), (324, top + 54), color=PINK)
     for column in (0, 1):
         x = 230 + 240 * column
         picture.arrow((x - 8, 118), (x - 8, 182), color=COMMUNICATION)
         picture.arrow((x + 8, 182), (x + 8, 118), color=COMMUNICATION)
     picture.text(350, 150, "gradients", color=COMMUNICATION, size=13)
-    picture.text(650, 78, "scores: summed", color=PURPLE, size=13)
-    picture.text(650, 96, "in each process", color=PURPLE, size=13)
+    picture.text(650, 78, "scores: summed", color=PINK, size=13)
+    picture.text(650, 96, "in each process", color=PINK, size=13)
     picture.text(650, 141, "gradients: summed", color=COMMUNICATION, size=13)
     picture.text(650, 159, "between them", color=COMMUNICATION, size=13)
     return picture
@@ -72,20 +72,20 @@ def server() -> Diagram:
         "The chief puts functions into a queue with schedule. Two workers take them out, one at a time. Each reads the weights "
         "from the ps task, computes a gradient and updates the weights there, without waiting for the other.",
     )  # fmt: skip
-    picture.box(10, 90, 110, 66, "chief:\nyour program", fill=PURPLE, size=13)
+    picture.box(10, 90, 110, 66, "chief:\nyour program", fill=PINK, size=13)
     picture.text(185, 74, "queue", size=13)
     for number in range(3):
-        picture.box(160 + 18 * number, 90 + 4, 14, 58, fill=ORANGE)
+        picture.box(160 + 18 * number, 90 + 4, 14, 58, fill=GOLD)
     picture.arrow((122, 123), (156, 123))
     picture.text(138, 176, "schedule", size=13)
     for y, number in ((20, 0), (170, 1)):
-        picture.box(310, y, 140, 60, f"worker {number}:\na step at a time", fill=BLUE, size=13)
+        picture.box(310, y, 140, 60, f"worker {number}:\na step at a time", fill=VIOLET, size=13)
         picture.arrow((220, 112 if number == 0 else 134), (306, y + 30))
         toward = 108 if number == 0 else 142
-        picture.arrow((586, toward - 10), (454, y + 18), color=GREEN)
+        picture.arrow((586, toward - 10), (454, y + 18), color=OLIVE)
         picture.arrow((454, y + 42), (586, toward + 10), color=COMMUNICATION)
-    picture.box(590, 84, 120, 80, "ps:\nthe weights", fill=GREEN, size=14)
-    picture.text(560, 46, "weights", color=GREEN, size=13)
+    picture.box(590, 84, 120, 80, "ps:\nthe weights", fill=OLIVE, size=14)
+    picture.text(560, 46, "weights", color=OLIVE, size=13)
     picture.text(560, 212, "gradients", color=COMMUNICATION, size=13)
     return picture
 
@@ -103,16 +103,16 @@ def stale() -> Diagram:
         picture.line((110, y), (710, y))
     picture.text(706, 14, "time →", anchor="end", size=12)
     for x, width, version in ((116, 204, 3), (326, 154, 4), (486, 104, 5), (596, 110, 6)):
-        picture.box(x, 104, width, 28, f"version {version}", fill=GREEN, size=13)
-    picture.box(150, 24, 406, 32, "computes with version 3", fill=BLUE, size=13)
+        picture.box(x, 104, width, 28, f"version {version}", fill=OLIVE, size=13)
+    picture.box(150, 24, 406, 32, "computes with version 3", fill=COMPUTE, size=13)
     for x, width, version in ((136, 150, 3), (344, 100, 4)):
-        picture.box(x, 180, width, 32, f"with version {version}", fill=BLUE, size=13)
-        picture.arrow((x + 4, 132), (x + 4, 178), color=GREEN)
+        picture.box(x, 180, width, 32, f"with version {version}", fill=COMPUTE, size=13)
+        picture.arrow((x + 4, 132), (x + 4, 178), color=OLIVE)
         picture.arrow((x + width, 180), (x + width + 38, 134), color=COMMUNICATION)
-    picture.arrow((154, 104), (154, 58), color=GREEN)
+    picture.arrow((154, 104), (154, 58), color=OLIVE)
     picture.arrow((556, 58), (594, 102), color=COMMUNICATION)
-    picture.text(162, 82, "reads", anchor="start", color=GREEN, size=13)
-    picture.text(148, 158, "reads", anchor="start", color=GREEN, size=13)
+    picture.text(162, 82, "reads", anchor="start", color=OLIVE, size=13)
+    picture.text(148, 158, "reads", anchor="start", color=OLIVE, size=13)
     picture.text(474, 164, "updates", anchor="start", color=COMMUNICATION, size=13)
     picture.text(586, 76, "late by 2 updates", anchor="start", color=COMMUNICATION, size=12)
     return picture
@@ -134,13 +134,13 @@ def resume() -> Diagram:
             168,
             34,
             "" if epoch == 2 else f"epoch {epoch + 1}: 8 batches",
-            fill=BLUE if done else EMPTY,
+            fill=VIOLET if done else EMPTY,
             dashed=not done,
             size=13,
         )
         if done:
-            picture.box(x + 172, 74, 60, 26, "backup", fill=GREEN, size=12)
-    picture.box(362, 30, 84, 34, "epoch 3:\n4 batches", fill=ORANGE, size=12)
+            picture.box(x + 172, 74, 60, 26, "backup", fill=OLIVE, size=12)
+    picture.box(362, 30, 84, 34, "epoch 3:\n4 batches", fill=GOLD, size=12)
     picture.text(446, 14, "✗ worker 1 is killed", color=COMMUNICATION, size=13)
     return picture
 

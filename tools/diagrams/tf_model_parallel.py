@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BLUE, COMMUNICATION, GREEN, INK, ORANGE, PURPLE, Diagram
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
 
 __all__ = ["diagrams"]
 
 MATRICES = ("784 × 256", "256 × 1024", "1024 × 256", "256 × 10")
-COLORS = (GREEN, BLUE, ORANGE, PURPLE)
+COLORS = (OLIVE, VIOLET, GOLD, PINK)
 
 
 def three_ways() -> Diagram:
@@ -56,12 +56,12 @@ def placed() -> Diagram:
     )  # fmt: skip
     for device in range(2):
         picture.text(8, 52 + 80 * device, f"CPU:{device}", anchor="start", size=14)
-    picture.box(70, 28, 150, 48, "forward\nmatrices 1, 2", fill=BLUE, size=13)
+    picture.box(70, 28, 150, 48, "forward\nmatrices 1, 2", fill=FORWARD, size=13)
     picture.box(228, 28, 304, 48, "waits", dashed=True, size=13)
-    picture.box(540, 28, 170, 48, "backward\nmatrices 2, 1", fill=BLUE, size=13)
+    picture.box(540, 28, 170, 48, "backward\nmatrices 2, 1", fill=BACKWARD, size=13)
     picture.box(70, 108, 170, 48, "waits", dashed=True, size=13)
-    picture.box(248, 108, 120, 48, "forward\nmatrices 3, 4", fill=ORANGE, size=13)
-    picture.box(374, 108, 150, 48, "backward\nmatrices 4, 3", fill=ORANGE, size=13)
+    picture.box(248, 108, 120, 48, "forward\nmatrices 3, 4", fill=FORWARD, size=13)
+    picture.box(374, 108, 150, 48, "backward\nmatrices 4, 3", fill=BACKWARD, size=13)
     picture.box(532, 108, 178, 48, "waits", dashed=True, size=13)
     picture.arrow((212, 78), (252, 106), color=COMMUNICATION)
     picture.text(190, 92, "h", size=15, color=COMMUNICATION, bold=True)
@@ -88,14 +88,14 @@ def layouts() -> Diagram:
         left = 16.0 + 246 * number
         picture.text(left + 106, 14, name, size=14, bold=True)
         for device in range(2):
-            x, color = left + 112 * device, (BLUE, ORANGE)[device]
+            x, color = left + 112 * device, (VIOLET, GOLD)[device]
             picture.box(x, 36, 100, 90, dashed=True)
             if number == 0:
                 picture.box(x + 50 * device, 36, 50, 90, fill=color, text="half", size=13)
             elif number == 1:
                 picture.box(x, 36 + 45 * device, 100, 45, "half", fill=color, size=13)
             else:
-                picture.box(x, 36, 100, 90, "whole", fill=GREEN, size=13)
+                picture.box(x, 36, 100, 90, "whole", fill=OLIVE, size=13)
             picture.text(x + 50, 144, f"CPU:{device}", size=13)
         picture.text(left + 106, 172, words, size=13)
     return picture

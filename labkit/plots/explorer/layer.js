@@ -3,7 +3,7 @@
 /** One answer of the kernel: the data of a time window. */
 export class Layer {
   constructor(header, buffers) {
-    Object.assign(this, header); // start, end, columns, complete, rows, styles, texts, partners
+    Object.assign(this, header); // start, end, columns, complete, rows, styles, texts, partners, axes
     const bytes = buffers.map((b) => (b.buffer ? b.buffer.slice(b.byteOffset, b.byteOffset + b.byteLength) : b));
     const [edges, times, marks, colours, counts, most, steps, numbers] = bytes;
     this.edges = new Float64Array(edges);
@@ -61,7 +61,8 @@ export class Layer {
     const [start, end] = this.edges.subarray(2 * number, 2 * number + 2);
     return {
       row, number, start, end, issued, ready, waitStart, waitEnd, completed, bytes, style, operation, flags,
-      name: this.texts[name], line: this.texts[line], partner: this.partners[partner], layer: this,
+      name: this.texts[name], line: this.texts[line], partner: this.partners[partner], axis: this.axes[partner],
+      layer: this,
     };
   }
 }

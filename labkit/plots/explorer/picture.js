@@ -187,12 +187,14 @@ export class Picture {
     const [left, right] = [Math.max(x, 0), Math.min(x + w, this.width)];
     const room = right - left - 4;
     const moves = bar.bytes && !style.hatch && bar.style >= this.about.communication && bar.style < this.about.communication + 2;
-    const texts = moves ? [`${bar.name} ${bytesInWords(bar.bytes)}`, bar.name] : [bar.name];
+    const name = bar.axis ? `${bar.name} ${bar.axis}` : bar.name;
+    const texts = moves ? [`${name} ${bytesInWords(bar.bytes)}`, name] : [name];
+    if (bar.axis) texts.push(bar.axis);
     const number = MICRO_BATCH.exec(bar.name);
     if (number) texts.push(number[1]);
     let text = texts.find((t) => pen.measureText(t).width <= room);
     if (!text && room > 48) {
-      text = bar.name;
+      text = name;
       while (pen.measureText(`${text}…`).width > room) text = text.slice(0, -1);
       text += "…";
     }

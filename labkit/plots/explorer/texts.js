@@ -55,7 +55,8 @@ export function barInWords(bar, about) {
   if (bar.flags & OPEN) lines.push("not completed when the run ended");
   if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
   const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // lines are recorded once per name and run
-  const where = [bar.partner, line].filter(Boolean).join("  ·  ");
+  const along = bar.axis && `along ${bar.axis}`;
+  const where = [bar.partner, along, line].filter(Boolean).join("  ·  ");
   return where ? [...lines, where] : lines;
 }
 

@@ -17,6 +17,7 @@ from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
 from labkit.plots.view import View, bubble_in_words, numbered_steps
 from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.recording.group_keys import axis_of
 from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
@@ -185,12 +186,18 @@ class Windows:
         name, line = place[: len(rows)], place[len(rows) :]
         travels = rows["kind"] == COMMUNICATION
         key = np.where(rows["peer"] >= 0, rows["peer"], len(trace.ranks) + rows["group"].astype(np.int64))
-        keys, partner = np.unique(np.where(travels, key, -1), return_inverse=True)
+        groups, group = np.unique(rows["group"], return_inverse=True)
+        keys, partner = np.unique(np.where(travels, key * len(groups) + group, -1), return_inverse=True)
+        partners = [(k // len(groups), groups[k % len(groups)]) for k in keys.tolist()]
         shared = np.stack([rows["group"].astype(np.int64), rows["match"]], axis=1)
         operation = np.unique(shared, axis=0, return_inverse=True)[1].reshape(-1)
         flags = (rows["flags"] & OPEN != 0) + 2 * (rows["device"] == CUDA)
         marks = np.column_stack([style, name, line, partner, np.where(rows["group"] > 0, operation, -1), flags])
-        texts = {"texts": [columns.names[i] for i in used], "partners": [self._partner_in_words(k) for k in keys.tolist()]}
+        texts = {
+            "texts": [columns.names[i] for i in used],
+            "partners": [self._partner_in_words(k) for k, _ in partners],
+            "axes": [axis_of(columns.names[of]) if k >= 0 else "" for k, of in partners],
+        }
         bounds = np.column_stack([start - zero, end - zero]).astype(np.float64)
         return texts, [bounds.tobytes(), times.tobytes(), marks.astype(np.int32).tobytes()]
 
