@@ -65,7 +65,13 @@ class View:
         return np.array([(s[self.chosen[0], 0], s[self.chosen[-1], 1]) if len(s) else window for s in own], np.int64)
 
     def steps_in_words(self) -> str:
-        """Return the steps shown, and their duration: as long as on the rank that took longest for them."""
+        """Return the steps shown, and their duration: as long as on the rank that took longest for them.
+
+        Of a replayed run, which did not happen, it says so.
+        """
+        return f"{self._steps_in_words()}, replayed" if self.whole.replayed else self._steps_in_words()
+
+    def _steps_in_words(self) -> str:
         if not self.zoomed:
             length = time_in_words(self.shown.duration_ns)
             return f"{self.steps} steps, {length}" if self.steps > 1 else length

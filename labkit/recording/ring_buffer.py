@@ -180,8 +180,7 @@ class RingWriter:
     def write_communication(
         self, name: str, start_ns: int, end_ns: int, *, wait_start_ns: int = 0, wait_end_ns: int = 0, nbytes: int = 0,
         peer: int = -1, root: int = -1, group: str = "", match: int = 0, line: str = "", signature: str = "",
-        device: int = CPU, flags: int = 0,
-        backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,
+        device: int = CPU, flags: int = 0, backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,
     ) -> None:  # fmt: skip
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1

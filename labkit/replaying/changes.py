@@ -18,11 +18,11 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import did_you_mean
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, STEP
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, STEP
 from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
 
-__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "pace_of_others", "rules_for"]
+__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "of_other_threads", "pace_of_others", "rules_for"]
 
 
 class AsRecorded(Enum):
@@ -120,6 +120,14 @@ def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
         if changes.link is None:
             rules.late, rules.request_late = [0] * len(rules.late), {}
     return rules
+
+
+def of_other_threads(graph: Graph, changes: Changes) -> list[str]:
+    """Return the names that `changes` makes faster or slower of spans for whose threads nobody is known to wait."""
+    data, names = graph.trace.columns.data, graph.trace.columns.names
+    apart = (data["flags"] & OWN_THREAD != 0) & (data["kind"] == COMPUTE)
+    chosen = [apart & _selected(graph, name) for name, *_ in _factors(changes)]
+    return [names[number] for which in chosen for number in np.unique(data["name"][which]).tolist()]
 
 
 def _selected(graph: Graph, name: str) -> NDArray[np.bool_]:

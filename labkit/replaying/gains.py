@@ -13,7 +13,7 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.recording.schema import COMMUNICATION, COMPUTE
+from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
 from labkit.replaying.changes import Changes, pace_of_others, rules_for
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.refusals import check_replayable
@@ -99,7 +99,8 @@ def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
     work: defaultdict[str, float] = defaultdict(float)
     for thread in graph.threads:
         for gap, row in zip(thread.gaps, thread.inside, strict=True):
-            if row >= 0 and data["kind"][row] == COMPUTE:
+            # Nobody is known to wait for what other threads do.
+            if row >= 0 and data["kind"][row] == COMPUTE and not data["flags"][row] & OWN_THREAD:
                 work[re.sub(r" \d+$", "", names[data["name"][row]])] += gap
     total = trace.duration_ns * len(trace.ranks)
     for name in sorted(work, key=lambda name: -work[name])[:PHASES]:

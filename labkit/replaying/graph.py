@@ -31,7 +31,7 @@ from labkit.recording.operations import (
     OperationType,
     type_of,
 )
-from labkit.recording.schema import CALL, COMMUNICATION, OWN_THREAD, SERVED
+from labkit.recording.schema import AUTOMATIC, CALL, COMMUNICATION, OWN_THREAD, SERVED
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
@@ -108,6 +108,11 @@ class Graph:
     parent: list[int]
     threads: list[Thread] = field(default_factory=list)
 
+    def threads_of(self, *, followed: bool) -> list[Thread]:
+        """Return the main threads and those that serve a call; or the others, for which nobody is known to wait."""
+        ranks = len(self.trace.ranks)
+        return [thread for i, thread in enumerate(self.threads) if (i < ranks or thread.request >= 0) is followed]
+
     @cached_property
     def gates_of(self) -> list[list[int]]:
         """For each span, the gates that need it."""
@@ -166,7 +171,8 @@ class _Builder:
         serving: list[list[tuple[int, int]]] = [[] for _ in ranks]  # by rank: when a served call ends, and its thread
         main_until = [0] * len(ranks)  # when the rank's function ends
         other: dict[int, int] = {}  # by rank: the thread of its other threads' spans
-        is_served, is_other = (((data["flags"] & flag) != 0).tolist() for flag in (SERVED, OWN_THREAD))
+        of_flag = (((data["flags"] & flag) != 0).tolist() for flag in (SERVED, OWN_THREAD, AUTOMATIC))
+        is_served, is_other, automatic = of_flag
         is_call, start, end = (data["kind"] == CALL).tolist(), data["start_ns"].tolist(), data["end_ns"].tolist()
         for row, (rank, kind) in enumerate(zip(self.rank, self.type, strict=True)):
             if is_call[row]:
@@ -177,6 +183,8 @@ class _Builder:
                     served[calls[row]], thread[row] = row, len(requests)
                     requests.append(calls[row])
                 serving[rank].append((end[row], int(thread[row])))
+            elif is_other[row] and (automatic[row] or kind in IN_CPP):
+                thread[row] = -1  # such as the backward pass of a remote call, which C++ starts
             elif is_other[row]:
                 if rank not in other:
                     other[rank] = len(requests)

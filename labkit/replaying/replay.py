@@ -10,11 +10,12 @@ import numpy as np
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import WAITS, Columns
-from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, rules_for
+from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, of_other_threads, rules_for
 from labkit.replaying.graph import WAIT_END, WAIT_START, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
@@ -77,7 +78,10 @@ def replay(
     check_replayable(trace, "replay")
     graph = graph_of(trace)
     rules = rules_for(graph, measured(graph), changes)
-    found = replayed(graph, rules, play(graph, rules), changes.in_words(trace.ranks))
+    words = changes.in_words(trace.ranks)
+    if apart := of_other_threads(graph, changes):
+        words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
+    found = replayed(graph, rules, play(graph, rules), words)
     if own_cores:  # no thread lacks a core any more
         for name in DELAYS:
             found.columns.data[name] = 0
@@ -117,6 +121,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     kept[list(rules.instead)] = False
     facts = trace.info.arguments() | {
         "link": link,
+        "replayed": True,
         "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
@@ -125,8 +130,10 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     for name in ("rank", "group", "match"):
         waits[name] = data[name][complete]
     waits["time_ns"] = at_ns[complete, WAIT_END]
-    last = max((thread.at_ns[-1] for thread in graph.threads if thread.at_ns), default=trace.end_ns)
-    latest = int(at_ns[known].max(initial=trace.start_ns))
+    last = max((thread.at_ns[-1] for thread in graph.threads_of(followed=True) if thread.at_ns), default=trace.end_ns)
+    counts = known.ravel().copy()
+    counts[[time for thread in graph.threads_of(followed=False) for time in thread.times]] = False
+    latest = int(at_ns.ravel()[counts].max(initial=trace.start_ns))
     scalars = []
     for rank, clock in enumerate(moved):
         own = [scalar for scalar in trace.scalars if scalar.rank == rank]
@@ -141,10 +148,14 @@ class _Clock:
     """Moves times that no event determines, such as those of recorded values, along with the events around them."""
 
     def __init__(self, graph: Graph, at_ns: Any, rank: int) -> None:
-        main = graph.threads[rank]
-        times = np.array(main.times, np.int64)
-        self.recorded = np.array(main.at_ns, np.int64)
-        self.moved = at_ns.ravel()[times] if len(times) else self.recorded
+        threads = [graph.threads[rank]]
+        if not threads[0].times:  # a rank that only serves calls
+            threads = [thread for thread in graph.threads_of(followed=True) if thread.rank == rank]
+        times = np.array([time for thread in threads for time in thread.times], np.int64)
+        recorded = np.array([time for thread in threads for time in thread.at_ns], np.int64)
+        order = np.argsort(recorded, kind="stable")
+        self.recorded = recorded[order]
+        self.moved = np.maximum.accumulate(at_ns.ravel()[times[order]]) if len(times) else self.recorded
 
     def __call__(self, time_ns: Any) -> Any:
         if not len(self.recorded):
@@ -166,7 +177,8 @@ def spread_ns(trace: Trace) -> tuple[float, float, float]:
 
 
 def _spread_in_words(trace: Trace) -> str:
-    low, middle, high = map(time_in_words, spread_ns(trace))
-    if not len(step_lengths_ns(trace)):
+    spread = spread_ns(trace)
+    if not any(spread):
         return ""
+    low, middle, high = map(time_in_words, spread)
     return f"The recorded steps lasted {middle} (median); half of them lasted {low} to {high}."

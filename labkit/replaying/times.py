@@ -25,7 +25,7 @@ class Rules:
         gaps: for each thread, the time before each event.
         transfer: how long the backend takes for an operation, once all ranks that it needs have arrived.
         late: how long after the link's own end an operation completes.
-        lag: how long after an operation's completion the thread that waits for it continues.
+        lag: how long after an operation's recorded completion the thread that waits for it can continue.
         request: how long the message with a remote call takes; by the span of the call.
         request_late: how long after the end of that message on the link the call is served.
         link: the emulated link, if any.
@@ -101,9 +101,13 @@ def measured(graph: Graph) -> Rules:
                 done[row] = base  # what the backend itself took is not known
             transfer[row] = done[row] - base
             late[row] = ends[row] - (done[row] if passage is None else max(done[row], passage.due_ns))
-    waits = data["wait_end_ns"] > 0
-    for row in waits.nonzero()[0].tolist():
-        lag[row] = int(data["wait_end_ns"][row]) - ends[row]
+    blocked = (data["wait_end_ns"] > 0).tolist()
+    for thread in graph.threads:
+        for kind, time, at in zip(thread.kinds, thread.times, thread.at_ns, strict=True):
+            if kind == WAIT:
+                row = time >> 2
+                # A wait for what is complete may end before a thread of the backend reports the completion.
+                lag[row] = at - ends[row] if blocked[row] else min(at - ends[row], 0)
     gaps = [thread.gaps for thread in graph.threads]
     return Rules(gaps, transfer, late, lag, request, request_late, link, nbytes, faster)
 

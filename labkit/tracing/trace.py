@@ -91,6 +91,7 @@ class Trace:
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
         nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
         link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
+        replayed: whether `labkit.replay` computed it; figures say so.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
             for spans given as `Columns`; None if there are none.
 
@@ -115,12 +116,13 @@ class Trace:
         profile: Iterable[ProfilerEvent] = (),
         nodes: Sequence[int] = (),
         link: Link | Network | None = None,
+        replayed: bool = False,
         waits: Any = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link)
+        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed)
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -160,6 +162,11 @@ class Trace:
     def link(self) -> Link | Network | None:
         """The emulated link or network over which the ranks communicated; None without one."""
         return self.info.link
+
+    @property
+    def replayed(self) -> bool:
+        """Whether `labkit.replay` computed it: this run did not happen."""
+        return self.info.replayed
 
     def __len__(self) -> int:
         return len(self.columns)

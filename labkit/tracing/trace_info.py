@@ -24,6 +24,7 @@ class TraceInfo:
     notes: tuple[str, ...] = ()
     nodes: tuple[int, ...] = ()
     link: Link | Network | None = None
+    replayed: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the facts by name, as arguments of `Trace`."""
@@ -44,8 +45,11 @@ class TraceInfo:
             raise TraceFileError("its numbers of lost records do not match its ranks")
         if not is_list(nodes, int) or len(nodes) not in (0, len(ranks)):
             raise TraceFileError("its numbers of nodes do not match its ranks")
-        link = entries.get("link")
-        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), None if link is None else _link(link, len(ranks)))
+        replayed = entries.get("replayed", False)
+        if not isinstance(replayed, bool):
+            raise TraceFileError("it does not say whether it was replayed")
+        link = None if entries.get("link") is None else _link(entries["link"], len(ranks))
+        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link, replayed)
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:

@@ -35,6 +35,7 @@ from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.recording.schema import READING
+from labkit.replaying.replay import replay
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Span, Trace
@@ -725,6 +726,22 @@ def test_compare_of_the_same_steps_of_each():
     assert [t.get_text() for t in ax.get_yticklabels()] == ["slow\n4 ranks, steps 1 to 2", "fast\n4 ranks, steps 1 to 2"]
     with pytest.raises(LabError, match="has the steps 0 to 2"):
         compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=4)
+
+
+@pytest.mark.parametrize("step", ["all", 1])
+def test_figures_of_a_replayed_run_say_that_it_was_not_run(step):
+    run = data_parallel()
+    predicted = replay(run, faster={"backward": 2})
+
+    def texts(trace):
+        figures = [draw(trace, step=step).figure for draw in (timeline, breakdown, traffic)]
+        titles = [ax.get_title(loc="left") for figure in figures for ax in figure.axes if ax.get_title(loc="left")]
+        return titles, [label.get_text() for label in compare(a=run, b=trace, step=step).get_yticklabels()]
+
+    (titles, (_, measured)), (titles_of_replay, (_, label)) = texts(run), texts(predicted)
+    assert not any("replayed" in text for text in (*titles, measured))
+    assert [sum("replayed" in title for title in some) for some in (titles, titles_of_replay)] == [0, 3]
+    assert "replayed" in label
 
 
 def test_compare_reports_missing_arguments():

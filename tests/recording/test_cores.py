@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def test_each_thread_has_its_own_delay_which_others_may_read() -> None:
         assert before <= now <= after  # until it sleeps, the other thread may wait for a core
     over.set()
     thread.join()
-    assert other() == 0, "it has ended"
+    while other():  # `join` may return before the kernel has removed the thread
+        time.sleep(0.001)
 
 
 @pytest.mark.usefixtures("schedstat")

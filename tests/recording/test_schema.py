@@ -26,8 +26,8 @@ ADDED = """
     compressed: Annotated[bool, Flag(1 << 7)] = False
 """
 LAST = '    signature: Annotated[str, Tail("I")] = ""\n'
-PARAMETERS = """        device: int = CPU, flags: int = 0, resumed_ns: int = 0, retries: int = -3, algorithm: str = "",
-"""
+DELAYS = "backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,\n"
+PARAMETERS = '        resumed_ns: int = 0, retries: int = -3, algorithm: str = "",\n'
 VALUES_WRITTEN = "resumed_ns, retries, self.name(algorithm)"
 # What adding a field takes: its declaration, its place in a record, and the parameter of what writes it.
 CHANGES = [
@@ -35,7 +35,7 @@ CHANGES = [
     ("schema.py", "    thread: int = 0\n", '    algorithm: str = ""\n    thread: int = 0\n'),
     ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns", "retries", "algorithm",\n'),
     ("ring_layout.py", '"peer", "root", "start_ns",\n', '"peer", "root", "algorithm", "start_ns",\n'),
-    ("ring_buffer.py", "        device: int = CPU, flags: int = 0,\n", PARAMETERS),
+    ("ring_buffer.py", DELAYS, DELAYS + PARAMETERS),
     ("ring_buffer.py", "            nbytes, match, name_id,", f"            nbytes, match, {VALUES_WRITTEN}, name_id,"),
     ("ring_buffer.py", 'signature: str = "",\n    ) -> int:', 'signature: str = "", algorithm: str = "",\n    ) -> int:'),
     ("ring_buffer.py", "peer, root, start_ns,\n", "peer, root, self.name(algorithm), start_ns,\n"),

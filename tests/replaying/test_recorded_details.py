@@ -11,6 +11,7 @@ import pytest
 from labkit.costs.link import Link
 from labkit.recording.events import WAITS
 from labkit.replaying.critical_path import critical_path
+from labkit.replaying.gains import gains_of
 from labkit.replaying.replay import replay
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
@@ -100,8 +101,44 @@ def test_a_loader_s_thread_neither_delays_nor_is_delayed() -> None:
     trace = replay(book.trace(1), slower={"load": 3})
     assert [s.start_ns for s in trace.filter(name="forward")] == [s.start_ns for s in book.trace(1).filter(name="forward")]
     assert [s.duration_ns / MS for s in trace.filter(name="load")] == [27] * 3
+    assert "that other threads wait for load is not known" in trace.notes[-1]
+    assert not any("load" in gain.change for gain in gains_of(book.trace(1), "what_helps").gains)
     faster = replay(book.trace(1), faster={"forward": 4})
+    assert "other threads" not in faster.notes[-1]
     assert [s.start_ns for s in faster.filter(name="load")] == [s.start_ns for s in book.trace(1).filter(name="load")]
+
+
+def test_a_wait_may_be_over_before_the_completion_is_reported() -> None:
+    """As for a future that is done while the thread that completed it still runs its callbacks."""
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "all_reduce", 0, 4, group="world", match=1, nbytes=MB10)
+        book.compute(rank, "optimizer", 3, 6)
+    spans = book.trace(2).columns
+    group = spans.name_id("world")
+    trace = Trace(spans, ranks=["a", "b"], waits=np.array([(rank, group, 1, 3 * MS) for rank in range(2)], WAITS))
+    again = replay(trace)
+    assert list(again) == list(trace)
+    assert again.waits.tolist() == trace.waits.tolist()
+    (slow, _) = replay(trace, link=ONE_GBIT).filter(name="optimizer")
+    assert slow.end_ns == (10 - 1 + 3) * MS
+
+
+def test_what_other_threads_do_does_not_end_the_run_and_moves_along() -> None:
+    """A server computes a remote backward pass on a thread of C++, and a loader of the caller's ends last."""
+    book, key = Book(), {"group": "rpc 0>1", "match": 1}
+    book.compute(0, "forward", 0, 8)
+    book.travel(0, "rpc_sync f", 8, 10, wait=(8, 10), peer=1, **key)
+    book.compute(1, "serve f", 8, 10, served=True, automatic=True)
+    book.travel(1, "reply f", 10, 10, peer=0, **key)
+    book.compute(1, "backward of f", 9, 10, own_thread=True, automatic=True)
+    book.travel(1, "gradients", 10, 10, peer=0, own_thread=True)
+    book.compute(0, "load", 0, 10, own_thread=True)
+    book.whole(0, "call", 0, 10)
+    trace = replay(book.trace(2), faster={"forward": 2})
+    assert trace.duration_ns == 6 * MS
+    assert [(s.start_ns / MS, s.end_ns / MS) for s in trace.filter(name="backward of f")] == [(5, 6)]
+    assert [gain.saved_ns / MS for gain in gains_of(book.trace(2), "what_helps").gains][:1] == [4]
 
 
 def test_a_serving_thread_runs_beside_the_function() -> None:

@@ -278,6 +278,7 @@ def test_a_replayed_trace_is_saved_and_replayed_like_any_other(tmp_path: Path) -
     trace = replay(waited(), link=ONE_GBIT)
     again = load_trace(trace.save(tmp_path / "replayed.json"))
     assert again.link == ONE_GBIT
+    assert (again.replayed, waited().replayed) == (True, False)
     assert again.notes == trace.notes
     assert step_ms(replay(again, free=["all_reduce"])) == step_ms(replay(trace, free=["all_reduce"])) == 22
 
