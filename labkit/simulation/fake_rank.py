@@ -17,11 +17,11 @@ from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.recording.import_hook import when_imported
-from labkit.simulate.kernel_mode import computed, kernel_mode
-from labkit.simulate.program import Event
-from labkit.simulate.rank_log import RankLog
-from labkit.simulate.simulated_group import simulated_process_group
-from labkit.simulate.unknown_values import hide_values
+from labkit.simulation.kernel_mode import computed, kernel_mode
+from labkit.simulation.program import Event
+from labkit.simulation.rank_log import RankLog
+from labkit.simulation.simulated_group import simulated_process_group
+from labkit.simulation.unknown_values import hide_values
 
 __all__ = ["execute"]
 

@@ -11,7 +11,7 @@ from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 from labkit.group.group import Group
 from labkit.recording.record import clock
-from labkit.simulate.program import Kernel
+from labkit.simulation.program import Kernel
 
 __all__ = ["Device"]
 

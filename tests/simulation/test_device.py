@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from labkit.simulate.device import Device
-from labkit.simulate.program import Kernel
+from labkit.simulation.device import Device
+from labkit.simulation.program import Kernel
 
 
 @pytest.mark.parametrize(("kernel", "seconds"), [

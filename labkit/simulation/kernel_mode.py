@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import OTHER, type_of
-from labkit.simulate.rank_log import RankLog, is_fake, tensors_in
+from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 
 __all__ = ["computed", "kernel_mode"]
 

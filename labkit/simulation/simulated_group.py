@@ -21,8 +21,8 @@ from labkit.comm.torch_internals import SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import RECV, SEND, Form, OperationType, Traffic, methods, type_of
 from labkit.recording.record import student_line
-from labkit.simulate.kernel_mode import computed
-from labkit.simulate.rank_log import RankLog, is_fake, tensors_in
+from labkit.simulation.kernel_mode import computed
+from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 
 __all__ = ["simulated_process_group"]
 

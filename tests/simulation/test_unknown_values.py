@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 import labkit as lab
-from labkit.simulate.representatives import execute_ranks
-from labkit.simulate.unknown_values import UnknownNumber
+from labkit.simulation.representatives import execute_ranks
+from labkit.simulation.unknown_values import UnknownNumber
 
 pytestmark = pytest.mark.processes
 KNOWN = torch.tensor([1.5, 2.5])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from labkit.group.group import Group
-from labkit.simulate.program import Program, with_marks
+from labkit.simulation.program import Program, with_marks
 
 __all__ = ["execute_ranks", "programs_of"]
 
@@ -49,7 +49,7 @@ def execute_ranks(
 
     Arguments as for `programs_of`.
     """
-    from labkit.simulate.fake_rank import execute
+    from labkit.simulation.fake_rank import execute
 
     programs = {}
     at_once = os.cpu_count() or 1

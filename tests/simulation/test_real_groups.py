@@ -11,8 +11,8 @@ import simulated_programs
 
 import labkit as lab
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
-from labkit.simulate.program import Mark, Program
-from labkit.simulate.representatives import programs_of
+from labkit.simulation.program import Mark, Program
+from labkit.simulation.representatives import programs_of
 from labkit.tracing.trace import Trace
 
 pytestmark = pytest.mark.processes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from labkit.comm.torch_internals import SIMULATION
-from labkit.simulate.program import Communication, Event, Kernel, Wait
+from labkit.simulation.program import Communication, Event, Kernel, Wait
 
 __all__ = ["RankLog", "is_fake", "tensors_in"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from labkit.recording.schema import Span
-from labkit.simulate.program import Communication, Kernel, Mark, Program, Wait, with_marks
+from labkit.simulation.program import Communication, Kernel, Mark, Program, Wait, with_marks
 
 
 def span(name: str, start_ns: int, end_ns: int, kind: str = "compute") -> Span:

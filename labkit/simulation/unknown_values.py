@@ -13,8 +13,8 @@ from labkit.comm.private_names import in_place_of
 from labkit.comm.torch_internals import SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.record import is_students
-from labkit.simulate.kernel_mode import computed
-from labkit.simulate.rank_log import RankLog
+from labkit.simulation.kernel_mode import computed
+from labkit.simulation.rank_log import RankLog
 
 __all__ = ["UnknownNumber", "hide_values"]
 

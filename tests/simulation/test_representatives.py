@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import labkit as lab
-from labkit.simulate.program import Communication, Kernel, Mark, Wait
-from labkit.simulate.representatives import programs_of
+from labkit.simulation.program import Communication, Kernel, Mark, Wait
+from labkit.simulation.representatives import programs_of
 
 pytestmark = pytest.mark.processes
 MANY = 1024
