@@ -27,6 +27,7 @@ class Device:
     Args:
         tflop_per_s: the rate at which kernels compute, in 10¹² floating-point operations per second.
         gbyte_per_s: the rate at which they read and write memory, in 10⁹ bytes per second.
+        runs_ahead: whether the host only issues kernels, which run on streams, as on a GPU; else it computes itself.
         name: the name to show.
         source: where the numbers come from.
 
@@ -40,6 +41,7 @@ class Device:
 
     tflop_per_s: float
     gbyte_per_s: float
+    runs_ahead: bool = True
     name: str = field(default="", compare=False)
     source: str = field(default="", repr=False, compare=False)
 
@@ -61,8 +63,9 @@ class Device:
         with Group(1, devices="cpu", threads=threads) as group:
             flops, nbytes = group.run(_measure).results[0]
         return cls(
-            tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, name="this machine's CPU", source=f"measured, {threads} threads"
-        )
+            tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU",
+            source=f"measured, {threads} threads",
+        )  # fmt: skip
 
     @public_api
     def seconds(self, kernel: Kernel) -> float:

@@ -21,6 +21,7 @@ from labkit.simulation.kernel_mode import computed, kernel_mode
 from labkit.simulation.program import Event
 from labkit.simulation.rank_log import RankLog
 from labkit.simulation.simulated_group import simulated_process_group
+from labkit.simulation.streams import follow_streams
 from labkit.simulation.unknown_values import hide_values
 
 __all__ = ["execute"]
@@ -82,6 +83,7 @@ def _adapt_torch(log: RankLog) -> None:
     hide_values(log)
     storage_class: Any = torch.UntypedStorage
     storage_class.resize_ = in_place_of(storage_class.resize_, resize)
+    follow_streams(log)
     SIMULATION.replace("_object_to_tensor", computed)
     SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
     SIMULATION.set("_chunk_with_empty", _Chunks)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
 
-__all__ = ["Communication", "Event", "Kernel", "Mark", "Program", "Wait", "with_marks"]
+__all__ = ["Communication", "Event", "Kernel", "Mark", "OnStream", "Program", "StreamEvent", "Value", "Wait", "with_marks"]
 
 E = TypeVar("E")
 
@@ -42,7 +43,7 @@ class Communication:
         name: as in the trace of a real run: "all_reduce", "send".
         nbytes: the rank's input or output, whichever is larger, in bytes.
         group: the global ranks of the process group; for a message, the sender and the receiver.
-        process_group: torch's name of the process group, the same on all its ranks.
+        process_group: torch's name of the process group, the same on all its ranks, with its axis in a device mesh.
         peer: the global rank at the other end of a message; -1 for a collective.
         root: the global rank of a rooted collective's root; -1 for all others.
         tag: the tag of a message.
@@ -90,7 +91,41 @@ class Mark:
     line: str = ""
 
 
-Event = Kernel | Communication | Wait | Mark
+@dataclass(frozen=True, slots=True)
+class OnStream:
+    """What follows is issued on another stream of the device.
+
+    Args:
+        stream: the number of the stream; 0 is the default stream.
+    """
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A stream records an event, or waits for one: what follows on it begins after what preceded the event.
+
+    Args:
+        number: the number of the event.
+        stream: the number of the stream.
+        waits: whether the stream waits for it; otherwise the stream records it.
+    """
+
+    number: int
+    stream: int
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The program records a value: of `lab.record`, or of `lab.track_memory`."""
+
+    name: str
+    value: float
+
+
+Event = Kernel | Communication | Wait | Mark | OnStream | StreamEvent | Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +166,13 @@ class Program:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def with_marks(events: Iterable[tuple[int, Event]], spans: Sequence[Span]) -> tuple[Event, ...]:
-    """Insert the begins and ends of spans between events, and return all in their order.
+def with_marks(events: Iterable[tuple[int, Event]], spans: Sequence[Span], values: Iterable[Scalar] = ()) -> tuple[Event, ...]:
+    """Insert the begins and ends of spans, and recorded values, between events, and return all in their order.
 
     Args:
         events: the events, each with the time in ns at which the executed rank recorded it.
         spans: spans that the same rank recorded meanwhile, on the same clock.
+        values: values that it recorded meanwhile.
     """
     # At one moment, ends come first, an inner span ends before an outer one, and begins after it.
     timed: list[tuple[tuple[int, int, int], Event]] = []
@@ -146,4 +182,5 @@ def with_marks(events: Iterable[tuple[int, Event]], spans: Sequence[Span]) -> tu
             timed.append(((span.start_ns, 2, -length_ns), Mark(span.name, span.kind, True, span.line)))
             timed.append(((span.end_ns, 0, length_ns), Mark(span.name, span.kind, False, span.line)))
     timed += [((at_ns, 1, 0), event) for at_ns, event in events]
+    timed += [((value.time_ns, 1, 0), Value(value.name, value.value)) for value in values]
     return tuple(event for _, event in sorted(timed, key=lambda pair: pair[0]))

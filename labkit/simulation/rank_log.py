@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from labkit.comm.torch_internals import SIMULATION
-from labkit.simulation.program import Communication, Event, Kernel, Wait
+from labkit.simulation.program import Communication, Event, Kernel, OnStream, StreamEvent, Wait
 
 __all__ = ["RankLog", "is_fake", "tensors_in"]
 
@@ -29,6 +29,8 @@ class RankLog:
         self._communications = 0
         self._writes: dict[int, list[int]] = {}  # of each communication that nothing has waited for: storages
         self._written_by: dict[int, int] = {}  # the reverse
+        self._stream = 0
+        self._stream_events = 0
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -126,6 +128,22 @@ class RankLog:
                 number = self._written_by.get(id(tensor.untyped_storage()))
                 if number is not None:
                     self.wait(number, explicit=explicit)
+
+    def switch(self, stream: int) -> None:
+        """Record that what follows is issued on this stream."""
+        if stream != self._stream:
+            self._stream = stream
+            self._add(OnStream(stream))
+
+    def record_on(self, stream: int) -> int:
+        """Record an event on a stream, and return its number."""
+        number, self._stream_events = self._stream_events, self._stream_events + 1
+        self._add(StreamEvent(number, stream, waits=False))
+        return number
+
+    def wait_on(self, stream: int, number: int) -> None:
+        """Record that a stream waits for an event."""
+        self._add(StreamEvent(number, stream, waits=True))
 
     def _add(self, event: Event) -> None:
         if not self.paused:

@@ -58,6 +58,7 @@ def execute_ranks(
         with Group([f"rank {rank}" for rank in some], devices="cpu", threads=1) as group:
             run = group.run(execute, function, tuple(args), dict(kwargs), some, size)
         for number, rank in enumerate(some):
-            spans = [span for span in run.trace.filter(rank=number) if span.kind in ("compute", "step")]
-            programs[rank] = Program(rank, size, with_marks(run.results[number], spans))
+            trace = run.trace.filter(rank=number)
+            spans = [span for span in trace if span.kind in ("compute", "step")]
+            programs[rank] = Program(rank, size, with_marks(run.results[number], spans, trace.scalars))
     return programs

@@ -95,12 +95,17 @@ def simulated_process_group(log: RankLog) -> Any:
                 log.forget_values(tensor for tensor in results if not is_fake(tensor))
             group = fields.pop("group", self._ranks)
             number = log.communicate(
-                results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self.group_name,
+                results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self._name(),
                 line=student_line(), **fields,
             )  # fmt: skip
             if self._together is not None:
                 self._together.append((number, results))
             return _Issued(log, [number], results)
+
+        def _name(self) -> str:
+            """Return torch's name of the group, with its axis in a device mesh."""
+            axis = self.group_desc.partition(":split:")[0]
+            return f"{self.group_name} {axis}" if axis.startswith("mesh_") else self.group_name
 
         def _message(self, method: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
             check_peer(method, peer, self.rank(), self.size())
