@@ -63,6 +63,7 @@ _MODULES = {
     "steps": "recording.record",
     "critical_path": "replaying.critical_path",
     "replay": "replaying.replay",
+    "simulate": "simulation.simulate",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
     "best_of": "tracing.step_times",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from labkit.recording.record import steps as steps
     from labkit.replaying.critical_path import critical_path as critical_path
     from labkit.replaying.replay import replay as replay
+    from labkit.simulation.simulate import simulate as simulate
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.step_times import best_of as best_of

@@ -29,6 +29,7 @@ class Device:
         tflop_per_s: the rate at which kernels compute, in 10¹² floating-point operations per second.
         gbyte_per_s: the rate at which they read and write memory, in 10⁹ bytes per second.
         memory_gb: the size of its memory, in 10⁹ bytes; default: no limit.
+        runs_ahead: whether the host only issues kernels, which run on streams, as on a GPU; else it computes itself.
         name: the name to show.
         source: where the numbers come from.
 
@@ -43,6 +44,7 @@ class Device:
     tflop_per_s: float
     gbyte_per_s: float
     memory_gb: float = math.inf
+    runs_ahead: bool = True
     name: str = field(default="", compare=False)
     source: str = field(default="", repr=False, compare=False)
 
@@ -75,7 +77,7 @@ class Device:
         finally:
             torch.set_num_threads(before)
         source = f"measured, {threads} thread{'s' * (threads > 1)}"
-        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, name="this machine's CPU", source=source)
+        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU", source=source)
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Return the time of a kernel in seconds: that of its operations or of its memory, whichever is longer.
