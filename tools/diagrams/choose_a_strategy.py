@@ -11,9 +11,9 @@ def cluster() -> Diagram:
     """Two nodes with two devices each, and their two kinds of link."""
     picture = Diagram(
         660, 222, "two nodes with two devices each",
-        "Two nodes. Each has two devices with 50 megabytes of memory, joined by a link of 0.2 gigabits per second with 2 "
-        "milliseconds latency. One connection of 0.1 gigabits per second with 4 milliseconds latency joins the nodes, and both "
-        "devices of a node share it.",
+        "Two nodes. Each has two devices with 50 megabytes of memory, joined by a link of 0.2 gigabits per second. "
+        "One connection of 0.1 gigabits per second joins the nodes, and both devices of a node share it. Each link has a latency "
+        "of 4 milliseconds.",
     )  # fmt: skip
     for node in range(2):
         left = 12.0 + 360 * node
@@ -24,7 +24,7 @@ def cluster() -> Diagram:
             picture.box(left + 14 + 160 * place, 54, 88, 80, f"rank {rank}\n50 MB", fill=SHARES[rank])
         _both_ways(picture, (left + 106, 94), (left + 170, 94))
         picture.text(left + 138, 72, "inside", size=13)
-        picture.text(left + 138, 178, "inside: 0.2 Gbit/s, 2 ms", size=13)
+        picture.text(left + 138, 178, "inside: 0.2 Gbit/s, 4 ms", size=13)
     _both_ways(picture, (290, 94), (370, 94), width=4)
     picture.text(330, 72, "between", size=13)
     picture.text(330, 208, "between: 0.1 Gbit/s, 4 ms, shared by the ranks of a node", size=13)
