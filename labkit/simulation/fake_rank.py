@@ -66,7 +66,7 @@ def execute(
     c10d.ProcessGroup = torch.distributed.ProcessGroup = simulated_process_group(log)  # type: ignore[misc]
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
-    _refuse_what_cannot_be_simulated()
+    _refuse_programs()
     if measured:
         function(*args, **kwargs)
         return log.events
@@ -97,7 +97,7 @@ def _adapt_torch(log: RankLog) -> None:
     SIMULATION.set("_chunk_with_empty", _Chunks)
 
 
-def _refuse_what_cannot_be_simulated() -> None:
+def _refuse_programs() -> None:
     for home, name, why in REFUSED:
         when_imported(home, partial(_refuse, name, why))
     when_imported("tensorflow", _refuse_module)
