@@ -36,7 +36,9 @@ REFUSED: Final = (
 )
 
 
-def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int) -> list[tuple[int, Event]]:
+def execute(
+    function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False
+) -> list[tuple[int, Event]]:
     """Call a function as one of many ranks.
 
     The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced.
@@ -47,6 +49,8 @@ def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequenc
         kwargs: its named arguments.
         ranks: the rank to execute, for each rank of the group.
         size: the number of simulated ranks.
+        measured: whether tensors have data, so that the times between events are those of a real rank; then operators
+            are not recorded.
 
     Returns:
         the events of the rank, each with the time in ns at which it was recorded.
@@ -56,12 +60,16 @@ def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequenc
     """
     if missing := [*SIMULATION.missing, *DISPATCH.missing]:
         raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")
-    rank, log = ranks[c10d.get_rank()], RankLog()
+    rank, log = ranks[c10d.get_rank()], RankLog(measured=measured)
     c10d.destroy_process_group()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     c10d.ProcessGroup = torch.distributed.ProcessGroup = simulated_process_group(log)  # type: ignore[misc]
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
+    _refuse_programs()
+    if measured:
+        function(*args, **kwargs)
+        return log.events
     _adapt_torch(log)
     with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
         function(*args, **kwargs)
@@ -69,7 +77,7 @@ def execute(function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequenc
 
 
 def _adapt_torch(log: RankLog) -> None:
-    """Replace functions of torch that need data, count what a real rank does not have, or cannot be simulated."""
+    """Replace functions of torch that need data, or count what a real rank does not have."""
 
     def resize(original: Callable[..., Any], storage: Any, size: int) -> Any:
         result = original(storage, size)
@@ -87,6 +95,9 @@ def _adapt_torch(log: RankLog) -> None:
     SIMULATION.replace("_object_to_tensor", computed)
     SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
     SIMULATION.set("_chunk_with_empty", _Chunks)
+
+
+def _refuse_programs() -> None:
     for home, name, why in REFUSED:
         when_imported(home, partial(_refuse, name, why))
     when_imported("tensorflow", _refuse_module)

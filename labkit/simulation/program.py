@@ -9,7 +9,19 @@ from typing import TypeVar
 from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
 
-__all__ = ["Communication", "Event", "Kernel", "Mark", "OnStream", "Program", "StreamEvent", "Value", "Wait", "with_marks"]
+__all__ = [
+    "Communication",
+    "Elapsed",
+    "Event",
+    "Kernel",
+    "Mark",
+    "OnStream",
+    "Program",
+    "StreamEvent",
+    "Value",
+    "Wait",
+    "with_marks",
+]
 
 E = TypeVar("E")
 
@@ -125,7 +137,18 @@ class Value:
     value: float
 
 
-Event = Kernel | Communication | Wait | Mark | OnStream | StreamEvent | Value
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Time that passes, where it was measured.
+
+    Args:
+        ns: how long, in ns; negative if what passed before contains time that a real rank does not need.
+    """
+
+    ns: int
+
+
+Event = Kernel | Elapsed | Communication | Wait | Mark | OnStream | StreamEvent | Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +189,16 @@ class Program:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-def with_marks(events: Iterable[tuple[int, Event]], spans: Sequence[Span], values: Iterable[Scalar] = ()) -> tuple[Event, ...]:
+def with_marks(
+    events: Iterable[tuple[int, Event]], spans: Sequence[Span], values: Iterable[Scalar] = (), *, measured: bool = False
+) -> tuple[Event, ...]:
     """Insert the begins and ends of spans, and recorded values, between events, and return all in their order.
 
     Args:
         events: the events, each with the time in ns at which the executed rank recorded it.
         spans: spans that the same rank recorded meanwhile, on the same clock.
         values: values that it recorded meanwhile.
+        measured: whether time passes between events as long as it did; otherwise only kernels say how long they take.
     """
     # At one moment, ends come first, an inner span ends before an outer one, and begins after it.
     timed: list[tuple[tuple[int, int, int], Event]] = []
@@ -183,4 +209,31 @@ def with_marks(events: Iterable[tuple[int, Event]], spans: Sequence[Span], value
             timed.append(((span.end_ns, 0, length_ns), Mark(span.name, span.kind, False, span.line)))
     timed += [((at_ns, 1, 0), event) for at_ns, event in events]
     timed += [((value.time_ns, 1, 0), Value(value.name, value.value)) for value in values]
-    return tuple(event for _, event in sorted(timed, key=lambda pair: pair[0]))
+    timed.sort(key=lambda pair: pair[0])
+    if not measured:
+        return tuple(event for _, event in timed)
+    found: list[Event] = []
+    last_ns = timed[0][0][0] if timed else 0
+    for (at_ns, *_), event in timed:
+        found += [Elapsed(at_ns - last_ns), event]
+        last_ns = at_ns
+    return tuple(_with_waits(found))
+
+
+def _with_waits(events: Sequence[Event]) -> list[Event]:
+    """Let communications for which nothing is known to wait be waited for at the end of the pass that issued them.
+
+    DistributedDataParallel waits in this way: torch's C++ code waits for futures, which nobody can observe.
+    """
+    waited = {event.communication for event in events if isinstance(event, Wait)}
+    found: list[Event] = []
+    open_ones: list[list[int]] = [[]]  # for each mark that has begun: the communications
+    for event in events:
+        if isinstance(event, Mark) and event.begins:
+            open_ones.append([])
+        elif isinstance(event, Mark) and len(open_ones) > 1:
+            found += [Wait(number, explicit=False) for number in open_ones.pop()]
+        elif isinstance(event, Communication) and event.number not in waited:
+            open_ones[-1].append(event.number)
+        found.append(event)
+    return found + [Wait(number, explicit=False) for numbers in open_ones for number in numbers]

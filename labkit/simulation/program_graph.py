@@ -23,7 +23,7 @@ from labkit.recording.operations import OTHER, type_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, Thread
 from labkit.replaying.times import Rules
-from labkit.simulation.program import Communication, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
+from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
 from labkit.tracing.trace import Trace
 
 __all__ = ["ProgramGraph"]
@@ -38,9 +38,10 @@ class ProgramGraph:
 
     Args:
         programs: the programs, by rank.
-        device: the device of each rank.
+        device: the device of each rank; None for a CPU on which the programs were measured.
         link: the link or the network; None if communication takes no time.
         name: the name of the function.
+        late_ns: how much longer a communication takes than on the link.
 
     Attributes:
         graph: the graph; its spans have no times, and those without a name only take part in it.
@@ -55,28 +56,32 @@ class ProgramGraph:
         LabError: a rank waits for a communication that another never issues.
     """
 
-    def __init__(self, programs: Mapping[int, Program], device: Device, link: Link | Network | None, name: str) -> None:
+    def __init__(
+        self, programs: Mapping[int, Program], device: Device | None, link: Link | Network | None, name: str, late_ns: int
+    ) -> None:
         self.size = next(iter(programs.values())).size
         self.values: list[tuple[int, int, str, float]] = []
         self.stream_waits: list[tuple[int, int]] = []
         self.waits_of_other_streams: list[int] = []
         self._programs, self._network = programs, link.of(self.size) if isinstance(link, Network) else None
+        self._node_of = self._network.nodes_among(self.size) if self._network else ()
         self._spans: list[Span] = []
         self._members: defaultdict[Operation, list[tuple[int, Communication]]] = defaultdict(list)
         self._gates: list[Gate] = []
         threads = [thread for program in programs.values() for thread in _Rank(self, program, device).threads(name)]
         self._check_answers()
-        stands_for = self._ranks_like()
+        stands_for, ahead = self._ranks_like(), device is not None and device.runs_ahead
         for members in self._members.values():
             rows, (_, first) = [row for row, _ in members], members[0]
             everyone, alike = () if first.peer >= 0 else first.group, self._alike(rows, first, stands_for)
-            self._gates.append(Gate(type_of(first.name), rows, rows, rows, everyone, alike, device.runs_ahead))
+            self._gates.append(Gate(type_of(first.name), rows, rows, rows, everyone, alike, ahead))
         count = len(self._spans)
         trace = Trace(Columns.of(self._spans), ranks=[f"rank {rank}" for rank in range(self.size)])
         none = np.zeros(count, np.int64)
         self.graph = Graph(trace, self._gates, none, none > 0, none - 1, {}, [-1] * count, threads)
+        late = [late_ns if span.kind == "communication" else 0 for span in self._spans]
         gaps, nbytes = [thread.gaps for thread in threads], [span.nbytes for span in self._spans]
-        self.rules = Rules(gaps, [0] * count, [0] * count, [0] * count, {}, {}, link, nbytes, [1.0] * count)
+        self.rules = Rules(gaps, [0] * count, late, [0] * count, {}, {}, link, nbytes, [1.0] * count)
 
     def add(self, rank: int, name: str = "", kind: str = "compute", **fields: Any) -> int:
         """Add a span, and return its number."""
@@ -139,7 +144,7 @@ class ProgramGraph:
         """Return for each rank with a program for how many ranks of its node it stands."""
         if self._network is None:
             return dict.fromkeys(self._programs, 1.0)
-        node_of, programs = self._network.nodes_among(self.size), self._programs
+        node_of, programs = self._node_of, self._programs
         all_ranks, ours = Counter(node_of), Counter(node_of[rank] for rank in programs)
         return {rank: all_ranks[node_of[rank]] / ours[node_of[rank]] for rank in programs}
 
@@ -153,9 +158,9 @@ class ProgramGraph:
         ranks = [self._spans[row].rank for row in rows]
         if first.peer >= 0:
             return max(map(stands_for.__getitem__, ranks))
-        members, taking_part = Counter(map(self._network.node_of, first.group)), Counter[int]()
+        members, taking_part = Counter(self._node_of[rank] for rank in first.group), Counter[int]()
         for rank in ranks:
-            taking_part[self._network.node_of(rank)] += stands_for[rank]  # type: ignore[assignment]  # not whole
+            taking_part[self._node_of[rank]] += stands_for[rank]  # type: ignore[assignment]  # not whole
         return max(1.0, *(count / members[node] for node, count in taking_part.items()))
 
 
@@ -165,11 +170,12 @@ class _Rank:
     Args:
         whole: the graph of all ranks.
         program: what the rank does.
-        device: its device.
+        device: its device, or None.
     """
 
-    def __init__(self, whole: ProgramGraph, program: Program, device: Device) -> None:
+    def __init__(self, whole: ProgramGraph, program: Program, device: Device | None) -> None:
         self._whole, self._program, self._rank, self._device = whole, program, program.rank, device
+        self._ahead = device is not None and device.runs_ahead
         self._threads: dict[int, Thread] = {}  # by stream
         self._work_ns: defaultdict[int, float] = defaultdict(float)  # of each stream since its last event
         self._stream = 0
@@ -190,7 +196,10 @@ class _Rank:
         tracked = any(isinstance(event, Value) and event.name.startswith(MEMORY) for event in self._program.events)
         memory = -1 if tracked else self._value(ALL_TENSORS, 0)  # which value holds the most since the last mark
         for event in self._program.events:
-            if isinstance(event, Kernel):
+            if isinstance(event, Elapsed):
+                self._work_ns[0] += event.ns
+            elif isinstance(event, Kernel):
+                assert self._device is not None
                 moved = event.read_bytes + event.written_bytes
                 self._work_ns[self._stream] += self._device.seconds(event.flops, moved) * 1e9
                 if not tracked:
@@ -205,9 +214,9 @@ class _Rank:
                 self._wait(self._issued[event.communication])
             elif isinstance(event, Value):
                 self._value(event.name, event.value)
-            elif self._device.runs_ahead and isinstance(event, OnStream):
+            elif self._ahead and isinstance(event, OnStream):
                 self._stream = event.stream
-            elif self._device.runs_ahead and isinstance(event, StreamEvent):
+            elif self._ahead and isinstance(event, StreamEvent):
                 self._synchronize(event)
         self._append(PLAIN, call, END)
         return list(self._threads.values())
@@ -222,7 +231,7 @@ class _Rank:
         thread.kinds.append(kind)
         thread.times.append(4 * row + which)
         thread.at_ns.append(0)
-        thread.gaps.append(round(self._work_ns.pop(stream, 0.0)))
+        thread.gaps.append(max(round(self._work_ns.pop(stream, 0.0)), 0))
         thread.inside.append(-1)
 
     def _value(self, name: str, value: float) -> int:

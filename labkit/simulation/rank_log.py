@@ -11,15 +11,20 @@ from typing import Any
 import torch
 
 from labkit.comm.torch_internals import SIMULATION
-from labkit.simulation.program import Communication, Event, Kernel, OnStream, StreamEvent, Wait
+from labkit.simulation.program import Communication, Elapsed, Event, Kernel, OnStream, StreamEvent, Wait
 
 __all__ = ["RankLog", "is_fake", "tensors_in"]
 
 
 class RankLog:
-    """Collects the events of one rank, each with the time in ns at which it was recorded."""
+    """Collects the events of one rank, each with the time in ns at which it was recorded.
 
-    def __init__(self) -> None:
+    Args:
+        measured: whether tensors have data, so that these times are those of a real rank.
+    """
+
+    def __init__(self, *, measured: bool = False) -> None:
+        self.measured = measured
         self.events: list[tuple[int, Event]] = []
         self.paused = False  # while torch computes with tensors that a real rank does not have
         self._live: dict[int, weakref.ref[Any]] = {}  # the storages that exist, by the id of the object
@@ -53,6 +58,14 @@ class RankLog:
         """
         self.hold(results)
         self._add(Kernel(name, flops, read_bytes, written_bytes, self._live_bytes))
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Record that what happens inside this context takes a real rank no time."""
+        start_ns = time.perf_counter_ns()
+        yield
+        if self.measured:
+            self._add(Elapsed(start_ns - time.perf_counter_ns()))
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the memory of new tensors from now on, until their storages are freed."""

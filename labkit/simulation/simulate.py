@@ -11,6 +11,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
+from labkit.simulation.lateness import lateness_ns
 from labkit.simulation.program import Program
 from labkit.simulation.representatives import programs_of
 from labkit.simulation.simulated_trace import simulated_trace
@@ -49,6 +50,7 @@ def simulate(
     link: Link | Network,
     device: Device | None = None,
     show: Sequence[int] = (),
+    measured: bool = False,
     **kwargs: Any,
 ) -> Simulation:
     """Compute how a function would run on many ranks: `lab.simulate(train, ranks=1024, link=lab.Link.nvlink4)`.
@@ -73,6 +75,9 @@ def simulate(
         link: the link between all ranks, or the network of their nodes.
         device: the device of each rank; default: `Device.h100`.
         show: the ranks that figures show; default: all that are executed.
+        measured: whether the executed ranks have real tensors, one rank after the other on this machine's CPU, and only
+            the communication is simulated. What a real group of 2 or 4 ranks takes, each on a core of its own, shows
+            how far to believe it. `device` does not apply.
         kwargs: its named arguments.
 
     Raises:
@@ -92,8 +97,11 @@ def simulate(
         check_number(rank, f"simulate(show={show!r}): expected ranks from 0 to {ranks - 1}", whole=True, at_least=0, below=ranks)
     if isinstance(link, Network):
         link = link.of(ranks)
-    programs = programs_of(function, args, kwargs, ranks=ranks, also=show)
+    if measured and device is not None:
+        raise ValueError("simulate(measured=True, device=...): expected one of both, since this machine is then the device")
+    programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured)
     note = f"Simulated, not run: {len(programs)} of {ranks:,} ranks were executed, the others copy one of them."
     name = getattr(function, "__name__", type(function).__name__)
-    trace = simulated_trace(programs, device or Device.h100, link, name=name, show=show, notes=[note])
+    computes, late_ns = (None, lateness_ns()) if measured else (device or Device.h100, 0)
+    trace = simulated_trace(programs, computes, link, name=name, show=show, notes=[note], late_ns=late_ns)
     return Simulation(ranks, programs, trace)

@@ -93,6 +93,8 @@ def simulated_process_group(log: RankLog) -> Any:
             results = list(tensors_in(written))
             if type_of(name).name not in ALIKE:
                 log.forget_values(tensor for tensor in results if not is_fake(tensor))
+                if log.measured:
+                    self.fill(results)
             group = fields.pop("group", self._ranks)
             number = log.communicate(
                 results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self._name(),
@@ -101,6 +103,17 @@ def simulated_process_group(log: RankLog) -> Any:
             if self._together is not None:
                 self._together.append((number, results))
             return _Issued(log, [number], results)
+
+        @staticmethod
+        def fill(tensors: list[torch.Tensor]) -> None:
+            """Replace what was in memory before, which may be slow to compute with; torch takes a one as yes."""
+            with log.uncounted(), torch.no_grad():
+                for tensor in tensors:
+                    tensor.fill_(0 if tensor.is_floating_point() else 1)
+
+        def uncounted(self) -> Any:
+            """Return a context manager for what a real rank does not do."""
+            return log.uncounted()
 
         def _name(self) -> str:
             """Return torch's name of the group, with its axis in a device mesh."""
@@ -163,7 +176,8 @@ def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         root = c10d.get_global_rank(self, root_of(arguments)) if kind.rooted else -1
         if not any(map(is_fake, tensors_in(arguments))):
-            computed(_as_if_equal, kind.name, arguments, self.size())
+            with self.uncounted():
+                computed(_as_if_equal, kind.name, arguments, self.size())
         return self.issue(called.name, arguments, () if kind.traffic is Traffic.TOGETHER else arguments[:1], root=root)
 
     return collective
@@ -174,7 +188,7 @@ def _as_if_equal(name: str, arguments: Any, size: int) -> None:
     if name == "all_gather":
         (given,) = tensors_in(arguments[1])
         for output in tensors_in(arguments[0]):
-            output.view(-1, given.numel()).copy_(given.flatten())
+            output.view(-1, given.numel()).copy_(given.flatten().clone())  # it may be a part of the output
     elif name == "all_reduce" and arguments[-1].reduceOp == ReduceOp.SUM:
         for tensor in tensors_in(arguments[0]):
             tensor.mul_(size)

@@ -31,27 +31,29 @@ TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the 
 
 def simulated_trace(
     programs: Mapping[int, Program],
-    device: Device,
+    device: Device | None,
     link: Link | Network | None,
     *,
     name: str,
     show: Sequence[int] = (),
     notes: Sequence[str] = (),
+    late_ns: int = 0,
 ) -> Trace:
     """Compute the times of executed ranks.
 
     Args:
         programs: what these ranks do, by rank.
-        device: the device of each rank.
+        device: the device of each rank; None for a CPU on which the programs were measured.
         link: the link or the network; None if communication takes no time.
         name: the name of the function.
         show: the ranks that the trace has; default: all that were executed.
         notes: notes for the reader.
+        late_ns: how much longer a communication takes than on the link.
 
     Raises:
         LabError: ranks wait for one another for ever.
     """
-    whole = ProgramGraph(programs, device, link, name)
+    whole = ProgramGraph(programs, device, link, name, late_ns)
     try:
         times = play(whole.graph, whole.rules)
     except LabError:

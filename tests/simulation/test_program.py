@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from labkit.recording.schema import Span
-from labkit.simulation.program import Communication, Kernel, Mark, Program, Wait, with_marks
+from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Program, Wait, with_marks
 
 
 def span(name: str, start_ns: int, end_ns: int, kind: str = "compute") -> Span:
@@ -27,6 +27,22 @@ def test_marks_surround_what_happened_in_their_spans() -> None:
         "a", ("outer", True), ("step", True), ("inner", True), "b", ("inner", False), "c", ("outer", False), ("step", False),
         ("step", True), "d", ("step", False),
     ]  # fmt: skip
+
+
+def test_measured_events_are_apart_as_long_as_they_were() -> None:
+    events = [
+        (5, Communication(0, "all_reduce", 8, (0, 1), "0")),
+        (30, Communication(1, "all_reduce", 8, (0, 1), "0")),
+        (32, Wait(1, True)),
+    ]
+    found = with_marks(events, [span("backward", 10, 40)], measured=True)
+    assert sum(event.ns for event in found if isinstance(event, Elapsed)) == 35
+    assert [event for event in found if not isinstance(event, Elapsed)] == [
+        events[0][1], Mark("backward", "compute", True), events[1][1], Wait(1, True), Mark("backward", "compute", False),
+        Wait(0, explicit=False),
+    ]  # fmt: skip
+    late = with_marks([(20, events[0][1])], [span("backward", 10, 40)], measured=True)
+    assert late[-2:] == (Wait(0, explicit=False), Mark("backward", "compute", False))
 
 
 def test_a_program_finds_its_kernels_communications_and_peers() -> None:

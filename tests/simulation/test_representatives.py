@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import labkit as lab
+from labkit.simulation import representatives
 from labkit.simulation.program import Communication, Kernel, Mark, Wait
 from labkit.simulation.representatives import programs_of
 
@@ -152,3 +153,11 @@ def scaled(factor: float, model: nn.Module) -> None:
 def test_arguments_reach_the_rank() -> None:
     program = simulate(scaled, 2.0, nn.Linear(3, 4))[0]
     assert [c.nbytes for c in program.communications] == [4 * 12, 4 * 4]
+
+
+def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(representatives, "PATIENCE_S", 0)
+    executed = simulate(to_the_next, ranks=16)
+    lines = capsys.readouterr().err.split("\r")
+    assert len(lines) > 2
+    assert lines[-1] == f"simulate: {len(executed)} of {len(executed)} ranks executed\n"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_programs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import labkit as lab
 from labkit.recording.schema import MEMORY_KINDS
+from labkit.simulation.program import Elapsed, Wait
+from labkit.simulation.representatives import programs_of
 
 pytestmark = pytest.mark.processes
 NETWORK = lab.Network(nodes=128, inside=lab.Link.nvlink4, between=lab.Link.infiniband_ndr)
@@ -88,9 +93,38 @@ def test_figures_accept_it_and_say_that_it_was_simulated(tmp_path: Path) -> None
     assert (loaded.simulated, loaded.ranks, len(loaded)) == (MANY, sim.trace.ranks, len(sim.trace))
 
 
+def sleep_and_average(steps: int) -> None:
+    numbers = torch.ones(1000)
+    for _ in lab.steps(range(steps)):
+        time.sleep(0.005)
+        dist.all_reduce(numbers)
+
+
+def test_a_measured_rank_takes_the_time_that_it_took_here_and_that_of_the_simulated_communication() -> None:
+    """Nothing sleeps or communicates for a shorter time, however busy the machine is."""
+    link = lab.Link(gbit_per_s=0.001, latency_us=10)
+    sim = lab.simulate(sleep_and_average, 3, ranks=64, link=link, measured=True)
+    assert sim.step_ms > 5 + 1e3 * link.seconds("all_reduce", 4000, 64)
+    assert min(share.exposed_ns for share in sim.trace.shares()) >= 3e9 * link.seconds("all_reduce", 4000, 64)
+
+
+@pytest.mark.parametrize("function", [
+    simulated_programs.ddp, simulated_programs.fsdp, simulated_programs.tensor_parallel, simulated_programs.one_f_one_b,
+])  # fmt: skip
+def test_with_data_a_rank_communicates_as_without(function: Callable[[], None]) -> None:
+    without, with_data = (programs_of(function, (), {}, ranks=2, measured=measured) for measured in (False, True))
+    for rank, program in with_data.items():
+        assert program.communications == without[rank].communications
+        assert not program.kernels
+        waits = [event.communication for event in program.events if isinstance(event, Wait)]
+        assert sorted(waits) == [c.number for c in program.communications]
+        assert sum(event.ns for event in program.events if isinstance(event, Elapsed)) > 0
+
+
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     ({"ranks": 0}, ValueError, "ranks=0"), ({"ranks": 2, "show": [2]}, ValueError, "ranks from 0 to 1"),
     ({"ranks": 2, "link": None}, TypeError, "lab.Link or a lab.Network"),
+    ({"ranks": 2, "device": lab.Device.h100, "measured": True}, ValueError, "expected one of both"),
     ({"ranks": 2, "device": "h100"}, TypeError, "device=lab.Device.h100"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import labkit as lab
 from labkit.recording.schema import MEMORY
-from labkit.simulation.program import Communication, Event, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
+from labkit.simulation.program import Communication, Elapsed, Event, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
 from labkit.simulation.simulated_trace import simulated_trace
 from labkit.tracing.trace import Span, Trace
 
@@ -188,6 +188,22 @@ def test_memory_is_that_of_all_tensors_unless_the_program_tracks_it() -> None:
     tracked = trace_of([Value(MEMORY + "gradients", 2e6), *events, Value("loss", 0.5)], size=1)
     assert lab.memory_mb(tracked) == lab.memory_mb(tracked, "gradients") == 2
     assert tracked.scalars[-1].name == "loss"
+
+
+def test_measured_times_pass_and_what_a_real_rank_does_not_do_is_taken_out() -> None:
+    events = [
+        Elapsed(5000),
+        all_gather(0, 100),
+        Elapsed(20_000),
+        Elapsed(-12_000),
+        Wait(0, True),
+        *marked("after", Elapsed(1000)),
+    ]
+    programs = {rank: Program(rank, 2, tuple(events)) for rank in range(2)}
+    trace = simulated_trace(programs, None, LINK, name="train", late_ns=40_000)
+    gathered = span(trace, "all_gather")
+    assert [us(gathered.start_ns), us(gathered.wait_start_ns), us(gathered.end_ns)] == [5, 13, 5 + 60 + 40]
+    assert us(span(trace, "after").end_ns) == 106
 
 
 def test_what_was_simulated_is_not_replayed() -> None:
