@@ -25,6 +25,7 @@ class TraceInfo:
     nodes: tuple[int, ...] = ()
     link: Link | Network | None = None
     replayed: bool = False
+    simulated: int = 0
 
     def arguments(self) -> dict[str, Any]:
         """Return the facts by name, as arguments of `Trace`."""
@@ -48,8 +49,11 @@ class TraceInfo:
         replayed = entries.get("replayed", False)
         if not isinstance(replayed, bool):
             raise TraceFileError("it does not say whether it was replayed")
-        link = None if entries.get("link") is None else _link(entries["link"], len(ranks))
-        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link, replayed)
+        simulated = entries.get("simulated", 0)
+        if not is_list([simulated], int) or (simulated and simulated < len(ranks)):
+            raise TraceFileError("it does not say how many ranks were simulated")
+        link = None if entries.get("link") is None else _link(entries["link"], simulated or len(ranks))
+        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link, replayed, simulated)
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
