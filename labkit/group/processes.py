@@ -67,6 +67,7 @@ class RankPool:
         modules: the student's modules that ranks have imported, by name.
         lost: the ranks whose process has ended, and without which the others went on.
         oom_kills: the kernel's counters of processes killed by the OOM killer.
+        cores: how many cores the ranks share.
 
     A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
     the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
@@ -82,6 +83,7 @@ class RankPool:
         self._settings = NotebookSettings()
         self.lost = LostRanks(options, kind)
         self.oom_kills = OOMKillCounters()
+        self.cores = usable_cores()
         self.modules: dict[str, protocol.ImportedModule] = {}
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
@@ -174,7 +176,7 @@ class RankPool:
             environment=changes,
             rich=notebook_shell() is not None,
             starts_rpc=self._starts_rpc,
-            shares_cores=len(self.options.names) > usable_cores(),
+            shares_cores=len(self.options.names) > self.cores,
             payload=shared_link,
         )
         for member in self.members:
