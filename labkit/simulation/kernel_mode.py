@@ -21,6 +21,8 @@ from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 __all__ = ["computed", "kernel_mode"]
 
 ALLOCATING: Final = ("empty", "new_empty")  # prefixes of operators that only allocate
+FILLING: Final = ("new_", "zeros", "ones", "full", "fill", "rand", "uniform", "normal")  # of those that read nothing
+VIEWS: Final = ("_unsafe_view",)  # of which torch does not say that they are views
 PARTIAL: Final = ("embedding", "index", "index_select", "gather")  # read only the elements that they return
 FOR_CPU: Final = "_for_cpu"  # in the names of attention's operators
 COLLECTIVES: Final = "_c10d_functional"
@@ -63,10 +65,12 @@ def kernel_mode(log: RankLog) -> Any:
                 self._collective(name.removesuffix("_").removesuffix("_out"), args, given, results)
             elif name.startswith(ALLOCATING):
                 log.hold(results)
-            elif not func.is_view and func.namespace not in NO_KERNELS:
+            elif not func.is_view and name not in VIEWS and func.namespace not in NO_KERNELS:
                 written = _nbytes(results or _changed(name, args, kwargs))
                 read = _nbytes(given) - _nbytes(tensors_in(kwargs.get("out")))
-                if name in PARTIAL:
+                if name.startswith(FILLING):
+                    read = 0
+                elif name in PARTIAL:
                     read = min(read, written)
                 log.kernel(name, _flops(func, args, kwargs, result), read, written, results)
             return result
