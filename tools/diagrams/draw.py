@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from tools.diagrams import (
+    choose_a_strategy,
     collectives,
     data_parallel,
     find_the_bottleneck,
@@ -42,6 +43,7 @@ LESSONS: Final = (
     tf_model_parallel,
     tf_hybrid,
     find_the_bottleneck,
+    choose_a_strategy,
 )
 
 
