@@ -285,15 +285,18 @@ def _program(change: str) -> None:
 
 
 def _in_turns() -> dict[str, float]:
-    """Return the median duration of a step in ms, as it is ("") and with each change; all run in turns."""
+    """Return the shortest duration of a step in ms, as it is ("") and with each change; all run in turns.
+
+    Other programs can only make a step longer.
+    """
     taken: dict[str, list[float]] = {change: [] for change in ("", *CHANGES)}
-    for _ in range(ROUNDS + 1):
+    for _ in range(ROUNDS):
         for change, found in taken.items():
             dist.barrier()
             start = time.perf_counter()
             _program(change)
             found.append(1e3 * (time.perf_counter() - start))
-    return {change: statistics.median(found[1:]) for change, found in taken.items()}
+    return {change: min(found) for change, found in taken.items()}
 
 
 @exercise(
@@ -301,16 +304,16 @@ def _in_turns() -> dict[str, float]:
     "which_pays is one of three texts: 'one message', 'half the bytes' or 'half the compute'. Which change makes the step "
     "shortest? Two ranks average six gradients of 50,000 float32 numbers, one after another, over 0.1 Gbit/s with a latency "
     "of 200 µs, and compute for a few milliseconds.",
-    "Run in turns with the others, this change makes the step shortest: the step consists of bytes on their way.",
+    "This change makes the step shortest: it consists of bytes on their way, 96 ms of them.",
     number=True,
 )
 def _which_pays(answer: Any, on: OnRanks) -> None:
     if answer not in CHANGES:
         raise AnswerError(f"given {answer!r}: expected {', '.join(map(repr, CHANGES[:-1]))} or {CHANGES[-1]!r}")
-    times = on(2, _in_turns, link=PAYS_LINK)[0]
-    if times[answer] > 1.1 * min(times.values()):
-        measured = ", ".join(f"{change} {times[change]:.0f} ms" for change in CHANGES if change == answer)
-        raise AnswerError(WHY[answer], f"which_pays: really run in turns: as it is {times['']:.0f} ms, with {measured}")
+    if answer in WHY:  # the link decides, not the measurement: on a busy machine, that may be anything
+        times = on(2, _in_turns, link=PAYS_LINK)[0]
+        measured = f"really run in turns, a step takes {times['']:.0f} ms as it is, and {times[answer]:.0f} ms with {answer}"
+        raise AnswerError(WHY[answer], f"which_pays: {measured}; the best change gives {min(times.values()):.0f} ms")
 
 
 # ------------------------------------------------------------------------------------------------------------- exchange
