@@ -32,10 +32,11 @@ class Records:
     Args:
         members: the ranks.
         link: the emulated link or network between them, if any.
+        cores: how many cores they share; 0 if unknown.
     """
 
-    def __init__(self, members: Sequence[Member], link: Link | Network | None = None) -> None:
-        self._link = link
+    def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
+        self._link, self._cores = link, cores
         self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else ()
         self._members = [m.name for m in members]
         self._readers = [m.reader for m in members]
@@ -212,7 +213,7 @@ class Records:
         notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
         others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes}
-        others |= {"nodes": self._nodes, "link": self._link}
+        others |= {"nodes": self._nodes, "link": self._link, "cores": self._cores}
         trace = from_records(joined, self._names, self._members, **others | self._interrupted)
         trace.scalars += tuple(self._ended)
         return trace

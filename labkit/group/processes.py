@@ -67,6 +67,7 @@ class RankPool:
         modules: the student's modules that ranks have imported, by name.
         lost: the ranks whose process has ended, and without which the others went on.
         oom_kills: the kernel's counters of processes killed by the OOM killer.
+        cores: how many cores the ranks share.
 
     A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
     the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
@@ -82,6 +83,7 @@ class RankPool:
         self._settings = NotebookSettings()
         self.lost = LostRanks(options, kind)
         self.oom_kills = OOMKillCounters()
+        self.cores = usable_cores()
         self.modules: dict[str, protocol.ImportedModule] = {}
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
@@ -140,7 +142,7 @@ class RankPool:
             now = ProcessState.now()
             changes = now.since(self._copied)
             if changes is not None:
-                self._send_all(changes)
+                self.tell(changes)
                 self._copied = now
         return edited(self.modules.values())
 
@@ -174,15 +176,15 @@ class RankPool:
             environment=changes,
             rich=notebook_shell() is not None,
             starts_rpc=self._starts_rpc,
-            shares_cores=len(self.options.names) > usable_cores(),
+            shares_cores=len(self.options.names) > self.cores,
             payload=shared_link,
         )
         for member in self.members:
-            with contextlib.suppress(OSError):  # as in `_send_all`
+            with contextlib.suppress(OSError):  # as in `tell`
                 member.channel.send(dataclasses.replace(config, rank=member.rank, readable_memory=member.process.readable))
         if shared_link is not None:
             shared_link.close()
-        self._send_all(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
+        self.tell(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
         for ready in self._answers(protocol.Ready):
             self.notes += ready.notes
 
@@ -213,7 +215,7 @@ class RankPool:
 
     def exchange(self, request: Message, reply: type[_Reply]) -> list[_Reply]:
         """Send a request to every rank, outside a run, wait for all replies and return them in rank order."""
-        self._send_all(request)
+        self.tell(request)
         return self._answers(reply)
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
@@ -228,7 +230,7 @@ class RankPool:
             payload = pack(settings.plain())
             notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
         try:
-            self._send_all(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
+            self.tell(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
         return notes
@@ -243,7 +245,8 @@ class RankPool:
         """Ask a question about the processes of some ranks; return the answer for each."""
         return self._starter.ask(question, [member.process for member in members])
 
-    def _send_all(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
+        """Send a message to every rank, and wait for nothing."""
         frame = protocol.encode(message)
         for member in self.members:
             with contextlib.suppress(OSError):  # it has just ended; `_answers` will notice and explain it

@@ -108,7 +108,7 @@ class Execution:
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
         self._output = Output(self._names)
-        self._records = Records(self._members, pool.options.link)
+        self._records = Records(self._members, pool.options.link, pool.cores)
         self._results: dict[int, Any] = {}
         self._failures: dict[int, RankFailure] = {}
         self._exits: dict[int, RankFailure] = {}  # of ranks that called `exit(0)`; failures if others return values

@@ -13,6 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
+from labkit.plots.shared_cores import shared_cores_in_words
 from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import View, view_of
 from labkit.plots.waits import waiting_in_words
@@ -66,9 +67,11 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # all ranks have the same window, so the mean is the share of all ranks
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
+    shared = shared_cores_in_words([view])
     with labkit_style(ax):
         if ax is None:
-            ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.2 + 0.36 * len(y)), layout="constrained"), _wide_in(trace.ranks)
+            high_in = 1.2 + 0.36 * len(y) + (0.2 if shared else 0)
+            ax, wide_in = new_axes(figsize=(WIDTH_IN, high_in), layout="constrained"), _wide_in(trace.ranks)
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
         left = np.zeros(len(y))
@@ -76,13 +79,13 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
             _draw_part(ax, part, y, left, width, _fitting([percent(part / 100) for part in width], width * wide_in / 100))
             left += width
         ax.set(xlim=(0, 100), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=[*trace.ranks, "all ranks"])
-        ax.set_xlabel("share of the time [%]")
+        ax.set_xlabel("\n".join(filter(None, ["share of the time [%]", shared])))
         ax.set_title(f"Where the time went  ·  {view.in_words()}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], [view])
     shares = ", ".join(f"{part} {percent(share / 100)}" for part, share in zip(_PARTS, parts[-1], strict=True) if share)
-    return describe(ax, f"Where the time went: {view.in_words()}. All ranks: {shares}.")
+    return describe(ax, f"Where the time went: {view.in_words()}. All ranks: {shares}.{shared and f' {shared}.'}")
 
 
 @public_api
@@ -130,10 +133,11 @@ def compare(
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
     names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_ranks_and_steps(view)}" for view in views]
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
+    shared = shared_cores_in_words(views)
     with labkit_style(ax):
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
-            ax = new_axes(figsize=(WIDTH_IN, 1.2 + row_in * len(y)), layout="constrained")
+            ax = new_axes(figsize=(WIDTH_IN, 1.2 + row_in * len(y) + (0.2 if shared else 0)), layout="constrained")
             wide_in = _wide_in([line for of_name in lines for line in of_name])
         else:
             wide_in = ax.get_window_extent().width / ax.figure.dpi
@@ -147,13 +151,13 @@ def compare(
         for row, words in enumerate(ratios):
             ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
         ax.set(xlim=(0, right), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
-        ax.set_xlabel(f"time, mean of the ranks [{unit}]")
+        ax.set_xlabel("\n".join(filter(None, [f"time, mean of the ranks [{unit}]", shared])))
         ax.set_title(f"Where the time of each run went  ·  against {shortened(views[0].label, LONGEST // 2)}")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         _legend_of_parts(ax, [part for part, width in zip(_PARTS, parts.T, strict=True) if width.any()], views)
     each = "; ".join(f"{view.label} {words}" for view, words in zip(views, ratios, strict=True))
-    return describe(ax, f"Where the time of each run went: {each}.")
+    return describe(ax, f"Where the time of each run went: {each}.{shared and f' {shared}.'}")
 
 
 def _wide_in(names: Sequence[str]) -> float:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
@@ -22,7 +23,6 @@ from labkit.recording.operations import OTHER, type_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, Thread
 from labkit.replaying.times import Rules
-from labkit.simulation.device import Device
 from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
 from labkit.tracing.trace import Trace
 
@@ -200,7 +200,8 @@ class _Rank:
                 self._work_ns[0] += event.ns
             elif isinstance(event, Kernel):
                 assert self._device is not None
-                self._work_ns[self._stream] += self._device.seconds(event) * 1e9
+                moved = event.read_bytes + event.written_bytes
+                self._work_ns[self._stream] += self._device.seconds(event.flops, moved) * 1e9
                 if not tracked:
                     self._whole.raise_value(memory, event.live_bytes)
             elif isinstance(event, Mark):

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
-from labkit.simulation.device import Device
 from labkit.simulation.lateness import lateness_ns
 from labkit.simulation.program import Program
 from labkit.simulation.representatives import programs_of

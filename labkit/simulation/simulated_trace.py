@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import Columns, Scalar
 from labkit.recording.schema import COMMUNICATION
 from labkit.replaying.times import Times, play
-from labkit.simulation.device import Device
 from labkit.simulation.program import Program
 from labkit.simulation.program_graph import ProgramGraph
 from labkit.tracing.trace import Trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ class TraceInfo:
     link: Link | Network | None = None
     replayed: bool = False
     simulated: int = 0
+    cores: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
         """Return the facts by name, as arguments of `Trace`."""
@@ -52,8 +54,12 @@ class TraceInfo:
         simulated = entries.get("simulated", 0)
         if not is_list([simulated], int) or (simulated and simulated < len(ranks)):
             raise TraceFileError("it does not say how many ranks were simulated")
+        cores = entries.get("cores", 0.0)
+        if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 <= cores < math.inf:
+            raise TraceFileError("its number of cores is not a number")
         link = None if entries.get("link") is None else _link(entries["link"], simulated or len(ranks))
-        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link, replayed, simulated)
+        facts = (tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link)
+        return cls(*facts, replayed=replayed, simulated=simulated, cores=float(cores))
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:

@@ -175,6 +175,7 @@ def test_delays_are_recorded_where_ranks_outnumber_cores(cores: int, monkeypatch
     monkeypatch.setattr("labkit.group.processes.usable_cores", lambda: cores)
     with Group(2, timeout_s=200) as group:
         run = group.run(train)
+    assert run.trace.cores == cores
     for rank in (0, 1):
         spans = run.trace.filter(rank=rank, kind="communication").spans
         issued = [s.issue_delay_ns for s in spans]

@@ -598,7 +598,7 @@ def some_rich_trace(rng: random.Random) -> Trace:
     return Trace(
         spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3],
         notes=["rank 7 is missing"], profile=profile, nodes=[0, 1],
-        link=Link(gbit_per_s=1, latency_us=50, name="slow"), replayed=True,
+        link=Link(gbit_per_s=1, latency_us=50, name="slow"), replayed=True, cores=1.5,
     )  # fmt: skip
 
 
@@ -606,10 +606,10 @@ def same(a: Trace, b: Trace) -> bool:
     def key(span: Span) -> Any:
         return dataclasses.astuple(span)
 
-    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes, a.link, a.replayed
+    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes, a.link, a.replayed, a.cores
     return (
         sorted(a, key=key) == sorted(b, key=key) and sorted(a.scalars, key=repr) == sorted(b.scalars, key=repr)
-        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes, b.link, b.replayed)
+        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes, b.link, b.replayed, b.cores)
         and sorted(a.profile, key=repr) == sorted(b.profile, key=repr)
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`Device`: how fast a device computes, from its peak rates or measured; the roofline model of a kernel's time."""
+"""`Device`: how fast a device computes and how much memory it has, from its data sheet or measured."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any, ClassVar, Final
 
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
-from labkit.group.group import Group
 from labkit.recording.record import clock
-from labkit.simulation.program import Kernel
 
 __all__ = ["Device"]
 
 WIDTH: Final = 1024  # of the matrices whose product is timed: 2·1024³ operations, 12 MiB
 COPIED_BYTES: Final = 64 << 20  # more than a cache holds
 MEASURED_NS: Final = 700_000_000  # for each of the two rates
+_UNITS: Final = {
+    "tflop_per_s": "10¹² operations per second", "gbyte_per_s": "10⁹ bytes per second", "memory_gb": "10⁹ bytes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device that computes: `lab.Device(tflop_per_s=100, gbyte_per_s=1000)`.
+    """A device that computes: `lab.Device(tflop_per_s=100, gbyte_per_s=1000, memory_gb=40)`.
 
     Args:
         tflop_per_s: the rate at which kernels compute, in 10¹² floating-point operations per second.
         gbyte_per_s: the rate at which they read and write memory, in 10⁹ bytes per second.
+        memory_gb: the size of its memory, in 10⁹ bytes; default: no limit.
         runs_ahead: whether the host only issues kernels, which run on streams, as on a GPU; else it computes itself.
         name: the name to show.
         source: where the numbers come from.
@@ -35,12 +37,13 @@ class Device:
     memory (`.source`), which large kernels reach.
 
     Raises:
-        TypeError: a rate is not a number.
-        ValueError: a rate is out of range.
+        TypeError: a rate or the memory is not a number.
+        ValueError: it is out of range.
     """
 
     tflop_per_s: float
     gbyte_per_s: float
+    memory_gb: float = math.inf
     runs_ahead: bool = True
     name: str = field(default="", compare=False)
     source: str = field(default="", repr=False, compare=False)
@@ -48,37 +51,48 @@ class Device:
     h100: ClassVar[Device]
 
     def __post_init__(self) -> None:
-        for name, unit in (("tflop_per_s", "10¹² operations per second"), ("gbyte_per_s", "10⁹ bytes per second")):
+        for name, unit in _UNITS.items():
             value = getattr(self, name)
-            check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=math.inf)
+            below = None if name == "memory_gb" else math.inf
+            check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=below)
 
     @classmethod
     @public_api
     def here(cls, threads: int = 1) -> Device:
-        """Measure a rank's CPU on this machine, in about 2 s: a product of large matrices, and copies of memory.
+        """Measure the CPU of this machine, in about 2 s: a product of large matrices, and copies of memory.
 
         Args:
-            threads: the number of compute threads of the rank.
-        """
-        with Group(1, devices="cpu", threads=threads) as group:
-            flops, nbytes = group.run(_measure).results[0]
-        return cls(
-            tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU",
-            source=f"measured, {threads} threads",
-        )  # fmt: skip
+            threads: the number of compute threads; a rank of a group on the CPU has its share of the cores.
 
-    @public_api
-    def seconds(self, kernel: Kernel) -> float:
+        Raises:
+            TypeError, ValueError: `threads` is not a whole number from 1.
+        """
+        import torch
+
+        check_number(threads, f"Device.here(threads={threads!r}): expected a whole number from 1", whole=True, at_least=1)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            flops, nbytes = _measure()
+        finally:
+            torch.set_num_threads(before)
+        source = f"measured, {threads} thread{'s' * (threads > 1)}"
+        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU", source=source)
+
+    def seconds(self, flops: float, nbytes: float) -> float:
         """Return the time of a kernel in seconds: that of its operations or of its memory, whichever is longer.
+
+        Args:
+            flops: its floating-point operations.
+            nbytes: the bytes that it reads and writes.
 
         Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009.
         """
-        moved = kernel.read_bytes + kernel.written_bytes
-        return max(kernel.flops / (self.tflop_per_s * 1e12), moved / (self.gbyte_per_s * 1e9))
+        return max(flops / (self.tflop_per_s * 1e12), nbytes / (self.gbyte_per_s * 1e9))
 
 
 def _measure() -> tuple[float, float]:
-    """Return the rates of this rank's CPU in operations and in bytes per second."""
+    """Return the rates of this CPU in operations and in bytes per second."""
     import torch
 
     one, other, product = (torch.rand(WIDTH, WIDTH) for _ in range(3))
@@ -100,6 +114,6 @@ def _shortest_s(work: Callable[[], Any]) -> float:
 
 
 Device.h100 = Device(
-    tflop_per_s=0.70 * 989, gbyte_per_s=0.85 * 3350, name="h100",
-    source="NVIDIA H100 (SXM) data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s; 70 % and 85 % of these",
+    tflop_per_s=0.70 * 989, gbyte_per_s=0.85 * 3350, memory_gb=80, name="h100",
+    source="NVIDIA H100 (SXM) data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s, 80 GB; rates: 70 % and 85 %",
 )  # fmt: skip
