@@ -29,8 +29,8 @@ def programs_of(
 ) -> dict[int, Program]:
     """Execute a function as those ranks of many that stand for all.
 
-    These are the first rank, the last, one at random, and every rank that exchanges messages with one of them. A
-    collective has all its ranks do the same.
+    These are the first rank, the last, and every rank that exchanges messages with one of them; if there are none, also
+    one at random. A collective has all its ranks do the same.
 
     Args:
         function: the function.
@@ -47,12 +47,14 @@ def programs_of(
     Raises:
         RankError: the function failed, or does what cannot be simulated.
     """
-    wanted = {0, ranks - 1, random.Random(ranks).randrange(ranks), *also}  # the same ranks in each simulation
+    wanted = {0, ranks - 1, *also}
     programs: dict[int, Program] = {}
     since_s, wrote = time.monotonic(), False
     while new := sorted(wanted - programs.keys())[: _at_once(measured)]:
         programs |= execute_ranks(function, args, kwargs, new, ranks, measured=measured)
         wanted |= {peer for rank in new for peer in programs[rank].peers}
+        if not any(program.peers for program in programs.values()):
+            wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
         if time.monotonic() - since_s > PATIENCE_S and wanted - programs.keys():
             print(f"\rsimulate: {len(programs)} of {len(wanted)} ranks executed", end="", file=sys.stderr, flush=True)
             wrote = True

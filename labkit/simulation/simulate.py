@@ -56,7 +56,7 @@ def simulate(
     """Compute how a function would run on many ranks: `lab.simulate(train, ranks=1024, link=lab.Link.nvlink4)`.
 
     The function is the same as for `Group.run`, in plain torch. A few ranks execute it, on tensors that have a shape,
-    but no data: the first, the last, one at random, and all that these exchange messages with. The other ranks of a
+    but no data: the first, the last, one at random, and those with which these exchange messages. The other ranks of a
     collective are taken to do the same. Which kernels run, what is sent, and which memory is used is exact. Times
     follow from models: of the device (`Device`), and of the link as in emulated groups (docs/simulate.md).
 
