@@ -30,11 +30,12 @@ lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterL
 	@$(BIN)/python tools/lab.py $(ARGS)
 
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
-JOBS := 2
+# With two on two cores, the cores are idle for a quarter of the time: tests wait for ranks, and ranks for one another.
+JOBS := 3
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --nbval-lax
 
-test: lint  ## lint, types, all tests that are not marked slow, all notebooks, two files at a time (JOBS=0: one)
+test: lint  ## lint, types, all tests that are not marked slow, all notebooks, three files at a time (JOBS=0: one)
 	$(PYTEST) -m "not slow" tests notebooks
 
 test-slow: setup  ## the tests marked slow: in a browser, under load, with random faults, without parts of torch, ...

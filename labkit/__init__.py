@@ -29,6 +29,7 @@ from labkit.notebook.on_import import begin
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.
 _MODULES = {
+    "Device": "costs.device",
     "Link": "costs.link",
     "Network": "costs.network",
     "check": "exercises.check",
@@ -41,6 +42,9 @@ _MODULES = {
     "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
+    "Cluster": "planning.cluster",
+    "plan": "planning.plan",
+    "Transformer": "planning.workload",
     "breakdown": "plots.breakdown",
     "compare": "plots.breakdown",
     "explain": "plots.explain",
@@ -59,6 +63,7 @@ _MODULES = {
     "steps": "recording.record",
     "critical_path": "replaying.critical_path",
     "replay": "replaying.replay",
+    "simulate": "simulation.simulate",
     "schedule": "tracing.ideal_pipeline",
     "load_trace": "tracing.load",
     "best_of": "tracing.step_times",
@@ -72,6 +77,7 @@ _MODULES = {
 if TYPE_CHECKING:
     from labkit import predict as predict
     from labkit.comm.memory_tracker import track_memory as track_memory
+    from labkit.costs.device import Device as Device
     from labkit.costs.link import Link as Link
     from labkit.costs.network import Network as Network
     from labkit.exercises.check import check as check
@@ -84,6 +90,9 @@ if TYPE_CHECKING:
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.notebook.watched_group import Group as Group
+    from labkit.planning.cluster import Cluster as Cluster
+    from labkit.planning.plan import plan as plan
+    from labkit.planning.workload import Transformer as Transformer
     from labkit.plots.breakdown import breakdown as breakdown
     from labkit.plots.breakdown import compare as compare
     from labkit.plots.byte_counts import memory_mb as memory_mb
@@ -101,6 +110,7 @@ if TYPE_CHECKING:
     from labkit.recording.record import steps as steps
     from labkit.replaying.critical_path import critical_path as critical_path
     from labkit.replaying.replay import replay as replay
+    from labkit.simulation.simulate import simulate as simulate
     from labkit.tracing.ideal_pipeline import schedule as schedule
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.step_times import best_of as best_of

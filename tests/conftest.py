@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from cells import Cells, new_main
-from processes import START, below, left_after, shared
+from processes import START, below, kept, left_after, shared
 from quick_run import note_started_processes, started
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
 
     def left() -> list[psutil.Process]:
-        kept = processes | _cached() | _ranks(groups & set(_groups())) | below(kernels & shared)
-        return [p for p in _processes() - kept if not _is_pythons_own(p)]
+        may_stay = processes | _cached() | _ranks((groups | kept) & set(_groups())) | below(kernels & shared)
+        return [p for p in _processes() - may_stay if not _is_pythons_own(p)]
 
     if left() or _listening() - ports or _shared_memory() - memory:
         gc.collect()  # an object in a cycle may hold on to it; not after each test, because with torch loaded it takes 0.15 s

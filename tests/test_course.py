@@ -148,6 +148,9 @@ ASKED = [
     ("10_tf_data_parallel", "AutoShardPolicy"),
     ("12_tf_hybrid", "MultiWorkerMirroredStrategy("),
     ("12_tf_hybrid", "devices_per_rank=2"),
+    ("13_find_the_bottleneck", "critical_path=True"),
+    ("13_find_the_bottleneck", "lab.what_helps("),
+    ("13_find_the_bottleneck", "lab.memory("),
 ]
 
 

@@ -283,7 +283,7 @@ def test_help_lists_every_target() -> None:
 @needs_make
 @pytest.mark.processes
 def test_make_test_and_test_slow_run_everything() -> None:
-    commands, pytest_command = make("--dry-run", "test").stdout, "pytest -n 2 --dist loadfile --nbval-lax"
+    commands, pytest_command = make("--dry-run", "test").stdout, "pytest -n 3 --dist loadfile --nbval-lax"
     for part in ("ruff check .", "ruff format --check .", "-m mypy", f'{pytest_command} -m "not slow" tests notebooks'):
         assert part in commands
     assert f"{pytest_command} -m slow tests" in make("--dry-run", "test-slow").stdout

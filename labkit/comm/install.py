@@ -35,7 +35,7 @@ from labkit.costs.shared_link import SharedLink
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, here
 
-__all__ = ["slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
+__all__ = ["prepare", "slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
 
 UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
@@ -123,15 +123,25 @@ def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) ->
     RpcCalls(recorder, futures, slow).install()
 
 
-def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
+@functools.cache
+def prepare() -> Futures:
+    """Replace in this process, at the first call, what needs no recorder; return what records waits for futures.
+
+    The server that forks ranks does this for them: it would take 1 ms of each, and 5 more for `phases.install`.
+    """
     futures = Futures()
     futures.install()
+    Pipelines(phases.install()).install()
+    when_imported("torch._dynamo.trace_rules", _run_untraced)
+    keep_for_reducers()
+    return futures
+
+
+def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
+    futures = prepare()
     recorder.ring.in_backward = lambda: in_backward() != -1
-    Pipelines(recorder, phases.install()).install()
-    run_untraced()
     if not PROCESS_GROUPS.found:
         return futures
-    keep_for_reducers()
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
     # Programs that construct process groups themselves use these names.
@@ -142,21 +152,13 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     return futures
 
 
-@functools.cache
-def run_untraced() -> None:
+def _run_untraced(_: ModuleType) -> None:
     """Let `torch.compile` call what records operations as it calls C++, instead of compiling it.
 
     torch's process groups have no Python code. Where compiled code calls one, after a graph break, torch would compile
     our methods, and refuse, since a process group may have no attributes that it does not know. There is no public way
     to exclude a package; without this, such a program fails. Test: `test_compiled.py`.
-
-    Once per process, in the server that forks ranks: torch compiles a long regular expression for each package, which
-    takes 2 ms of each rank.
     """
-    when_imported("torch._dynamo.trace_rules", _exclude)
-
-
-def _exclude(_: ModuleType) -> None:
     for package in UNTRACED if COMPILED_OPERATIONS.found else ():
         COMPILED_OPERATIONS["add"](package)
 

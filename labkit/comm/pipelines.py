@@ -15,7 +15,7 @@ from labkit.comm.phases import BACKWARD, FORWARD, Phases
 from labkit.comm.private_names import in_place_of
 from labkit.comm.torch_internals import PIPELINE_STARTS
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder, student_line
+from labkit.recording.record import student_line
 
 __all__ = ["Pipelines"]
 
@@ -29,12 +29,11 @@ class Pipelines:
     Zero-bubble schedules split a backward pass in two: "backward 3, inputs" and, later, "backward 3, weights".
 
     Args:
-        recorder: this rank's recorder.
         phases: records the phases of training.
     """
 
-    def __init__(self, recorder: Recorder, phases: Phases) -> None:
-        self._recorder, self._phases = recorder, phases
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
         self._names: dict[tuple[Any, ...], tuple[str, str]] = {}  # with the line that first used each
 
     def install(self) -> None:

@@ -167,6 +167,19 @@ DISPATCH: Final = _Torch(
     lost="the exercises on tensor parallelism, which count what is sent",
     public="this class under a public name",
 )
+SIMULATION: Final = _Torch(
+    "torch._C._distributed_c10d:ProcessGroup", "torch._C._distributed_c10d:_resolve_process_group",
+    "torch._subclasses.fake_tensor:FakeTensor", "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "torch.utils._python_dispatch:_disable_current_modes",
+    f"{_C10D}:_object_to_tensor",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty",
+    lost="simulated ranks",
+    public="tensors without data, and modes that see each operator, under public names; a process group by its name; "
+    "DTensor and FSDP2 that neither compute with tensors of other ranks nor allocate them",
+)  # fmt: skip
 TABLE: Final = tuple(entry for entry in list(globals().values()) if isinstance(entry, PrivateNames))
 
 

@@ -25,19 +25,19 @@ __all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink", "node_port", "outer_port",
 ENTRY: Final = struct.Struct("<QiIqqqqq")
 ENTRIES: Final = 1 << 14  # more than are ever pending: an entry is kept until another operation overwrites it
 MAX_RANKS: Final = 1024
-PORTS: Final = 3 * MAX_RANKS  # a rank's link has the rank's number; the others: `outer_port`, `node_port`
+PORTS: Final = 3 * MAX_RANKS  # a rank's link has the rank's number; the others count from the end of the memory
 ENTRIES_AT: Final = 2 * PORTS * 8  # before them: when each direction of a port becomes free, ns
 SHARED_LINK_BYTES: Final = ENTRIES_AT + ENTRIES * ENTRY.size  # untouched pages cost nothing
 
 
 def outer_port(rank: int) -> int:
     """Return the port by which a rank issues its collectives that leave its node."""
-    return MAX_RANKS + rank
+    return -1 - 2 * rank
 
 
 def node_port(node: int) -> int:
     """Return the port by which a node is connected to the other nodes."""
-    return 2 * MAX_RANKS + node
+    return -2 - 2 * node
 
 
 class Cost(NamedTuple):

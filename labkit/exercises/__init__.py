@@ -31,6 +31,8 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
     "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
     "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),
+    "find_the_bottleneck": ("longest_path", "straggler", "virtual_speedup", "which_pays", "exchange"),
+    "choose_a_strategy": ("strategy_memory", "mesh_for", "cheapest", "slow_part", "tensorflow_choices"),
 }
 
 

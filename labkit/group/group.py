@@ -400,10 +400,10 @@ class Group:
             file = cell_label(filename), pickling.source_of(filename)
             if known.get(filename) != file:
                 new[filename] = known[filename] = file
+        if new:
+            pool.tell(protocol.NewFiles(new))
         if self._kind.serving_threads:
-            pool.exchange(protocol.Install(new, payload), protocol.Installed)
-        elif new:
-            pool.exchange(protocol.Install(new, pickling.pack(None)), protocol.Installed)
+            pool.exchange(protocol.Install(payload), protocol.Installed)
 
     def _end(self, *, graceful: bool) -> None:
         """End the processes; the next run starts new ones."""

@@ -142,7 +142,7 @@ class RankPool:
             now = ProcessState.now()
             changes = now.since(self._copied)
             if changes is not None:
-                self._send_all(changes)
+                self.tell(changes)
                 self._copied = now
         return edited(self.modules.values())
 
@@ -180,11 +180,11 @@ class RankPool:
             payload=shared_link,
         )
         for member in self.members:
-            with contextlib.suppress(OSError):  # as in `_send_all`
+            with contextlib.suppress(OSError):  # as in `tell`
                 member.channel.send(dataclasses.replace(config, rank=member.rank, readable_memory=member.process.readable))
         if shared_link is not None:
             shared_link.close()
-        self._send_all(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
+        self.tell(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
         for ready in self._answers(protocol.Ready):
             self.notes += ready.notes
 
@@ -215,7 +215,7 @@ class RankPool:
 
     def exchange(self, request: Message, reply: type[_Reply]) -> list[_Reply]:
         """Send a request to every rank, outside a run, wait for all replies and return them in rank order."""
-        self._send_all(request)
+        self.tell(request)
         return self._answers(reply)
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
@@ -230,7 +230,7 @@ class RankPool:
             payload = pack(settings.plain())
             notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
         try:
-            self._send_all(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
+            self.tell(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
         return notes
@@ -245,7 +245,8 @@ class RankPool:
         """Ask a question about the processes of some ranks; return the answer for each."""
         return self._starter.ask(question, [member.process for member in members])
 
-    def _send_all(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
+        """Send a message to every rank, and wait for nothing."""
         frame = protocol.encode(message)
         for member in self.members:
             with contextlib.suppress(OSError):  # it has just ended; `_answers` will notice and explain it

@@ -18,7 +18,7 @@ from labkit.ipc.pickling import Payload
 
 __all__ = [
     "Assigned", "CallFunction", "Changes", "Close", "Displayed", "Files", "Forget", "Frame", "Imported", "ImportedModule",
-    "Install", "Installed", "Message", "NewSettings", "Notice", "Observe", "Observed", "Offer", "Offers", "Profile",
+    "Install", "Installed", "Message", "NewFiles", "NewSettings", "Notice", "Observe", "Observed", "Offer", "Offers", "Profile",
     "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead", "Returned", "RunCell", "Serving", "Warned",
     "decode", "encode",
 ]  # fmt: skip
@@ -109,7 +109,6 @@ class Install(Message):
     The reply is `Installed`.
     """
 
-    files: Files
     payload: Payload
 
 
@@ -223,6 +222,13 @@ class Changes(Notice):
     path: tuple[str, ...] | None = None
     path_before: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class NewFiles(Notice):
+    """The student's files in which functions of the next messages are defined."""
+
+    files: Files
 
 
 @dataclass(slots=True)

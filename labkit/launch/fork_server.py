@@ -40,6 +40,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
+from labkit.launch import huge_pages
 from labkit.launch.capacity import raise_limit
 from labkit.launch.descendants import (
     adopt_orphans,
@@ -60,6 +61,7 @@ __all__ = ["guard", "serve", "spawned"]
 
 PR_SET_PDEATHSIG: Final = 1
 GUARD_CHECK_EVERY_MS: Final = 500
+IDLE_MS: Final = 50  # without a request for so long, the server moves some memory, which may delay one by 10 ms
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
@@ -138,14 +140,21 @@ class _Server:
             self._poll.register(alive, select.POLLIN)
         with contextlib.suppress(OSError):  # the notebook's process may end before a reply is sent
             self._sock.send(pickle.dumps((READY, None)))
+            collapsing = huge_pages.collapse()
             running = True
             while running:
-                ready = {fd for fd, _ in self._poll.poll()}
+                ready = self._ready(collapsing)
                 self._reap([number for number, rank in self._ranks.items() if rank.pidfd in ready])
                 if self._sock.fileno() in ready:
                     running = self._serve_request()
                 running &= alive not in ready
         self._reap(list(self._ranks))
+
+    def _ready(self, collapsing: Iterator[int]) -> set[int]:
+        """Wait until file descriptors are readable, and return them. Meanwhile, move memory into huge pages."""
+        while not self._ranks and not self._poll.poll(IDLE_MS) and next(collapsing, 0):
+            pass  # not while there are ranks: they would keep the old pages, so that there would be two of each
+        return {fd for fd, _ in self._poll.poll()}
 
     def _serve_request(self) -> bool:
         """Receive a request, carry it out and reply; return False if the notebook has closed the socket."""
@@ -268,7 +277,7 @@ def _reseed() -> None:
     `random` reseeds itself after a fork. TensorFlow and CUDA seed their generators on first use, which is in the rank.
     """
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
+        sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4)))  # without a number it takes twice as long
     if "torch" in sys.modules:
         # Not `torch.seed`, which would also set CUDA's seed.
         sys.modules["torch"].default_generator.seed()

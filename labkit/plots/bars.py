@@ -64,7 +64,8 @@ STYLES: Final[dict[str, Style]] = {
     "compute": Style("#7C93C9", 1, "", "compute"),
     "unlabelled": Style("#8A93A5", 0.33, "", "in the function, in no span"),
     "exposed": Style(_COMMUNICATION_COLOUR, 1, "", "exposed communication"),
-    "hidden": Style("#EBAF80", 1, "", "hidden behind compute"),
+    # Less vivid than "exposed", and of medium lightness: less striking on white pages and on dark ones.
+    "hidden": Style("#B08968", 1, "", "hidden behind compute"),
     "waiting": Style(_COMMUNICATION_COLOUR, 0.16, "//////", "waiting for another rank"),
     "issued": Style(_COMMUNICATION_COLOUR, 0.16, "....", "issued, others not there yet"),
 }

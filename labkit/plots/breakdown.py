@@ -188,8 +188,8 @@ def _times(factor: float) -> str:
 def _ranks_and_steps(view: View) -> str:
     count = len(view.shown.ranks)
     ranks = f"{count} ranks" if count > 1 else "1 rank"
-    if view.whole.replayed:
-        ranks += ", replayed"
+    if view.whole.origin:
+        ranks += f", {view.whole.origin}"
     if view.zoomed:
         first, last = view.chosen[0], view.chosen[-1]
         return f"{ranks}, step {first}" if first == last else f"{ranks}, steps {first} to {last}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE
 from labkit.tracing.trace import Trace
 
 __all__ = ["Ends", "devices_of", "ends_of"]
+
+OTHERS: Final = "others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def devices_of(trace: Trace, rank: int) -> list[int]:
 
 
 def ends_of(trace: Trace) -> Ends:
-    """Return the endpoints of a trace."""
+    """Return the endpoints of a trace; those ranks of a simulation that it lacks are one endpoint, "others"."""
     devices = [devices_of(trace, rank) for rank in range(len(trace.ranks))]
     place = np.zeros((len(devices), 1 + max((d[-1] for d in devices if d), default=0)), np.int64)
     names: list[str] = []
@@ -90,6 +92,10 @@ def ends_of(trace: Trace) -> Ends:
             place[rank, number] = len(names)
             names.append(f"CPU:{number - 1}" if len(devices) == 1 else f"{name} CPU:{number - 1}")
         ranks += [rank] * (1 + len(of_rank))
+    if trace.simulated > len(devices):
+        place = np.append(place, np.full((1, place.shape[1]), len(names)), axis=0)
+        names.append(OTHERS)
+        ranks.append(len(devices))
     return Ends(tuple(names), np.array(ranks, np.int64), place)
 
 

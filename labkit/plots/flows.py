@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from labkit.plots.endpoints import Ends, ends_of
 from labkit.plots.message_arrows import messages
-from labkit.recording.group_keys import axis_of
+from labkit.recording.group_keys import axis_of, ranks_of
 from labkit.recording.operations import REPLY, OperationType, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED
 from labkit.tracing.intervals import Intervals
@@ -107,7 +107,7 @@ def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
         inside = (data["end_ns"] > first) & (data["end_ns"] <= last)
     mine = np.flatnonzero(complete & inside)
     rows, ready = data[mine], data_ready[mine]
-    rings, roots = _rings(rows, names, ends), _roots(rows, names, ends)
+    rings, roots = _rings(rows, names, ends, trace.simulated), _roots(rows, names, ends)
     parts = [*_messages(rows, names, ends), *rings, *roots]
     row = np.concatenate([np.empty(0, np.int64), *(p[0] for p in parts)])
     source, destination, nbytes = (np.concatenate([np.empty(0), *(p[i] for p in parts)]) for i in (1, 2, 3))
@@ -124,12 +124,14 @@ def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
     by_bytes = [operations[i] for i in used[order].tolist()]
     types = tuple(type_of(name) for name, _ in by_bytes)
     start, end = _on_its_way(trace, mine, rows, ready)
+    # On which nodes the ranks are that a simulated trace lacks is not known.
+    nodes = np.array(() if trace.simulated > len(trace.ranks) else trace.nodes, np.int64)
     return Flows(
         tuple(f"{name} {axis}".rstrip() for name, axis in by_bytes), types, place[operation], source, destination, nbytes,
         start[row], end[row], tuple(once[i] for i in used[order].tolist()),
         rings=any(kind.traffic is Traffic.RING for kind in types), roots=bool(roots), unsized=_unsized(rows, names),
         ends=tuple(itertools.compress(ends.names, shown)), rank=ends.rank[shown], devices=ends.devices,
-        node=np.array(trace.nodes, np.int64)[ends.rank[shown]] if len(set(trace.nodes)) > 1 else np.empty(0, np.int64),
+        node=nodes[ends.rank[shown]] if len(set(nodes.tolist())) > 1 else np.empty(0, np.int64),
     )  # fmt: skip
 
 
@@ -205,22 +207,28 @@ def _roots(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
     return [part] if len(here) else []
 
 
-def _rings(rows: Any, names: list[str], ends: Ends) -> list[tuple[Any, ...]]:
-    """Return row, source, destination and bytes of collectives without a root, per process group."""
+def _rings(rows: Any, names: list[str], ends: Ends, simulated: int) -> list[tuple[Any, ...]]:
+    """Return row, source, destination and bytes of collectives without a root, per process group.
+
+    Of a simulation of so many ranks, what goes to ranks that the trace lacks goes to the last endpoint.
+    """
     parts: list[tuple[Any, ...]] = []
     collective = np.flatnonzero((rows["peer"] < 0) & (rows["root"] < 0) & (rows["group"] != 0) & (rows["nbytes"] > 0))
     for group in np.unique(rows["group"][collective]).tolist():
         of_group = collective[rows["group"][collective] == group]
         members = np.unique(ends.of(rows[of_group]))
-        n = len(members)
+        n = len(ranks_of(names[group]) or range(simulated)) if simulated else len(members)
+        if n > len(members):
+            members = np.append(members, len(ends.names) - 1)
         after = np.zeros(int(members[-1]) + 1, np.int64)
         after[members] = np.roll(members, -1)
         for number in np.unique(rows["name"][of_group]).tolist():
             here = of_group[rows["name"][of_group] == number]
             mine, nbytes, kind = ends.of(rows[here]), rows["nbytes"][here].astype(np.float64), type_of(names[number])
             if kind.traffic is Traffic.PAIRWISE:
-                for other in members.tolist():
-                    parts.append((here, mine, np.full(len(here), other), nbytes / n))  # includes itself: does not travel
+                for other in members.tolist():  # includes itself: does not travel
+                    others = n - len(members) + 1 if other == members[-1] else 1
+                    parts.append((here, mine, np.full(len(here), other), others * nbytes / n))
             elif kind.traffic is Traffic.RING and kind.cost is not None:
                 parts.append((here, mine, after[mine], nbytes * kind.cost.share(n)))
     return parts

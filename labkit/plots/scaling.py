@@ -73,6 +73,7 @@ def scaling(
     """
     pyplot()
     counts, time_s = _measured(runs)
+    origins = sorted({_origin(trace_of(run, "scaling")) for run in runs.values()})
     done = _done(counts, work, weak)
     throughput = done / time_s
     efficiency = throughput / throughput[0] * counts[0] / counts
@@ -90,7 +91,7 @@ def scaling(
         if len(ahead):
             look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "none", "linestyle": (0, (1, 1.5))}
             ax.plot(ahead, expected, color=PREDICTED, label="predicted", **look)
-        ax.plot(counts, drawn, marker="o", color=STYLES["backward"].colour, label="measured, with its efficiency")
+        ax.plot(counts, drawn, marker="o", color=STYLES["backward"].colour, label=f"{' and '.join(origins)}, with its efficiency")
         logarithmic = bool(every[-1] > 8 * every[0])
         place = (np.log if logarithmic else np.asarray)(np.append(every, counts).astype(np.float64))
         place = (place - place.min()) / np.ptp(place)
@@ -148,6 +149,10 @@ def _measured(runs: Mapping[int, HasTrace | Trace]) -> tuple[NDArray[np.int64], 
         raise LabError(f"scaling: {len(runs)} run given, at least two are needed: scaling({{1: run1, 2: run2}})")
     counts = _counts(runs, "the runs are given")
     return counts, np.array([trace_of(runs[n], "scaling").duration_ns for n in counts.tolist()]) / 1e9
+
+
+def _origin(trace: Trace) -> str:
+    return "simulated" if trace.simulated else "replayed" if trace.replayed else "measured"
 
 
 def _predicted(seconds: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -67,9 +67,9 @@ class View:
     def steps_in_words(self) -> str:
         """Return the steps shown, and their duration: as long as on the rank that took longest for them.
 
-        Of a replayed run, which did not happen, it says so.
+        Of a replayed or simulated run, which did not happen, it says so.
         """
-        return f"{self._steps_in_words()}, replayed" if self.whole.replayed else self._steps_in_words()
+        return ", ".join(filter(None, (self._steps_in_words(), self.whole.origin)))
 
     def _steps_in_words(self) -> str:
         if not self.zoomed:

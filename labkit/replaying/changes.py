@@ -21,6 +21,7 @@ from labkit.errors.wrong_calls import did_you_mean
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, STEP
 from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
+from labkit.tracing.intervals import length, union
 from labkit.tracing.trace import Trace
 
 __all__ = ["AS_RECORDED", "AsRecorded", "Changes", "had_cores", "of_other_threads", "pace_of_others", "rules_for", "shorten"]
@@ -250,10 +251,14 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
         ends[int(data["group"][rows[0]]), tuple(key[row] for row in rows)] += 1
     if len({(group, match) for group, matches in ends for match in matches}) != sum(len(matches) for _, matches in ends):
         raise LabError("replay(one_bucket=True): the ranks start their all-reduces in different backward passes")
-    for *first, last in merged:
+    for rows in merged:
+        *first, last = rows
         rules.instead |= dict.fromkeys(first, last)
         rules.nbytes[last] += sum(rules.nbytes[row] for row in first)
-        rules.transfer[last] += sum(rules.transfer[row] for row in first)
+        # Over an emulated link, the link's own time follows from the bytes; what the backend needs beside it, for each
+        # operation again, it needs once. Without a link, the bytes take the time in which the backend was busy.
+        taken, done = np.array([rules.transfer[row] for row in rows]), graph.done_ns[rows]
+        rules.transfer[last] = length(union(done - taken, done)) if rules.link is None else int(taken.max())
 
 
 def _own_cores(graph: Graph, rules: Rules) -> None:

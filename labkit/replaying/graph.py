@@ -76,12 +76,18 @@ class Gate:
         needs: the spans that must be issued.
         opens: the spans that complete: all, or those of one rank that does not need the others.
         members: all spans of the operation; it occupies a link once all are issued.
+        ranks: all its ranks, if the graph has spans of some only; () if it has those of all.
+        alike: how many such operations the ranks of a node carry out at the same time, counting those without spans.
+        fastest: whether the fastest algorithm carries it out, as in NCCL; otherwise that of emulated links.
     """
 
     operation: OperationType
     needs: list[int]
     opens: list[int]
     members: list[int]
+    ranks: tuple[int, ...] = ()
+    alike: float = 1
+    fastest: bool = False
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
 from labkit.costs.network import Network, link_of_pair
-from labkit.costs.shared_link import Cost, start_of
+from labkit.costs.shared_link import Cost, node_port, outer_port, start_of
 from labkit.recording.operations import RECV, REPLY, RPC, SEND, TO_HERE, VALUE
 from labkit.replaying.graph import Gate, Graph
 
@@ -70,7 +70,8 @@ class OverLink:
             if len(gate.needs) != 2:
                 return None
             source, other = sorted(gate.needs, key=lambda row: self._type[row] is not SEND)
-            return self._pass(self._message(self._rank[source], self._rank[other], source, 2), opened_ns, first)
+            ends = self._rank[source], self._rank[other]
+            return self._pass(self._message(*ends, source, 2, gate.alike), opened_ns, first)
         if kind is RPC:
             if len(gate.needs) == 1:  # a function that C++ runs: there and back
                 over = link_of_pair(self._link, self._rank[first], self._peer[first])
@@ -82,7 +83,7 @@ class OverLink:
             asked_ns = issued_ns[4 * first] or 0
             asked_ns += round(link_of_pair(self._link, self._rank[first], self._peer[first]).latency_s * 1e9)
             return self._pass(self._message(self._peer[first], self._rank[first], first, 1), max(asked_ns, opened_ns), first)
-        if kind.cost is None or len(gate.members) < 2:
+        if kind.cost is None or len(gate.ranks or gate.members) < 2:
             return None
         cost = self._collective(gate)
         if len(gate.needs) == len(gate.members):
@@ -100,17 +101,30 @@ class OverLink:
             self._until[start_ns + ns] = row
         return Passage(start_ns, start_ns + cost.cost_ns, after)
 
-    def _message(self, source: int, destination: int, row: int, ends: int) -> Cost:
+    def _message(self, source: int, destination: int, row: int, ends: int, alike: float = 1) -> Cost:
         key = source, destination, self._nbytes[row]
         if key not in self._costs:
-            self._costs[key] = message_cost(self._link, *key, ends)
+            self._costs[key] = message_cost(self._link, *key, ends, alike)
         return self._costs[key]
 
     def _collective(self, gate: Gate) -> Cost:
         kind, rows = gate.operation, gate.members
         nbytes = max(self._nbytes[row] for row in rows)  # of the root, if it alone counts the parts of all
-        ranks = tuple(sorted(self._rank[row] for row in rows))
-        key = kind, nbytes, ranks
+        present = tuple(sorted(self._rank[row] for row in rows))
+        key = kind, nbytes, gate.ranks, present
         if key not in self._costs:
-            self._costs[key] = collective_cost(self._link, kind.name, nbytes, ranks)
+            cost = collective_cost(self._link, kind.name, nbytes, gate.ranks or present, gate.alike, fastest=gate.fastest)
+            if gate.ranks:
+                cost = self._of_present(cost, present)
+            self._costs[key] = cost
         return self._costs[key]
+
+    def _of_present(self, cost: Cost, ranks: Sequence[int]) -> Cost:
+        """Return a cost with the ports of these ranks only: nobody of the graph waits for the others' ports."""
+        ports = {*ranks, *map(outer_port, ranks)}
+        if isinstance(self._link, Network):
+            ports.update(node_port(self._link.node_of(rank)) for rank in ranks)
+        senders, receivers, shared = (
+            [port for port in side if port in ports] for side in (cost.senders, cost.receivers, cost.shared)
+        )
+        return cost._replace(senders=senders, receivers=receivers, shared=shared)

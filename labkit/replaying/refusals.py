@@ -36,6 +36,8 @@ def _reason(trace: Trace) -> str:
     data, names = trace.columns.data, trace.columns.names
     travels = data[(data["kind"] == COMMUNICATION) & ~trace.columns.around]
     kinds = [kind_of(name) for name in names]
+    if trace.simulated:
+        return "this trace was simulated; simulate the changed program, or the same with another link or device"
     if any(trace.dropped):
         return f"{sum(trace.dropped)} records of this run were lost, so that the order of events is not known"
     tensorflow = np.array([kind is GroupKind.TENSORFLOW for kind in kinds], bool)[data["group"]]

@@ -171,11 +171,15 @@ class _Clock:
         threads = [graph.threads[rank]]
         if not threads[0].times:  # a rank that only serves calls
             threads = [thread for thread in graph.threads_of(followed=True) if thread.rank == rank]
-        times = np.array([time for thread in threads for time in thread.times], np.int64)
-        recorded = np.array([time for thread in threads for time in thread.at_ns], np.int64)
-        order = np.argsort(recorded, kind="stable")
-        self.recorded = recorded[order]
-        self.moved = np.maximum.accumulate(at_ns.ravel()[times[order]]) if len(times) else self.recorded
+        # A wait that begins during another one is moved to where that one begins, and so would others be.
+        events = [
+            (at, time)
+            for thread in threads
+            for at, time in zip(thread.at_ns, thread.times, strict=True)
+            if time & 3 != WAIT_START
+        ]
+        self.recorded, times = np.array(sorted(events), np.int64).reshape(-1, 2).T
+        self.moved = np.maximum.accumulate(at_ns.ravel()[times])
 
     def __call__(self, time_ns: Any) -> Any:
         if not len(self.recorded):

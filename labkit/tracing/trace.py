@@ -92,6 +92,7 @@ class Trace:
         nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
         link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
         replayed: whether `labkit.replay` computed it; figures say so.
+        simulated: the number of ranks that `labkit.simulate` simulated, of which `ranks` are shown; 0 for a run.
         cores: how many cores the ranks shared; 0 if unknown, as on several machines.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
             for spans given as `Columns`; None if there are none.
@@ -118,13 +119,16 @@ class Trace:
         nodes: Sequence[int] = (),
         link: Link | Network | None = None,
         replayed: bool = False,
+        simulated: int = 0,
         cores: float = 0.0,
         waits: Any = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed, cores)
+        self.info = TraceInfo(
+            tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed=replayed, simulated=simulated, cores=cores
+        )
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -169,6 +173,18 @@ class Trace:
     def replayed(self) -> bool:
         """Whether `labkit.replay` computed it: this run did not happen."""
         return self.info.replayed
+
+    @property
+    def simulated(self) -> int:
+        """The number of ranks that `labkit.simulate` simulated, of which this trace has some; 0 for a run."""
+        return self.info.simulated
+
+    @property
+    def origin(self) -> str:
+        """What it is if it was not run: "replayed", or "simulated: 3 of 1,024 ranks"; otherwise ""."""
+        if self.simulated:
+            return f"simulated: {len(self.ranks)} of {self.simulated:,} ranks"
+        return "replayed" if self.replayed else ""
 
     @property
     def cores(self) -> float:

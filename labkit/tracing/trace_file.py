@@ -101,7 +101,7 @@ def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
         raise TraceFileError("one of its events is not an object")
     spans, scalars, profile = read_events(events, times[0])
     columns = Columns.of(spans)
-    _check_spans(columns, ranks)
+    _check_spans(columns, ranks, others=info.simulated > ranks)
     for scalar in scalars:
         _check_other(scalar, ranks)
     for event in profile:
@@ -123,8 +123,8 @@ def _waits(rows: Any, columns: Columns, ranks: int) -> Any:
     return np.array(waits, WAITS)
 
 
-def _check_spans(columns: Columns, ranks: int) -> None:
-    """Check what the rest of labkit relies on."""
+def _check_spans(columns: Columns, ranks: int, *, others: bool) -> None:
+    """Check what the rest of labkit relies on; `others` is a rank that stands for those that the trace lacks."""
     data = columns.data
     if not all(isinstance(name, str) for name in columns.names):
         raise TraceFileError("a span has a name that is not a string")
@@ -133,8 +133,8 @@ def _check_spans(columns: Columns, ranks: int) -> None:
         "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
         "of a negative size": data["nbytes"] >= 0,
         "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks),
-        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks),
+        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks + others),
+        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks + others),
     }
     for words, right in fits.items():
         if not right.all():

@@ -26,6 +26,7 @@ class TraceInfo:
     nodes: tuple[int, ...] = ()
     link: Link | Network | None = None
     replayed: bool = False
+    simulated: int = 0
     cores: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
@@ -50,11 +51,15 @@ class TraceInfo:
         replayed = entries.get("replayed", False)
         if not isinstance(replayed, bool):
             raise TraceFileError("it does not say whether it was replayed")
+        simulated = entries.get("simulated", 0)
+        if not is_list([simulated], int) or (simulated and simulated < len(ranks)):
+            raise TraceFileError("it does not say how many ranks were simulated")
         cores = entries.get("cores", 0.0)
         if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 <= cores < math.inf:
             raise TraceFileError("its number of cores is not a number")
-        link = None if entries.get("link") is None else _link(entries["link"], len(ranks))
-        return cls(tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link, replayed, float(cores))
+        link = None if entries.get("link") is None else _link(entries["link"], simulated or len(ranks))
+        facts = (tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link)
+        return cls(*facts, replayed=replayed, simulated=simulated, cores=float(cores))
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:

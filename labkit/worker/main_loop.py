@@ -114,6 +114,7 @@ class _Rank:
             protocol.Profile: self._profile,
             protocol.Observe: self._observe,
             protocol.Changes: self._follow,
+            protocol.NewFiles: lambda message: self._learn(message.files),
             protocol.NewSettings: self._apply_settings,
             protocol.Forget: self._forget,
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
@@ -200,7 +201,7 @@ class _Rank:
         self._received.forget(message.numbers)
 
     def _install(self, message: protocol.Install) -> None:
-        self._learn(message.files)
+        here.forget_spans()  # as in `_learn`
         self._unpack(message.payload)
         self._send(protocol.Installed())
 

@@ -1,10 +1,12 @@
-"""What each rank of a verdict would import from the tests' files."""
+"""What each rank of a verdict would import from the tests' files, and the end of the ranks that several verdicts
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from answers import kept_groups
 from preloaded import preloaded
 
 
@@ -12,3 +14,9 @@ from preloaded import preloaded
 def answers_are_preloaded() -> Iterator[None]:
     with preloaded("answers"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_groups_end() -> Iterator[None]:
+    yield
+    kept_groups.end()

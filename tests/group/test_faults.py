@@ -21,7 +21,7 @@ import cells as in_cells
 import psutil
 import pytest
 from doings import computing, returned, waiting
-from processes import left_after
+from processes import SELDOM_SPAWNED, left_after
 
 import labkit as lab
 from labkit.errors.causes import Cause
@@ -261,6 +261,7 @@ def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.G
     assert not set(pids(gloo)) & set(before)
 
 
+@pytest.mark.parametrize("start", SELDOM_SPAWNED, indirect=True, scope="module")
 def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, signal

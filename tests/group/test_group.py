@@ -20,12 +20,14 @@ import numpy as np
 import psutil
 import pytest
 from doings import computing, returned
-from processes import left_after
+from processes import SELDOM_SPAWNED, left_after
 from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
+from labkit.group.processes import RankPool
+from labkit.ipc.protocol import Message, NewFiles
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
@@ -43,6 +45,20 @@ def four(start: str) -> Iterator[lab.Group]:
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def test_a_run_of_a_new_function_waits_for_its_results_only(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    four.run(rank)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def new(): return 1", "a new file", "exec"), space)
+    new = space["new"]
+    told: list[type[Message]] = []
+    tell = RankPool.tell
+    monkeypatch.setattr(RankPool, "tell", lambda pool, message: (told.append(type(message)), tell(pool, message)))
+    assert four.run(new).results == [1] * 4
+    assert told == [NewFiles], "a notice, which has no reply"
+    assert four.run(new).results == [1] * 4
+    assert told == [NewFiles], "files are sent once"
 
 
 # Bad input
@@ -360,6 +376,7 @@ def test_scripts_for_torchrun_find_their_process_group() -> None:
         assert group.run(f).results == [(0, 2.0), (1, 2.0)]
 
 
+@pytest.mark.parametrize("start", SELDOM_SPAWNED)
 def test_preloaded_modules_exist(start: str) -> None:
     """A misspelt name would be skipped silently, and each rank would pay for the import."""
     pytest.importorskip("torch")
@@ -369,16 +386,16 @@ def test_preloaded_modules_exist(start: str) -> None:
 
 
 def test_a_forked_rank_finds_torch_prepared() -> None:
-    """Each takes milliseconds, which every rank of every group would spend again."""
+    """Otherwise every rank of every group would spend milliseconds on it."""
     pytest.importorskip("torch")
 
-    def done_before() -> list[int]:
-        from labkit.comm import install, phases
+    def done_before() -> int:
+        from labkit.comm import install
 
-        return [prepared.cache_info().hits for prepared in (phases.install, install.run_untraced)]
+        return install.prepare.cache_info().hits
 
     with lab.Group(1, start="fork") as group:
-        assert group.run(done_before).results == [[1, 1]]
+        assert group.run(done_before).results == [1]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc", "bare"])
@@ -603,10 +620,10 @@ def test_a_group_in_a_reference_cycle_and_an_error_that_holds_it(start: str) -> 
 # RPC
 
 
-@pytest.fixture(scope="module")
-def master_and_shards(start: str) -> Iterator[lab.Group]:
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
+def master_and_shards(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
-    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", start=start, timeout_s=200) as group:
+    with lab.Group(["master", "shard1", "shard2"], runtime="rpc", start=request.param, timeout_s=200) as group:
         yield group
 
 

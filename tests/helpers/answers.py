@@ -10,11 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from processes import kept
 
 import labkit.exercises
 from labkit.exercises.check import check, tries
 from labkit.exercises.comparisons import equal, judge_result
 from labkit.exercises.judging import AnswerError, Hint
+from labkit.group.group import Group
+from labkit.worker.runtimes.registry import RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,11 @@ class Answers:
 def judge(answer: Answer) -> None:
     """Check the verdict on a first answer, and the cure that a second wrong one adds.
 
-    A right answer passes all cases; with it, check also that they tell the known mistakes apart.
+    A right answer passes all cases on ranks of its own, as a student's does; with it, check also that they tell the
+    known mistakes apart. Wrong answers share their ranks.
     """
-    with comparisons(answer.exercise) as cases, first_try(answer.exercise) as cures:
+    groups = mock.patch("labkit.exercises.answer_ranks.Group", kept_groups) if answer.words else contextlib.nullcontext()
+    with comparisons(answer.exercise) as cases, first_try(answer.exercise) as cures, groups:
         verdict = check(answer.exercise, answer.value)
     assert verdict.written
     if answer.words:
@@ -80,6 +85,41 @@ def judge(answer: Answer) -> None:
     else:
         assert verdict.passed, str(verdict)
         assert confused(cases) == []
+
+
+class KeptGroup(Group):
+    """Stays open when its verdict is given."""
+
+    def close(self) -> None: ...
+
+    def end(self) -> None:
+        super().close()
+
+
+class KeptGroups:
+    """Gives each verdict the group of an earlier one with the same ranks and options: to start ranks takes longer than
+    most verdicts. If a run fails, its group starts new ranks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, KeptGroup] = {}
+
+    def __call__(self, ranks: Any, **options: Any) -> Group:
+        if RUNTIMES[options.get("runtime", "torch")].fresh_each_run:
+            return Group(ranks, **options)
+        call = f"{ranks} {sorted(options.items())}"
+        if call not in self._groups:
+            self._groups[call] = KeptGroup(ranks, **options)
+            kept.add(self._groups[call])
+        return self._groups[call]
+
+    def end(self) -> None:
+        kept.difference_update(self._groups.values())
+        for group in self._groups.values():
+            group.end()
+        self._groups.clear()
+
+
+kept_groups = KeptGroups()
 
 
 @contextlib.contextmanager

@@ -8,17 +8,23 @@ import select
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from labkit.worker.network_namespace import Network
 
-__all__ = ["GONE_LIMIT_S", "START", "below", "left_after", "network_of_ranks", "shared", "who_listens"]
+__all__ = ["GONE_LIMIT_S", "SELDOM_SPAWNED", "START", "below", "kept", "left_after", "network_of_ranks", "shared", "who_listens"]
 
 START = ("fork", "spawn")  # the ways in which ranks start
+# Each spawned rank starts Python and imports its framework, which takes seconds of a core. `make test` spawns ranks
+# only where starting them, their life time or Stop is at stake.
+SELDOM_SPAWNED = ("fork", pytest.param("spawn", marks=pytest.mark.slow))
 GONE_LIMIT_S = 60.0  # for processes to end: the promise is 2 s, but a busy machine may notice it later
 
 shared: set[int] = set()  # kernels that several tests use: what these start may stay until they end
+kept: set[Any] = set()  # groups that a test opens and later tests of its file use
 
 LISTEN = "0A"  # in the tables of /proc/net
 

@@ -21,14 +21,14 @@ import cells as in_cells
 import numpy as np
 import psutil
 import pytest
-from processes import START
+from processes import SELDOM_SPAWNED, START
 
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.channel import Channel
 from labkit.ipc.pickling_errors import Call
-from labkit.ipc.protocol import CallFunction, Install, Installed
+from labkit.ipc.protocol import CallFunction, Installed
 
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
@@ -53,15 +53,15 @@ def through_a_socket(value: Any) -> Any:
     """As between two processes; the reader is a thread, because the socket holds less than a large value."""
     near, far = (Channel(s) for s in socket.socketpair())
     payload = pickling.pack(value)
-    sender = threading.Thread(target=near.send, args=(Install({"some": ("data", [])}, payload),))
+    sender = threading.Thread(target=near.send, args=(CallFunction(True, payload),))
     sender.start()
     message = far.receive()
     sender.join()
     payload.close()
     near.close()
     far.close()
-    assert isinstance(message, Install)
-    assert message.files == {"some": ("data", [])}
+    assert isinstance(message, CallFunction)
+    assert message.all_called
     return pickling.unpack(message.payload)
 
 
@@ -521,7 +521,7 @@ def test_tied_weights_stay_tied_and_a_network_keeps_its_class(two_with_torch: la
     assert net.row[0, 0] != 3
 
 
-@pytest.fixture(scope="module", params=START)
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
 def two_with_torch(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     pytest.importorskip("torch")
     with lab.Group(2, start=request.param, timeout_s=200) as group:
@@ -734,7 +734,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
 def test_the_end_of_the_stream_raises_eof_at_any_point() -> None:
     near, far = socket.socketpair()
     writer = Channel(near)
-    writer.send(Install({str(i): ("file", []) for i in range(100)}, pickling.pack(list(range(30_000)))))
+    writer.send(CallFunction(True, pickling.pack(list(range(30_000)))))
     writer.close()
     with far:
         whole = b"".join(iter(lambda: far.recv(1 << 20), b""))

@@ -23,7 +23,8 @@ MESSAGES: list[Message] = [
     protocol.Offer(1234),
     protocol.Offers([1234, None]),
     protocol.Ready(["a note"]),
-    protocol.Install({"cell 1": ("cell 1", ["x = 1\n"])}, Payload(b"stream")),
+    protocol.NewFiles({"cell 1": ("cell 1", ["x = 1\n"])}),
+    protocol.Install(Payload(b"stream")),
     protocol.Installed(),
     protocol.Profile(begin=True),
     protocol.Profiled([("track", "name", "category", 1, 2)]),
@@ -88,22 +89,18 @@ def test_a_frame_is_passed_on_without_unpickling(channels: tuple[Channel, ...], 
     memory = pickling.shared_memory(100)
     os.pwrite(memory, b"shared", 0)
     sent = Payload(bytes(1 << 16), [(0, 60), (64, 6)], memory)
-    body = protocol.encode(protocol.Install({"file": ("f", ["line\n"])}, sent)).body
+    body = protocol.encode(protocol.CallFunction(True, sent)).body
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "decode", None)
         patch.setattr(protocol.pickle, "loads", None)
-        notebook.send(protocol.Install({"file": ("f", ["line\n"])}, sent))
+        notebook.send(protocol.CallFunction(True, sent))
         frame = near.receive_frame()
         far.send_frame(frame)
     assert frame.body == body
     assert frame.payload is not None
     message = rank.receive()
-    assert isinstance(message, protocol.Install)
-    assert (message.files, message.payload.data, message.payload.regions) == (
-        {"file": ("f", ["line\n"])},
-        sent.data,
-        sent.regions,
-    )
+    assert isinstance(message, protocol.CallFunction)
+    assert (message.all_called, message.payload.data, message.payload.regions) == (True, sent.data, sent.regions)
     assert os.pread(message.payload.fd, 6, 0) == b"shared"
     for payload in (sent, frame.payload, message.payload):
         payload.close()
@@ -128,12 +125,12 @@ def test_a_frame_of_which_the_socket_takes_a_part_arrives_whole(
             real.sendall(data)
 
     with open(os.devnull) as file:
-        message = protocol.Install({"file": ("f", [])}, Payload(b"stream", [(1, 2)], file.fileno()))
+        message = protocol.CallFunction(True, Payload(b"stream", [(1, 2)], file.fileno()))
         for most in range(1, 100):
             monkeypatch.setattr(near, "_socket", Reluctant(most))
             near.send(message)
             received = far.receive()
-            assert isinstance(received, protocol.Install)
-            assert (received.files, received.payload.data, received.payload.regions) == (message.files, b"stream", [(1, 2)])
+            assert isinstance(received, protocol.CallFunction)
+            assert (received.all_called, received.payload.data, received.payload.regions) == (True, b"stream", [(1, 2)])
             received.payload.close()
     monkeypatch.setattr(near, "_socket", real)

@@ -43,6 +43,20 @@ def waiting(cell: Cell) -> bool:
     return any(state.get("text/plain", "").count("hanging") == 2 for state in cell.states)
 
 
+def test_the_first_groups_modules_are_imported_in_the_background(tmp_path: Path) -> None:
+    with shared_kernel(tmp_path) as kernel:
+        cell = kernel(f"""
+            import sys, time
+            import labkit as lab
+            from labkit.notebook.on_import import FIRST_USED
+            until_s = time.monotonic() + {ANSWER_LIMIT_S / 2}
+            while not sys.modules.keys() >= set(FIRST_USED) and time.monotonic() < until_s:
+                time.sleep(0.01)
+            sys.modules.keys() >= set(FIRST_USED), sys.modules.keys() & {{"torch", "matplotlib", "tensorflow"}}
+        """)
+    assert cell.result == "(True, set())", cell.error
+
+
 def test_cells_prints_errors_and_ranks_magic(kernel: Kernel) -> None:
     at = int(kernel("len(In)").result or "")  # the number of the next cell
     kernel("""

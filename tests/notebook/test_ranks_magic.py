@@ -14,7 +14,7 @@ from typing import Any
 
 import cells as in_cells
 import pytest
-from processes import START
+from processes import SELDOM_SPAWNED
 
 import labkit as lab
 from labkit.ipc.code_names import assigned, name_of, names_read, reads
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module", params=START)
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
 def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     with lab.Group(["a", "b", "c"], runtime="bare", start=request.param, timeout_s=200) as group:
         yield group

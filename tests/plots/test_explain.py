@@ -96,6 +96,8 @@ def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, core
     alone = explain(trace).text
     assert explain(Run(trace)).text[len(alone) :].strip().startswith(words)
     assert bool(words) == (explain(Run(trace)).text != alone)
+    simulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"simulated": 8})
+    assert explain(Run(simulated)).text == explain(simulated).text
 
 
 def test_nothing_to_explain():

@@ -1,5 +1,6 @@
 """The figures: the position and style of every bar, and that the numbers add up. No processes, no clock."""
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -607,6 +608,14 @@ def test_wide_characters_count_as_two():
     trace = book.trace(1)
     compute = lanes(trace, 0)[0]
     assert [caption(trace, 0, compute, n) for n in (8, 9, 13, 14)] == ["", "前向传播…", "前向传播第一…", "前向传播第一层"]
+
+
+def test_scaling_says_which_runs_were_simulated():
+    simulated = lasting(5)
+    simulated.info = dataclasses.replace(simulated.info, simulated=1024)
+    assert "simulated, with its efficiency" in [line.get_label() for line in scaling({1: simulated, 2: simulated}).get_lines()]
+    labels = [line.get_label() for line in scaling({1: lasting(8), 1024: simulated}).get_lines()]
+    assert "measured and simulated, with its efficiency" in labels
 
 
 def test_the_legend_of_scaling_covers_no_point():

@@ -135,6 +135,9 @@ AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
     "labkit/costs/collectives.py",  # the algorithm of a broadcast that begins with a scatter
+    "labkit/costs/emulated_costs.py",  # the fastest algorithm of an all-reduce
+    "labkit/exercises/find_the_bottleneck.py",  # what its exercise is about
+    "labkit/simulation/simulated_group.py",  # what a rank receives if all have the same input
 }
 
 

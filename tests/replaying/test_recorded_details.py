@@ -124,6 +124,17 @@ def test_a_wait_may_be_over_before_the_completion_is_reported() -> None:
     assert slow.end_ns == (10 - 1 + 3) * MS
 
 
+def test_a_wait_inside_of_another_one_moves_nothing_else() -> None:
+    """As in `torch.futures.collect_all`, whose waits begin one after another."""
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "all_reduce", 0, 8, wait=(2, 8), group="world", match=1, nbytes=8)
+        book.travel(rank, "all_reduce", 1, 9, wait=(4, 9), group="world", match=2, nbytes=8)
+        book.travel(rank, "received reply f", 3, 3, peer=1 - rank)  # by a thread of C++
+    trace = book.trace(2)
+    assert [(s.start_ns, s.end_ns) for s in replay(trace)] == [(s.start_ns, s.end_ns) for s in trace]
+
+
 def test_what_other_threads_do_does_not_end_the_run_and_moves_along() -> None:
     """A server computes a remote backward pass on a thread of C++, and a loader of the caller's ends last."""
     book, key = Book(), {"group": "rpc 0>1", "match": 1}

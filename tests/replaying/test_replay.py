@@ -274,6 +274,27 @@ def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
     assert step_ms(over) == 32
 
 
+def overlapping(*, backend_ms: float = 0) -> Trace:
+    """Two all-reduces that run at the same time, from 5 to 12 and from 6 to 10, beside a backward pass of 20."""
+    book = Book()
+    for rank in range(2):
+        book.compute(rank, "backward", 0, 20)
+        book.whole(rank, "step", 0, 21)
+        for match, start, end in ((1, 5.0, 12.0), (2, 6.0, 10.0)):
+            more = {"backend_ns": int((start + backend_ms) * MS)} if backend_ms else {}
+            book.travel(rank, "all_reduce", start, end, nbytes=MB10, group="world", match=match, **more)
+    return book.trace(2)
+
+
+def test_one_bucket_takes_as_long_as_the_backend_was_busy() -> None:
+    assert times(replay(overlapping(), one_bucket=True), 0, "all_reduce") == [(6, 13)]  # not 7 + 4
+
+
+def test_over_a_link_the_backend_needs_its_own_time_once_for_one_bucket() -> None:
+    trace = Trace(list(overlapping(backend_ms=3)), ranks=["a", "b"], link=Link(gbit_per_s=100, latency_us=0))
+    assert times(replay(trace, one_bucket=True), 0, "all_reduce") == [(6, 10)]  # 3, and 1 that its last one came later
+
+
 def test_a_replayed_trace_is_saved_and_replayed_like_any_other(tmp_path: Path) -> None:
     trace = replay(waited(), link=ONE_GBIT)
     again = load_trace(trace.save(tmp_path / "replayed.json"))

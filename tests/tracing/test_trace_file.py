@@ -115,6 +115,7 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "lost records": (content_with(lambda c: c["otherData"].update(dropped=["many", 0])), "lost records"),
     "a node less": (content_with(lambda c: c["otherData"].update(nodes=[0])), "its numbers of nodes do not match its ranks"),
     "a link without its latency": (content_with(lambda c: c["otherData"].update(link={"gbit_per_s": 1})), "its link is invalid"),
+    "simulated by too few": (content_with(lambda c: c["otherData"].update(simulated=1)), "how many ranks were simulated"),
     "replayed perhaps": (content_with(lambda c: c["otherData"].update(replayed="perhaps")), "whether it was replayed"),
     "cores are words": (content_with(lambda c: c["otherData"].update(cores="two")), "its number of cores"),
     "a negative core": (content_with(lambda c: c["otherData"].update(cores=-1)), "its number of cores"),

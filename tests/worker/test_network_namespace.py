@@ -102,8 +102,13 @@ def service() -> Iterator[tuple[str, int]]:
 # Other machines
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("runtime", ["bare", "torch", "rpc"])
+@pytest.mark.parametrize(
+    ("runtime", "start"),
+    [
+        *[(runtime, "fork") for runtime in ("bare", "torch", "rpc")],
+        *[("bare", "spawn"), ("torch", "spawn"), pytest.param("rpc", "spawn", marks=pytest.mark.slow)],
+    ],
+)
 @pytest.mark.processes
 def test_nothing_listens_outside_this_machine(runtime: str, start: str) -> None:
     if runtime != "bare":
@@ -233,6 +238,26 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may start a program of another user")
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.processes
+def test_the_groups_own_store_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("LABKIT_NETWORK", "private")
+
+    def values() -> list[bytes]:
+        import torch.distributed as dist
+
+        from labkit.worker.runtimes import torch_sockets
+
+        torch_sockets._listens = lambda _: 1 / 0  # type: ignore[assignment]
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set("key", "value")
+        return [store.get("key"), store.clone().get("key")]
+
+    with lab.Group(2) as group:
+        assert group.run(values).results == [[b"value"] * 2] * 2
+
+
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.processes
 def test_ranks_do_not_take_another_users_program_for_their_store() -> None:

@@ -154,13 +154,13 @@ def test_unchanged_settings_are_not_sent(
 ) -> None:
     cells.group.run(int)
     asked: list[type[Message]] = []
-    send_all = RankPool._send_all
+    tell = RankPool.tell
 
     def look(pool: RankPool, message: Message) -> None:
         asked.append(type(message))
-        send_all(pool, message)
+        tell(pool, message)
 
-    monkeypatch.setattr(RankPool, "_send_all", look)
+    monkeypatch.setattr(RankPool, "tell", look)
     cells.group.run(int)
     assert asked == []
     for change in (

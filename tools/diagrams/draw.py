@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from tools.diagrams import (
+    choose_a_strategy,
     collectives,
     data_parallel,
+    find_the_bottleneck,
     hybrid_mesh,
     messages,
     model_parallel,
@@ -40,6 +42,8 @@ LESSONS: Final = (
     tf_data_parallel,
     tf_model_parallel,
     tf_hybrid,
+    find_the_bottleneck,
+    choose_a_strategy,
 )
 
 

@@ -185,7 +185,8 @@ class Windows:
         used, place = np.unique(np.concatenate([rows["name"], rows["line"]]), return_inverse=True)
         name, line = place[: len(rows)], place[len(rows) :]
         travels = rows["kind"] == COMMUNICATION
-        key = np.where(rows["peer"] >= 0, rows["peer"], len(trace.ranks) + rows["group"].astype(np.int64))
+        known = (rows["peer"] >= 0) & (rows["peer"] < len(trace.ranks))
+        key = np.where(known, rows["peer"], len(trace.ranks) + rows["group"].astype(np.int64))
         groups, group = np.unique(rows["group"], return_inverse=True)
         keys, partner = np.unique(np.where(travels, key * len(groups) + group, -1), return_inverse=True)
         partners = [(k // len(groups), groups[k % len(groups)]) for k in keys.tolist()]

@@ -29,7 +29,7 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "labkit.worker.main_loop", "labkit.comm.phases:install", "labkit.comm.install:run_untraced",
+        "labkit.worker.main_loop", "labkit.comm.torch_internals:lost", "labkit.comm.install:prepare",
         "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
@@ -37,6 +37,7 @@ class Torch(Runtime):
     rank_bytes = 100 * MIB
     emulates_links = True
     has_torch_profiler = True
+    _port = -1  # of the group's store, once it is known
 
     def offer(self) -> Any:
         """On rank 0: start a store and return its port."""
@@ -44,7 +45,7 @@ class Torch(Runtime):
         if self.network.private:
             from labkit.worker.runtimes import torch_sockets
 
-            torch_sockets.open_in(self.network)
+            torch_sockets.open_in(self.network, lambda: self._port)
         if self.rank_config.rank != 0:
             return None
         from torch.distributed import TCPStore

@@ -1,0 +1,106 @@
+"""The strategies that a plan compares: meshes of data, pipeline and tensor parallelism over a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from labkit.planning.cluster import Cluster, MeshAxis
+from labkit.planning.workload import Workload
+
+__all__ = ["PIPELINE", "REPLICATE", "SHARD", "TENSOR", "Strategy", "strategies"]
+
+# The axes of a mesh: replicas of a model, shards of it, its stages, parts of its layers.
+REPLICATE: Final = "replicate"
+SHARD: Final = "shard"
+PIPELINE: Final = "pipeline"
+TENSOR: Final = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A mesh, and what its data-parallel ranks shard.
+
+    Args:
+        axes: the sizes of its axes, the outermost first; none has size 1. Neighbours along the last axis are
+            consecutive ranks.
+        stage: the ZeRO stage: 0 (nothing is sharded), 2 (gradients and optimizer state) or 3 (also parameters).
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    stage: int
+
+    @property
+    def name(self) -> str:
+        """Its name with all sizes, as in "pipeline 2 × HSDP 2×4 × TP 8"; the outermost axis comes first."""
+        if not self.axes:
+            return "one rank"
+        words, sizes = [], dict(self.axes)
+        for axis, size in self.axes:
+            if axis == SHARD and REPLICATE in sizes:
+                words.append(f"HSDP {sizes[REPLICATE]}×{size}")
+            elif axis != REPLICATE or SHARD not in sizes:
+                words.append(f"{_words(axis, self.stage)} {size}")
+        return " × ".join(words)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
+        return dict(self.axes).get(axis, 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of parts into which a batch is cut."""
+        return self.size(REPLICATE) * self.size(SHARD)
+
+    def axis(self, name: str, cluster: Cluster) -> MeshAxis:
+        """Return an axis on a cluster, of size 1 if the mesh does not have it."""
+        stride, network = 1, cluster.network
+        for axis, size in reversed(self.axes):
+            if axis == name:
+                return MeshAxis(network, size, stride)
+            stride *= size
+        return MeshAxis(network, 1, 1)
+
+
+def _words(axis: str, stage: int) -> str:
+    return {REPLICATE: "DDP", SHARD: "FSDP2" if stage == 3 else "ZeRO-2", PIPELINE: "pipeline", TENSOR: "TP"}[axis]
+
+
+def strategies(work: Workload, cluster: Cluster) -> Iterator[Strategy]:
+    """Yield all strategies for a cluster.
+
+    Tensor parallelism is the innermost axis and stays inside a node. A pipeline's stages are the outermost axis, or,
+    where they fit into a node, the next to innermost, with the replicas outside. Stages have whole layers.
+
+    Args:
+        work: a step; its heads and layers limit the sizes.
+        cluster: the cluster.
+    """
+    found: dict[Strategy, None] = {}
+    splits = work.hidden_bytes is not None
+    for tensor in _divisors(cluster.ranks_per_node if splits else 1):
+        for stages in _divisors(cluster.ranks // tensor if splits else 1):
+            if work.heads % tensor == 0 and work.layers % stages == 0:
+                found |= dict.fromkeys(_with_data(cluster, stages, tensor))
+    yield from found
+
+
+def _with_data(cluster: Cluster, stages: int, tensor: int) -> Iterator[Strategy]:
+    data = cluster.ranks // (stages * tensor)
+    for stages_outside in (True, False) if stages * tensor <= cluster.ranks_per_node else (True,):
+        inside = cluster.ranks_per_node // (tensor if stages_outside else stages * tensor)
+        shard = min(data, inside)
+        choices: list[tuple[int, tuple[tuple[str, int], ...]]] = [(0, ((REPLICATE, data),)), (2, ((SHARD, data),))]
+        choices.append((3, ((SHARD, data),)))
+        if 1 < shard < data and data % shard == 0:
+            choices.append((3, ((REPLICATE, data // shard), (SHARD, shard))))
+        for stage, of_data in choices:
+            pipeline = (PIPELINE, stages)
+            axes = (pipeline, *of_data) if stages_outside else (*of_data, pipeline)
+            kept = tuple((axis, size) for axis, size in (*axes, (TENSOR, tensor)) if size > 1)
+            yield Strategy(kept, stage if data > 1 else 0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

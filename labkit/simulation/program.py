@@ -1,0 +1,239 @@
+"""`Program`: what one rank does, in the order in which it does it; plain data without times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from labkit.recording.events import Scalar
+from labkit.recording.schema import Span
+
+__all__ = [
+    "Communication",
+    "Elapsed",
+    "Event",
+    "Kernel",
+    "Mark",
+    "OnStream",
+    "Program",
+    "StreamEvent",
+    "Value",
+    "Wait",
+    "with_marks",
+]
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operator of torch on this rank's tensors.
+
+    Args:
+        name: torch's name of the operator: "mm", "convolution_backward".
+        flops: floating-point operations; 0 for an operator that only moves data or that `torch.utils.flop_counter`
+            does not know.
+        read_bytes: bytes of the tensors that it reads.
+        written_bytes: bytes of the tensors that it writes.
+        live_bytes: bytes of all tensors of the rank that exist once it has its results.
+    """
+
+    name: str
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """A collective or a message that the rank issues.
+
+    Args:
+        number: the index of this communication among all of the rank.
+        name: as in the trace of a real run: "all_reduce", "send".
+        nbytes: the rank's input or output, whichever is larger, in bytes.
+        group: the global ranks of the process group; for a message, the sender and the receiver.
+        process_group: torch's name of the process group, the same on all its ranks, with its axis in a device mesh.
+        peer: the global rank at the other end of a message; -1 for a collective.
+        root: the global rank of a rooted collective's root; -1 for all others.
+        tag: the tag of a message.
+        line: the student's line that issued it; "" if there is none.
+    """
+
+    number: int
+    name: str
+    nbytes: int
+    group: tuple[int, ...]
+    process_group: str
+    peer: int = -1
+    root: int = -1
+    tag: int = 0
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The rank cannot go on before a communication has completed.
+
+    Args:
+        communication: the number of the communication.
+        explicit: whether the program calls a function that waits; otherwise the next event uses the data.
+    """
+
+    communication: int
+    explicit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The begin or the end of a span: one of the program's, a phase of training, or a step.
+
+    Args:
+        name: the name of the span: "forward", "step".
+        kind: "compute" or "step".
+        begins: whether it begins here; otherwise it ends.
+        line: the student's line of the span.
+    """
+
+    name: str
+    kind: str
+    begins: bool
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OnStream:
+    """What follows is issued on another stream of the device.
+
+    Args:
+        stream: the number of the stream; 0 is the default stream.
+    """
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A stream records an event, or waits for one: what follows on it begins after what preceded the event.
+
+    Args:
+        number: the number of the event.
+        stream: the number of the stream.
+        waits: whether the stream waits for it; otherwise the stream records it.
+    """
+
+    number: int
+    stream: int
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The program records a value: of `lab.record`, or of `lab.track_memory`."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Elapsed:
+    """Time that passes, where it was measured.
+
+    Args:
+        ns: how long, in ns; negative if what passed before contains time that a real rank does not need.
+    """
+
+    ns: int
+
+
+Event = Kernel | Elapsed | Communication | Wait | Mark | OnStream | StreamEvent | Value
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does.
+
+    Args:
+        rank: the rank's number.
+        size: the number of ranks.
+        events: everything that the rank does, in program order.
+    """
+
+    rank: int
+    size: int
+    events: tuple[Event, ...]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The kernels, in program order."""
+        return self._all(Kernel)
+
+    @property
+    def communications(self) -> list[Communication]:
+        """The communications, in the order in which they are issued."""
+        return self._all(Communication)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the rank's tensors occupy at one time."""
+        return max((kernel.live_bytes for kernel in self.kernels), default=0)
+
+    @property
+    def peers(self) -> set[int]:
+        """The global ranks with which the rank exchanges messages."""
+        return {communication.peer for communication in self.communications if communication.peer >= 0}
+
+    def _all(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def with_marks(
+    events: Iterable[tuple[int, Event]], spans: Sequence[Span], values: Iterable[Scalar] = (), *, measured: bool = False
+) -> tuple[Event, ...]:
+    """Insert the begins and ends of spans, and recorded values, between events, and return all in their order.
+
+    Args:
+        events: the events, each with the time in ns at which the executed rank recorded it.
+        spans: spans that the same rank recorded meanwhile, on the same clock.
+        values: values that it recorded meanwhile.
+        measured: whether time passes between events as long as it did; otherwise only kernels say how long they take.
+    """
+    # At one moment, ends come first, an inner span ends before an outer one, and begins after it.
+    timed: list[tuple[tuple[int, int, int], Event]] = []
+    for span in spans:
+        length_ns = span.end_ns - span.start_ns
+        if length_ns:
+            timed.append(((span.start_ns, 2, -length_ns), Mark(span.name, span.kind, True, span.line)))
+            timed.append(((span.end_ns, 0, length_ns), Mark(span.name, span.kind, False, span.line)))
+    timed += [((at_ns, 1, 0), event) for at_ns, event in events]
+    timed += [((value.time_ns, 1, 0), Value(value.name, value.value)) for value in values]
+    timed.sort(key=lambda pair: pair[0])
+    if not measured:
+        return tuple(event for _, event in timed)
+    found: list[Event] = []
+    last_ns = timed[0][0][0] if timed else 0
+    for (at_ns, *_), event in timed:
+        found += [Elapsed(at_ns - last_ns), event]
+        last_ns = at_ns
+    return tuple(_with_waits(found))
+
+
+def _with_waits(events: Sequence[Event]) -> list[Event]:
+    """Let communications for which nothing is known to wait be waited for at the end of the pass that issued them.
+
+    DistributedDataParallel waits in this way: torch's C++ code waits for futures, which nobody can observe.
+    """
+    waited = {event.communication for event in events if isinstance(event, Wait)}
+    found: list[Event] = []
+    open_ones: list[list[int]] = [[]]  # for each mark that has begun: the communications
+    for event in events:
+        if isinstance(event, Mark) and event.begins:
+            open_ones.append([])
+        elif isinstance(event, Mark) and len(open_ones) > 1:
+            found += [Wait(number, explicit=False) for number in open_ones.pop()]
+        elif isinstance(event, Communication) and event.number not in waited:
+            open_ones[-1].append(event.number)
+        found.append(event)
+    return found + [Wait(number, explicit=False) for numbers in open_ones for number in numbers]

@@ -1,0 +1,92 @@
+"""Which ranks of a simulated run are executed, and their execution: the others do the same as one of these."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from labkit.group.group import Group
+from labkit.simulation.program import Program, with_marks
+
+__all__ = ["execute_ranks", "programs_of"]
+
+AT_ONCE: Final = 4  # ranks, even on fewer cores: to start a group takes longer than a small program
+PATIENCE_S: Final = 4.0  # after which a line tells how far it is
+
+
+def programs_of(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    ranks: int,
+    also: Sequence[int] = (),
+    measured: bool = False,
+) -> dict[int, Program]:
+    """Execute a function as those ranks of many that stand for all.
+
+    These are the first rank, the last, and every rank that exchanges messages with one of them; if there are none, also
+    one at random. A collective has all its ranks do the same.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        kwargs: its named arguments.
+        ranks: the number of ranks.
+        also: more ranks to execute.
+        measured: whether tensors have data, and one rank at a time is executed, so that the programs say how long they
+            take on this machine.
+
+    Returns:
+        the programs of the executed ranks, by rank.
+
+    Raises:
+        RankError: the function failed, or does what cannot be simulated.
+    """
+    wanted = {0, ranks - 1, *also}
+    programs: dict[int, Program] = {}
+    since_s, wrote = time.monotonic(), False
+    while new := sorted(wanted - programs.keys())[: _at_once(measured)]:
+        programs |= execute_ranks(function, args, kwargs, new, ranks, measured=measured)
+        wanted |= {peer for rank in new for peer in programs[rank].peers}
+        if not any(program.peers for program in programs.values()):
+            wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
+        if time.monotonic() - since_s > PATIENCE_S and wanted - programs.keys():
+            print(f"\rsimulate: {len(programs)} of {len(wanted)} ranks executed", end="", file=sys.stderr, flush=True)
+            wrote = True
+    if wrote:
+        print(f"\rsimulate: {len(programs)} of {len(wanted)} ranks executed", file=sys.stderr)
+    return dict(sorted(programs.items()))
+
+
+def _at_once(measured: bool) -> int:
+    return 1 if measured else max(os.cpu_count() or 1, AT_ONCE)
+
+
+def execute_ranks(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
+    size: int,
+    *,
+    measured: bool = False,
+) -> dict[int, Program]:
+    """Execute a function as the given ranks of `size`, at the same time.
+
+    Arguments as for `programs_of`.
+    """
+    from labkit.simulation.fake_rank import execute
+
+    with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
+        run = group.run(execute, function, tuple(args), dict(kwargs), ranks, size, measured)
+    programs = {}
+    for number, rank in enumerate(ranks):
+        trace = run.trace.filter(rank=number)
+        spans = [span for span in trace if span.kind in ("compute", "step")]
+        programs[rank] = Program(rank, size, with_marks(run.results[number], spans, trace.scalars, measured=measured))
+    return programs

@@ -1,0 +1,50 @@
+"""The rates and the memory of devices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import labkit as lab
+
+
+def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
+    device = lab.Device(tflop_per_s=2, gbyte_per_s=10)
+    assert device.seconds(flops=4e12, nbytes=1e9) == 2.0
+    assert device.seconds(flops=1e12, nbytes=3e10) == 3.0
+
+
+def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
+    assert lab.Device.h100 == lab.Device(tflop_per_s=692.3, gbyte_per_s=2847.5, memory_gb=80)
+    assert "data sheet" in lab.Device.h100.source
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"tflop_per_s": 0}, ValueError),
+        ({"gbyte_per_s": math.inf}, ValueError),
+        ({"memory_gb": -1}, ValueError),
+        ({"memory_gb": "80"}, TypeError),
+    ],
+)
+def test_wrong_numbers_are_refused(wrong: dict[str, float], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(wrong))):
+        lab.Device(**{"tflop_per_s": 1, "gbyte_per_s": 1, **wrong})
+
+
+def test_this_machine_is_measured_and_keeps_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from labkit.costs import device
+
+    before = torch.get_num_threads()
+    ticks = iter(range(0, 10**12, 10**9))  # each reading of the clock is one second after the last
+    monkeypatch.setattr(device, "clock", lambda: next(ticks))
+    found = lab.Device.here()
+    assert found.tflop_per_s == pytest.approx(2 * device.WIDTH**3 / 1e12)  # one product in one second
+    assert found.gbyte_per_s == pytest.approx(2 * device.COPIED_BYTES / 1e9)
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="threads=0"):
+        lab.Device.here(threads=0)
