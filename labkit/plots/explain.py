@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Final
 
-from labkit.errors.lists import counted
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted, listed
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
+from labkit.plots.what_helps import in_words
 from labkit.recording.cores import usable_cores
+from labkit.recording.schema import COMMUNICATION
+from labkit.replaying.gains import Gain, Questions, like_others, twice_as_fast
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
+from labkit.tracing.overlapping import after_backward, needed_at_once
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -20,7 +29,27 @@ __all__ = ["Explanation", "explain"]
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
 DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
 OFTEN = 0.5  # of the waiting: the late rank was outside of spans
+MOSTLY = 0.5  # of the time of all operations
 FULL = 0.8  # of the cores: with so many ranks computing on average, none is free
+
+
+class Overlap(Enum):
+    """Whether most of the communication could run beside compute."""
+
+    POSSIBLE = "gradients travel after the backward pass"
+    EXCLUDED = "what follows needs the results at once"
+    UNKNOWN = "what needs the results is not known"
+
+
+AT_ONCE: Final = (
+    "The next layer needs each result at once, so that compute cannot hide these messages. A faster link helps, or fewer "
+    "layers that are split over ranks."
+)
+ADVICE: Final = {
+    Overlap.POSSIBLE: "Send fewer bytes, send them less often, or send gradients while the backward pass computes the others.",
+    Overlap.EXCLUDED: AT_ONCE,
+    Overlap.UNKNOWN: "Send fewer bytes, or send them less often.",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,13 +68,16 @@ class Explanation:
         return self.text
 
     def _repr_html_(self) -> str:
-        unbroken = html.escape(self.text).replace(" %", "&nbsp;%")
+        unbroken = html.escape(self.text, quote=False).replace(" %", "&nbsp;%")
         return f'<div style="max-width:72ch">{unbroken}</div>'
 
 
 @public_api
 def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
+
+    Where the run can be replayed, a sentence says what the change that fits would save. Nothing is advised that the
+    order of the work excludes: results of tensor parallelism are needed at once, so that compute cannot hide them.
 
     The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
     profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency
@@ -63,11 +95,47 @@ def explain(run: HasTrace | Trace) -> Explanation:
     finding = limit_of(trace)
     cores = None if isinstance(run, Trace) or trace.origin else usable_cores()  # a trace may be another machine's
     machine, busy = ("", False) if cores is None else _machine(len(trace.ranks), cores)
-    sentences = [*_sentences(finding, trace.ranks, cores, busy), machine]
+    sentences = [*_sentences(finding, trace.ranks, cores, busy, _overlap(trace)), _predicted(trace, finding), machine]
     return Explanation(" ".join(filter(None, sentences)), finding)
 
 
-def _sentences(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -> list[str]:
+def _overlap(trace: Trace) -> Overlap:
+    """Whether most of the communication could run beside compute."""
+    data = trace.columns.data
+    took_ns = np.where((data["kind"] == COMMUNICATION) & ~trace.columns.around, data["end_ns"] - trace.ready(), 0)
+    for overlap, rows in ((Overlap.EXCLUDED, needed_at_once(trace)), (Overlap.POSSIBLE, after_backward(trace))):
+        if took_ns[rows].sum() > MOSTLY * took_ns.sum():
+            return overlap
+    return Overlap.UNKNOWN
+
+
+def _predicted(trace: Trace, f: Finding) -> str:
+    """What the change that fits the limit would save by replay, as `what_helps` says it; "" if that is not known."""
+    try:
+        questions = Questions(trace, "explain")
+        gains = questions.gains([gain for gain in _asked(questions, f) if gain is not None])
+    except LabError:  # it cannot be replayed
+        return ""
+    said = [f'"{gain.change}" {in_words(gain, gains)}' for gain in gains.gains]
+    return f"Predicted by replay{', per step' if gains.steps else ''}: {listed(said)}." if said else ""
+
+
+def _asked(questions: Questions, f: Finding) -> Iterator[Gain | None]:
+    match f.limit:
+        case Limit.LATE_RANK:
+            yield questions.ask(*like_others(questions.trace, f.late_rank))
+        case Limit.LATENCY | Limit.BANDWIDTH:
+            yield questions.without_communication()
+            yield questions.beside_backward()
+        case Limit.COMPUTE | Limit.TURNS:
+            for asked in twice_as_fast(questions.graph):
+                yield questions.ask(*asked)
+                return
+
+
+def _sentences(
+    f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, overlap: Overlap = Overlap.UNKNOWN
+) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
@@ -83,13 +151,13 @@ def _sentences(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool
         median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
         lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
-    found.append(_advice(f, ranks, cores, busy))
+    found.append(_advice(f, ranks, cores, busy, overlap))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
         found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -> str:
+def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, overlap: Overlap = Overlap.UNKNOWN) -> str:
     match f.limit:
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
@@ -140,12 +208,12 @@ def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool) -
         case Limit.LATENCY:
             return (
                 f"{_limits(f, 'Latency')}: {_messages(f)}, and even a small one took {time_in_words(f.latency_ns)} (median). "
-                "Send fewer and larger messages."
+                f"{AT_ONCE if overlap is Overlap.EXCLUDED else 'Send fewer and larger messages.'}"
             )
         case Limit.BANDWIDTH:
             return (
                 f"{_limits(f, 'Bandwidth')}: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
-                "Send fewer bytes, send them less often, or send them while the ranks compute."
+                f"{ADVICE[overlap]}"
             )
         case Limit.UNRECORDED:
             return (

@@ -22,8 +22,9 @@ from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, ST
 from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
 from labkit.tracing.intervals import length, union
+from labkit.tracing.trace import Trace
 
-__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "of_other_threads", "pace_of_others", "rules_for"]
+__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "had_cores", "of_other_threads", "pace_of_others", "rules_for", "shorten"]
 
 
 class AsRecorded(Enum):
@@ -102,20 +103,15 @@ def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
     _change_gaps(graph, rules, changes)
     if changes.one_bucket:
         _one_bucket(graph, rules)
-    for name, factor, divided in _factors(changes):
+    for name, factor in _factors(changes):
         for row in _operations(graph, name, changes.rank):
-            rules.transfer[row] = round(rules.transfer[row] * factor)
-            rules.faster[row] *= divided
-            if row in rules.request:
-                rules.request[row] = round(rules.request[row] * factor)
+            shorten(rules, row, factor)
     for name in changes.free:
         rows = _operations(graph, name, None)
         if not rows:
             raise ValueError(f"replay(free={name!r}): {did_you_mean(name, _names(graph, operations=True))}")
         for row in rows:
-            rules.transfer[row], rules.late[row], rules.faster[row] = 0, 0, math.inf
-            if row in rules.request:
-                rules.request[row], rules.request_late[row] = 0, 0
+            shorten(rules, row, 0)
     if not isinstance(changes.link, AsRecorded):
         rules = replace(rules, link=changes.link)
         if changes.link is None:
@@ -127,8 +123,25 @@ def of_other_threads(graph: Graph, changes: Changes) -> list[str]:
     """Return the names that `changes` makes faster or slower of spans for whose threads nobody is known to wait."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     apart = (data["flags"] & OWN_THREAD != 0) & (data["kind"] == COMPUTE)
-    chosen = [apart & _selected(graph, name) for name, *_ in _factors(changes)]
+    chosen = [apart & _selected(graph, name) for name, _ in _factors(changes)]
     return [names[number] for which in chosen for number in np.unique(data["name"][which]).tolist()]
+
+
+def shorten(rules: Rules, row: int, factor: float) -> None:
+    """Let an operation take this share of its time, once all ranks have arrived; 0 for none at all."""
+    rules.transfer[row] = round(rules.transfer[row] * factor)
+    rules.faster[row] = rules.faster[row] / factor if factor else math.inf
+    if row in rules.request:
+        rules.request[row] = round(rules.request[row] * factor)
+    if not factor:
+        rules.late[row] = 0
+        if row in rules.request:
+            rules.request_late[row] = 0
+
+
+def had_cores(trace: Trace) -> bool:
+    """Whether each rank is known to have had a core of its own."""
+    return 0 < len(trace.ranks) <= trace.cores
 
 
 def _selected(graph: Graph, name: str) -> NDArray[np.bool_]:
@@ -153,17 +166,16 @@ def _operations(graph: Graph, name: str, rank: int | None) -> list[int]:
     return found
 
 
-def _factors(changes: Changes) -> list[tuple[str, float, float]]:
-    """Return the names with the factor by which their time is multiplied, and its inverse."""
-    found = [(name, 1 / factor, float(factor)) for name, factor in changes.faster.items()]
-    return found + [(name, float(factor), 1 / factor) for name, factor in changes.slower.items()]
+def _factors(changes: Changes) -> list[tuple[str, float]]:
+    """Return the names with the factor by which their time is multiplied."""
+    return [(name, 1 / factor) for name, factor in changes.faster.items()] + [*changes.slower.items()]
 
 
 def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
     """Multiply the threads' own work by the factors of the innermost span with a factor around it."""
     data = graph.trace.columns.data
     factor = np.full(len(data) + 1, np.nan)  # the last entry is for work outside of spans
-    for name, times, _ in _factors(changes):
+    for name, times in _factors(changes):
         which = _selected(graph, name)
         if not which.any():
             raise ValueError(f"replay: no span is named {name!r}; {did_you_mean(name, _names(graph))}")
@@ -254,6 +266,8 @@ def _own_cores(graph: Graph, rules: Rules) -> None:
     data = graph.trace.columns.data
     issued, waited = (data[f"{when}_delay_ns"].tolist() for when in ("issue", "wait"))
     if not any(issued):
+        if had_cores(graph.trace):
+            return
         raise LabError(
             "replay(own_cores=True): this run did not record how long its threads waited for a core; that is recorded where "
             "ranks outnumber cores"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,19 +14,22 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
-from labkit.replaying.changes import Changes, pace_of_others, rules_for
+from labkit.replaying.changes import Changes, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.refusals import check_replayable
-from labkit.replaying.replay import replayed, spread_ns
+from labkit.replaying.replay import replayed_steps, spread_ns
 from labkit.replaying.times import Rules, measured, play
+from labkit.tracing.overlapping import BACKWARD, after_backward
 from labkit.tracing.trace import Trace
 
-__all__ = ["Gain", "Gains", "gains_of"]
+__all__ = ["Gain", "Gains", "Questions", "gains_of", "like_others", "twice_as_fast"]
 
 MOST: Final = 12
 NOTICED: Final = 0.02  # a phase or an operation with a smaller share of the time is not asked about
 PHASES: Final = 4
 STRAGGLERS: Final = 2
+WITHOUT_COMMUNICATION: Final = "communication takes no time"
+BESIDE_BACKWARD: Final = "gradients travel beside backward, at best"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,8 @@ class Gains:
     steps: bool
 
 
-def gains_of(trace: Trace, function: str) -> Gains:
-    """Replay a trace with each change that makes sense for it.
+class Questions:
+    """Asks a trace what changes would save. Its graph is built once.
 
     Args:
         trace: the trace.
@@ -72,52 +75,113 @@ def gains_of(trace: Trace, function: str) -> Gains:
     Raises:
         LabError: it cannot be replayed.
     """
-    check_replayable(trace, function)
-    graph = graph_of(trace)
-    recorded = measured(graph)
-    low_ns, before_ns, high_ns = spread_ns(trace)
-    steps = before_ns > 0
-    if not steps:
-        low_ns = before_ns = high_ns = float(trace.duration_ns)
-    found = []
-    for words, changes in _questions(graph, recorded):
+
+    def __init__(self, trace: Trace, function: str) -> None:
+        check_replayable(trace, function)
+        self.trace, self.graph = trace, graph_of(trace)
+        self.recorded = measured(self.graph)
+        self.low_ns, self.step_ns, self.high_ns = spread_ns(trace)
+        self.steps = self.step_ns > 0
+        if not self.steps:
+            self.low_ns = self.step_ns = self.high_ns = float(trace.duration_ns)
+
+    def all(self) -> Gains:
+        """Return what each change saves that makes sense for the trace."""
+        found = [gain for gain in (self.ask(*one) for one in _questions(self.graph, self.recorded)) if gain is not None]
+        found += [gain for gain in [self.beside_backward()] if gain is not None]
+        return self.gains(found)
+
+    def gains(self, found: Sequence[Gain]) -> Gains:
+        """Sort gains."""
+        kept = sorted(found, key=lambda gain: -gain.saved_ns)[:MOST]
+        return Gains(tuple(kept), self.step_ns, self.low_ns, self.high_ns, self.steps)
+
+    def ask(self, words: str, changes: Changes) -> Gain | None:
+        """Return what a change saves; None if the trace lacks what it needs."""
         try:
-            rules = rules_for(graph, recorded, changes)
-        except LabError:  # the trace lacks what this change needs
-            continue
-        after = replayed(graph, rules, play(graph, rules), words)
-        saved_ns = before_ns - (spread_ns(after)[1] if steps else after.duration_ns)
-        found.append(Gain(words, saved_ns, abs(saved_ns) <= (high_ns - low_ns) / 2))
-    found.sort(key=lambda gain: -gain.saved_ns)
-    return Gains(tuple(found[:MOST]), before_ns, low_ns, high_ns, steps)
+            return self._gain(words, rules_for(self.graph, self.recorded, changes))
+        except LabError:
+            return None
+
+    def without_communication(self) -> Gain | None:
+        """Return what is saved if no operation takes any time; None if there are none."""
+        took = _took(self.graph, self.recorded)
+        return self.ask(WITHOUT_COMMUNICATION, Changes(free=tuple(took))) if took else None
+
+    def beside_backward(self) -> Gain | None:
+        """Return what is saved if gradients travel while the backward pass computes; None if none travel after it.
+
+        Which layer's gradients an operation carries is not recorded. At best, the whole backward pass hides them.
+        """
+        rows, rules = after_backward(self.trace), self.recorded.copy()
+        took_ns = float((self.trace.columns.data["end_ns"] - self.trace.ready())[rows].sum())
+        if not took_ns:
+            return None
+        left = max(1 - _work(self.graph)[BACKWARD] / took_ns, 0.0)
+        for row in rows.tolist():
+            shorten(rules, row, left)
+        return self._gain(BESIDE_BACKWARD, rules)
+
+    def _gain(self, words: str, rules: Rules) -> Gain:
+        after = replayed_steps(self.graph, play(self.graph, rules))
+        saved_ns = self.step_ns - (spread_ns(after)[1] if self.steps else after.duration_ns)
+        return Gain(words, saved_ns, abs(saved_ns) <= (self.high_ns - self.low_ns) / 2)
 
 
-def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
-    """Yield the changes that make sense for a trace, each in a student's words."""
-    trace, nothing = graph.trace, Changes()
-    data, names = trace.columns.data, trace.columns.names
+def gains_of(trace: Trace, function: str) -> Gains:
+    """Replay a trace with each change that makes sense for it; the arguments and errors are those of `Questions`."""
+    return Questions(trace, function).all()
+
+
+def like_others(trace: Trace, rank: int) -> tuple[str, Changes]:
+    """Return the question what is saved if a rank works as fast as the others."""
+    return f"{trace.ranks[rank]} as fast as the others", Changes(like_others=rank)
+
+
+def twice_as_fast(graph: Graph) -> Iterator[tuple[str, Changes]]:
+    """Yield the questions what is saved if a phase of the computation is twice as fast, those of most work first."""
+    work, total = _work(graph), graph.trace.duration_ns * len(graph.trace.ranks)
+    for name in sorted(work, key=lambda name: -work[name])[:PHASES]:
+        if work[name] > NOTICED * total:
+            yield f"{name} twice as fast", Changes(faster={name: 2})
+
+
+def _work(graph: Graph) -> defaultdict[str, float]:
+    """Return how long all ranks computed in spans of each name, without the numbers of micro-batches."""
+    data, names = graph.trace.columns.data, graph.trace.columns.names
     work: defaultdict[str, float] = defaultdict(float)
     for thread in graph.threads:
         for gap, row in zip(thread.gaps, thread.inside, strict=True):
             # Nobody is known to wait for what other threads do.
             if row >= 0 and data["kind"][row] == COMPUTE and not data["flags"][row] & OWN_THREAD:
                 work[re.sub(r" \d+$", "", names[data["name"][row]])] += gap
-    total = trace.duration_ns * len(trace.ranks)
-    for name in sorted(work, key=lambda name: -work[name])[:PHASES]:
-        if work[name] > NOTICED * total:
-            yield f"{name} twice as fast", replace(nothing, faster={name: 2})
+    return work
+
+
+def _took(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
+    """Return how long the operations of each name took, once all ranks had arrived."""
+    data, names = graph.trace.columns.data, graph.trace.columns.names
+    took: defaultdict[str, float] = defaultdict(float)
+    for row in ((data["kind"] == COMMUNICATION) & ~graph.trace.columns.around).nonzero()[0].tolist():
+        took[names[data["name"][row]]] += recorded.transfer[row]
+    return took
+
+
+def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
+    """Yield the changes that make sense for a trace, each in a student's words."""
+    trace, nothing = graph.trace, Changes()
+    yield from twice_as_fast(graph)
     saves = [pace_of_others(graph, recorded.gaps, rank)[1] for rank in range(len(trace.ranks))]
     for rank in np.argsort(saves)[::-1][:STRAGGLERS].tolist():
         if saves[rank] > NOTICED * trace.duration_ns:
-            yield f"{trace.ranks[rank]} as fast as the others", replace(nothing, like_others=rank)
-    yield "a core for each rank", replace(nothing, own_cores=True)
-    travels = (data["kind"] == COMMUNICATION) & ~trace.columns.around
-    took: defaultdict[str, float] = defaultdict(float)
-    for row in travels.nonzero()[0].tolist():
-        took[names[data["name"][row]]] += recorded.transfer[row]
+            yield like_others(trace, rank)
+    if trace.columns.data["issue_delay_ns"].any():
+        yield "a core for each rank", replace(nothing, own_cores=True)
+    took = _took(graph, recorded)
     if not took:
         return
-    yield "communication takes no time", replace(nothing, free=tuple(took))
+    total = trace.duration_ns * len(trace.ranks)
+    yield WITHOUT_COMMUNICATION, replace(nothing, free=tuple(took))
     yield "all gradients in one bucket", replace(nothing, one_bucket=True)
     if trace.link is None:
         for name in sorted(took, key=lambda name: -took[name])[:2]:

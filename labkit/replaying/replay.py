@@ -15,15 +15,16 @@ from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import WAITS, Columns
-from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, of_other_threads, rules_for
-from labkit.replaying.graph import WAIT_END, WAIT_START, Graph, graph_of
+from labkit.recording.schema import STEP
+from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, had_cores, of_other_threads, rules_for
+from labkit.replaying.graph import END, START, WAIT_END, WAIT_START, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.step_times import step_lengths_ns
 from labkit.tracing.trace import Trace
 
-__all__ = ["replay", "replayed", "spread_ns"]
+__all__ = ["replay", "replayed", "replayed_steps", "spread_ns"]
 
 DELAYS = ("issue_delay_ns", "wait_delay_ns")
 TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `Thread.times`
@@ -51,7 +52,7 @@ def replay(
     Args:
         run: a run or a trace.
         link: over this emulated link or network; None for no emulated link.
-        own_cores: as if each rank had a core of its own, for a run that recorded how long its threads waited for one.
+        own_cores: as if each rank had a core of its own. A run that had enough cores stays as it is.
         faster: by how much spans or operations are faster, by name: `{"backward": 2}` halves all backward passes, also
             those of numbered micro-batches ("backward 3").
         slower: by how much they are slower.
@@ -81,6 +82,8 @@ def replay(
     words = changes.in_words(trace.ranks)
     if apart := of_other_threads(graph, changes):
         words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
+    if own_cores and had_cores(trace):
+        words += "; each rank had one"
     found = replayed(graph, rules, play(graph, rules), words)
     if own_cores:  # no thread lacks a core any more
         for name in DELAYS:
@@ -130,18 +133,35 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     for name in ("rank", "group", "match"):
         waits[name] = data[name][complete]
     waits["time_ns"] = at_ns[complete, WAIT_END]
-    last = max((thread.at_ns[-1] for thread in graph.threads_of(followed=True) if thread.at_ns), default=trace.end_ns)
-    counts = known.ravel().copy()
-    counts[[time for thread in graph.threads_of(followed=False) for time in thread.times]] = False
-    latest = int(at_ns.ravel()[counts].max(initial=trace.start_ns))
     scalars = []
     for rank, clock in enumerate(moved):
         own = [scalar for scalar in trace.scalars if scalar.rank == rank]
         moments = clock(np.array([scalar.time_ns for scalar in own], np.int64)).tolist()
         scalars += [replace(scalar, time_ns=time_ns) for scalar, time_ns in zip(own, moments, strict=True)]
     columns = Columns(data[kept], trace.columns.names, around=trace.columns.around[kept])
-    end_ns = max(latest + trace.end_ns - last, trace.start_ns)
-    return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=end_ns, waits=waits, **facts)
+    return Trace(columns, scalars, start_ns=trace.start_ns, end_ns=_end_ns(graph, times), waits=waits, **facts)
+
+
+def replayed_steps(graph: Graph, times: Times) -> Trace:
+    """Return the steps of the trace with these times, for their lengths; those of no thread stay as recorded."""
+    trace = graph.trace
+    rows = np.flatnonzero(trace.columns.data["kind"] == STEP)
+    data = trace.columns.data[rows].copy()
+    for which, name in ((START, "start_ns"), (END, "end_ns")):
+        moved = [times.at_ns[4 * row + which] for row in rows.tolist()]
+        data[name] = [recorded if time is None else time for time, recorded in zip(moved, data[name].tolist(), strict=True)]
+    columns = Columns(data, trace.columns.names)
+    return Trace(columns, ranks=trace.ranks, start_ns=trace.start_ns, end_ns=_end_ns(graph, times))
+
+
+def _end_ns(graph: Graph, times: Times) -> int:
+    """Return when the replayed run ends: as long after its last event as the recorded one."""
+    trace = graph.trace
+    last = max((thread.at_ns[-1] for thread in graph.threads_of(followed=True) if thread.at_ns), default=trace.end_ns)
+    apart = {time for thread in graph.threads_of(followed=False) for time in thread.times}
+    counted = (at for time, at in enumerate(times.at_ns) if at is not None and time not in apart)
+    latest = max(counted, default=trace.start_ns)
+    return max(latest + trace.end_ns - last, trace.start_ns)
 
 
 class _Clock:

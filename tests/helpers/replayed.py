@@ -59,3 +59,35 @@ def waited_over(link: Link | Network) -> Trace:
     trace = replay(waited(), link=link)
     trace.columns.data["backend_ns"] = 0
     return trace
+
+
+def tensor_parallel(steps: int = 4) -> Trace:
+    """Two ranks: forward and backward take 9 each, of which an all-reduce in their middle takes 4.5."""
+    book, at, match = Book(), 0.0, 0
+    for _ in range(steps):
+        start = at
+        for name in ("forward", "backward"):
+            for rank in range(2):
+                key = {"group": "tp", "match": match, "nbytes": MB10}
+                book.compute(rank, name, at, at + 9)
+                book.travel(rank, "all_reduce", at + 3, at + 7.5, wait=(at + 3, at + 7.5), **key)
+            at, match = at + 9, match + 1
+        for rank in range(2):
+            book.whole(rank, "step", start, at)
+    return book.trace(2)
+
+
+def sent_afterwards(steps: int = 4) -> Trace:
+    """Two ranks: forward takes 2, backward 5; then two all-reduces take 6 each, and the optimizer takes 1."""
+    book, length = Book(), 20.0
+    for step in range(steps):
+        at = step * length
+        for rank in range(2):
+            book.compute(rank, "forward", at, at + 2)
+            book.compute(rank, "backward", at + 2, at + 7)
+            for number, since in enumerate((at + 7, at + 13)):
+                key = {"group": "world", "match": 2 * step + number, "nbytes": MB10}
+                book.travel(rank, "all_reduce", since, since + 6, wait=(since, since + 6), **key)
+            book.compute(rank, "optimizer", at + 19, at + 20)
+            book.whole(rank, "step", at, at + length)
+    return book.trace(2)

@@ -3,12 +3,13 @@
 import dataclasses
 
 import pytest
+from replayed import sent_afterwards, tensor_parallel
 from synthetic import Book, data_parallel, model_parallel
 
 import labkit as lab
 from labkit.errors.units import time_in_words
 from labkit.plots import explain as module
-from labkit.plots.explain import explain
+from labkit.plots.explain import Overlap, explain
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.trace import Trace
 
@@ -38,12 +39,70 @@ def test_one_rank_has_nobody_to_wait_for():
     book.compute(0, "forward", 0, 10)
     assert (
         explain(book.trace(1)).text
-        == "It took 10.0 ms. The rank computed for 100 % of it. Only faster computing makes this run faster."
+        == "It took 10.0 ms. The rank computed for 100 % of it. Only faster computing makes this run faster. "
+        'Predicted by replay: "forward twice as fast" saves 5.00 ms of 10.0 ms.'
     )
 
 
 def test_ranks_in_turns():
     assert "While any rank computed, 1.0 of 2 did on average" in explain(model_parallel()).text
+
+
+@pytest.mark.parametrize("limit", [Limit.LATENCY, Limit.BANDWIDTH])
+def test_tensor_parallelism_is_not_advised_to_hide_its_messages(limit):
+    """The next layer needs their results at once."""
+    found = dataclasses.replace(limit_of(tensor_parallel()), limit=limit)
+    text = module._advice(found, ["rank 0", "rank 1"], None, False, module._overlap(tensor_parallel()))
+    assert module.AT_ONCE in text
+    assert "while" not in text
+    assert "larger messages" not in text
+
+
+def test_what_tensor_parallelism_would_save():
+    found = limit_of(tensor_parallel())
+    assert found.limit is Limit.BANDWIDTH
+    predicted = 'Predicted by replay, per step: "communication takes no time" saves 9.00 ms of 18.0 ms.'
+    assert explain(tensor_parallel()).text.endswith(predicted)
+
+
+def test_gradients_sent_after_the_backward_pass_are_advised_to_travel_beside_it():
+    """Two all-reduces of 6 follow a backward pass of 5, which can hide 5 of these 12."""
+    found, text = limit_of(sent_afterwards()), explain(sent_afterwards()).text
+    assert found.limit is Limit.BANDWIDTH
+    assert module._overlap(sent_afterwards()) is Overlap.POSSIBLE
+    assert module.ADVICE[Overlap.POSSIBLE] in text
+    assert '"gradients travel beside backward, at best" saves 5.00 ms of 20.0 ms' in text
+
+
+def test_of_other_communication_nobody_knows_what_needs_it():
+    for trace in (data_parallel(), model_parallel()):
+        assert module._overlap(trace) is Overlap.UNKNOWN
+        assert "beside backward" not in explain(trace).text
+
+
+def test_what_a_straggler_and_a_pipeline_s_stages_would_save():
+    book = Book()
+    for step in range(4):
+        for rank, forward in enumerate((2, 8)):
+            book.compute(rank, "forward", 10 * step, 10 * step + forward)
+            key = {"group": "world", "match": step, "nbytes": 8}
+            book.travel(
+                rank, "all_reduce", 10 * step + forward, 10 * step + 10, wait=(10 * step + forward, 10 * step + 10), **key
+            )
+            book.whole(rank, "step", 10 * step, 10 * step + 10)
+    late = explain(book.trace(2))
+    assert late.finding.limit is Limit.LATE_RANK
+    assert '"rank 1 as fast as the others" saves 6.00 ms of 10.0 ms' in late.text
+    turns = explain(model_parallel())
+    assert turns.finding.limit is Limit.TURNS
+    assert '"backward twice as fast" saves 10.0 ms of' in turns.text
+
+
+def test_without_a_replay_there_is_no_prediction():
+    trace = data_parallel()
+    lost = Trace(trace.spans, ranks=trace.ranks, dropped=[1, 0, 0, 0])
+    assert "Predicted" in explain(trace).text
+    assert "Predicted" not in explain(lost).text
 
 
 def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown():

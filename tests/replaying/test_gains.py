@@ -7,10 +7,15 @@ import pytest
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.replaying.changes import Changes, rules_for
 from labkit.replaying.gains import Gains, gains_of
+from labkit.replaying.graph import graph_of
+from labkit.replaying.replay import replay, replayed, replayed_steps
+from labkit.replaying.times import measured, play
+from labkit.tracing.step_times import step_lengths_ns
 from labkit.tracing.trace import Trace
 
-from replayed import ONE_GBIT, blocking, waited_over  # isort: skip
+from replayed import ONE_GBIT, beside, blocking, sent_afterwards, waited_over  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, remote_calls  # isort: skip
 
 
@@ -89,3 +94,26 @@ def test_at_most_a_dozen_are_kept() -> None:
 def test_what_cannot_be_replayed_is_refused() -> None:
     with pytest.raises(LabError, match=r"^what_helps: runs on a GPU"):
         gains(gpu_and_cpu())
+
+
+@pytest.mark.parametrize("trace", [blocking(), beside(), waited_over(ONE_GBIT), data_parallel(), remote_calls(), alone()])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_the_steps_alone_are_those_of_the_whole_trace(trace: Trace, factor: int) -> None:
+    graph = graph_of(trace)
+    first = next(span.name for span in trace if span.kind == "compute")
+    rules = rules_for(graph, measured(graph), Changes(slower={first: factor}))
+    times = play(graph, rules)
+    steps, whole = replayed_steps(graph, times), replayed(graph, rules, times, "")
+    assert step_lengths_ns(steps).tolist() == step_lengths_ns(whole).tolist()
+    assert steps.duration_ns == whole.duration_ns
+
+
+def test_gradients_may_travel_beside_a_backward_pass_but_not_longer_than_it_lasts() -> None:
+    assert saved(sent_afterwards())["gradients travel beside backward, at best"] == 5  # of 12
+    longer = replay(sent_afterwards(), slower={"backward": 4})
+    assert saved(longer)["gradients travel beside backward, at best"] == 12
+    assert not any("beside backward" in change for change in saved(beside()))
+
+
+def test_where_each_rank_had_a_core_nobody_asks_what_one_would_save() -> None:
+    assert "a core for each rank" not in saved(blocking())

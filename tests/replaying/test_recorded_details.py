@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from labkit.costs.link import Link
+from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS
 from labkit.replaying.critical_path import critical_path
 from labkit.replaying.gains import gains_of
@@ -90,6 +91,21 @@ def test_with_a_core_of_its_own_a_thread_does_not_wait_for_one() -> None:
     assert forward.duration_ns == 6 * MS
     ends = [span.end_ns / MS for span in trace.filter(name="all_reduce")]
     assert ends == [8 + 2, 8 + 3 - 1]  # 2 and 3 after the last issue, which is at 8 now
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+def test_a_run_that_had_enough_cores_stays_as_it_is(cores: int) -> None:
+    trace = Trace(beside().columns, ranks=beside().ranks, cores=cores)
+    own = replay(trace, own_cores=True)
+    assert list(own) == list(trace)
+    assert "a core for each rank; each rank had one" in own.notes[-1]
+
+
+@pytest.mark.parametrize("cores", [0, 1.5])
+def test_without_recorded_delays_nobody_knows_what_cores_would_change(cores: float) -> None:
+    trace = Trace(beside().columns, ranks=beside().ranks, cores=cores)
+    with pytest.raises(LabError, match="did not record how long its threads waited for a core"):
+        replay(trace, own_cores=True)
 
 
 def test_a_loader_s_thread_neither_delays_nor_is_delayed() -> None:
