@@ -10,21 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
+from typing import Final
 
 import labkit as lab
 from bench import machine
-from bench.speed import llama
+from bench.speed import llama, programs
 from bench.table import table
 
 SECTION: Final = "## Measured"  # the last section of the page
@@ -43,89 +33,12 @@ PER_NODE: Final = 8
 BATCH: Final = 2  # sequences of a GPU
 
 
-class Pause(torch.autograd.Function):
-    """Sleeps in both passes: compute that the other ranks do not disturb, however few cores there are."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        """Sleep, and return `x`."""
-        del context
-        time.sleep(PAUSE_S)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Tensor:
-        """Sleep twice as long, and return the gradient."""
-        del context
-        time.sleep(2 * PAUSE_S)
-        return gradients[0]
-
-
-class Layer(nn.Module):
-    """A product with a matrix, then a pause or a function of its result."""
-
-    def __init__(self, *, sleeps: bool) -> None:
-        super().__init__()
-        self.product, self.sleeps = nn.Linear(WIDTH, WIDTH), sleeps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute, or sleep."""
-        y = self.product(x)
-        result: Tensor = Pause.apply(y) if self.sleeps else y.relu()
-        return result
-
-
-def layers(count: int, *, sleeps: bool) -> nn.Sequential:
-    """Equal layers, with the same parameters on all ranks."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[Layer(sleeps=sleeps) for _ in range(count)])
-
-
-def _train(model: nn.Module, rows: int) -> None:
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(rows, WIDTH)
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-
-def data_parallel(*, sleeps: bool) -> None:
-    """A bucket for each layer or two."""
-    _train(DistributedDataParallel(layers(6, sleeps=sleeps), bucket_cap_mb=0.5), 8 if sleeps else ROWS)
-
-
-def shards(*, sleeps: bool) -> None:
-    """FSDP2, each layer by itself."""
-    model = layers(4, sleeps=sleeps)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    _train(model, 8 if sleeps else ROWS)
-
-
-def tensor_parallel(*, sleeps: bool) -> None:
-    """Columns and rows of pairs of layers."""
-    model = layers(4, sleeps=sleeps)
-    plan: dict[str, ParallelStyle] = {f"{i}.product": RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(4)}
-    _train(parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan), 64 if sleeps else ROWS)
-
-
-def pipeline(*, sleeps: bool) -> None:
-    """GPipe, two layers in each stage."""
-    rank, size, rows = dist.get_rank(), dist.get_world_size(), (16 if sleeps else ROWS) // PARTS
-    ends = torch.empty(rows, WIDTH, requires_grad=rank > 0), torch.empty(rows, WIDTH, requires_grad=True)
-    model = layers(2, sleeps=sleeps)
-    stage = PipelineStage(model, rank, size, torch.device("cpu"), input_args=ends[0], output_args=ends[1])
-    schedule, optimizer = ScheduleGPipe(stage, PARTS, loss_fn=mse_loss), torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(PARTS * rows, WIDTH)
-    given: Any = {"target": batch} if rank == size - 1 else {}
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        schedule.step(*([batch] if rank == 0 else []), **given)
-        optimizer.step()
-
-
-PROGRAMS: Final[tuple[Callable[..., None], ...]] = (data_parallel, shards, tensor_parallel, pipeline)
+PROGRAMS: Final[tuple[Callable[..., None], ...]] = (
+    programs.data_parallel,
+    programs.shards,
+    programs.tensor_parallel,
+    programs.pipeline,
+)
 
 
 def real_groups(sizes: tuple[int, ...]) -> Iterator[list[str]]:
@@ -133,13 +46,14 @@ def real_groups(sizes: tuple[int, ...]) -> Iterator[list[str]]:
     for size in sizes:
         with lab.Group(size, devices="cpu", threads=1, link=LINK) as group:
             for sleeps in (True, False):
+                work = programs.Work(sleeps=sleeps)
                 for program in PROGRAMS:
                     name = f"{program.__name__.replace('_', ' ')}, {size} ranks, {'sleeping' if sleeps else 'computing'}"
                     print(name, file=sys.stderr, flush=True)
                     real, simulated = [], []
                     for _ in range(TRIES):
-                        real.append(lab.step_ms(group.run(program, sleeps=sleeps)))
-                        simulated.append(lab.simulate(program, ranks=size, link=LINK, measured=True, sleeps=sleeps).step_ms)
+                        real.append(lab.step_ms(group.run(program, work)))
+                        simulated.append(lab.simulate(program, work, ranks=size, link=LINK, measured=True).step_ms)
                     medians = statistics.median(simulated), statistics.median(real)
                     spread = f"{min(real):.1f} to {max(real):.1f}"
                     yield [name, f"{medians[0]:.1f}", f"{medians[1]:.1f}", spread, f"{medians[0] / medians[1]:.2f}"]

@@ -262,7 +262,11 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
 
 
 def _own_cores(graph: Graph, rules: Rules) -> None:
-    """Take the time in which threads were ready to run, but had no core, out of their work and their waits."""
+    """Take the time in which threads were ready to run, but had no core, out of their work and their waits.
+
+    Only the ranks' own threads recorded it. An operation that took longer than the median of its name and size is
+    assumed to have lacked a core, too.
+    """
     data = graph.trace.columns.data
     issued, waited = (data[f"{when}_delay_ns"].tolist() for when in ("issue", "wait"))
     if not any(issued):
@@ -285,9 +289,15 @@ def _own_cores(graph: Graph, rules: Rules) -> None:
             kept = max(work - left, 0) / work if work else 0.0
             for one in range(since, event + 1):
                 gaps[one] = round(gaps[one] * kept)
-            left = max(left - work, 0)
             if kind == WAIT:
-                woken = min(left, max(rules.lag[row], 0))
-                rules.lag[row] -= woken
-                rules.transfer[row] = max(rules.transfer[row] - (left - woken), 0)
+                rules.lag[row] -= min(max(left - work, 0), max(rules.lag[row], 0))
             before, since = delay, event + 1
+    alike = defaultdict[tuple[int, int], list[int]](list)
+    names, nbytes = data["name"].tolist(), data["nbytes"].tolist()
+    for row in {row for gate in graph.gates for row in gate.opens}:
+        alike[names[row], nbytes[row]].append(row)
+    for rows in alike.values():
+        for taken_ns in (rules.transfer, rules.late):
+            median_ns = int(np.median([taken_ns[row] for row in rows]))
+            for row in rows:
+                taken_ns[row] = min(taken_ns[row], median_ns)

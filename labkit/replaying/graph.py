@@ -298,6 +298,7 @@ class _Builder:
         chosen = (~self.travels, self.travels, waits & (data["wait_start_ns"] > data["start_ns"]), waits)
         span, issue, block, wait = (np.flatnonzero(which & (thread >= 0)) for which in chosen)
         late, late_at = self._waits_when_complete(thread)
+        common, common_at = self._common_waits(wait, thread)
         empty, instant = data["start_ns"] == data["end_ns"], data["wait_start_ns"] == data["wait_end_ns"]
         # The last number orders events at the same time: waits end first, since they delay all that follows; then spans
         # end, and begin; nothing ends before it begins.
@@ -306,6 +307,7 @@ class _Builder:
             (span, data["end_ns"][span], END, PLAIN, np.where(empty[span], 5, 1)),
             (issue, data["start_ns"][issue], START, ISSUE, 3),
             (block, data["wait_start_ns"][block], WAIT_START, PLAIN, 4),
+            (common, common_at, WAIT_END, WAIT, 0),
             (wait, data["wait_end_ns"][wait], WAIT_END, WAIT, np.where(instant[wait], 6, 0)),
             (late, late_at, WAIT_START, PLAIN, 4),
             (late, late_at, WAIT_END, WAIT, 6),
@@ -338,6 +340,23 @@ class _Builder:
             if (row := rows.get(tuple(key))) is not None:
                 found.setdefault(row, time_ns)  # a second wait for the same operation waits for nothing
         return np.array(list(found), np.int64), np.array(list(found.values()), np.int64)
+
+    def _common_waits(self, waits: NDArray[np.intp], thread: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return operations for which a thread waits together with others, as in `wait_all`, and when it did so.
+
+        Such waits end one after another, once all operations are complete: the first to end, whichever it is, waits for
+        all. It gets further events for this, at its end.
+        """
+        found = [(np.empty(0, np.intp), np.empty(0, np.int64))]
+        starts, ends, completed = (self.data[name] for name in ("wait_start_ns", "wait_end_ns", "end_ns"))
+        for number in np.unique(thread[waits]):
+            own = waits[thread[waits] == number]
+            in_order = np.sort(ends[own])
+            first = in_order[np.searchsorted(in_order, np.maximum(completed[own], starts[own] + 1)).clip(max=len(own) - 1)]
+            together = first < ends[own]
+            found.append((own[together], first[together]))
+        rows, at_ns = zip(*found, strict=True)
+        return np.concatenate(rows), np.concatenate(at_ns)
 
     def _innermost(self, rows: list[int], which: list[int], kinds: list[int], parent: list[int]) -> list[int]:
         """Return for each event the innermost span that was open before it, and note each span's parent."""

@@ -102,13 +102,16 @@ def measured(graph: Graph) -> Rules:
             transfer[row] = done[row] - base
             late[row] = ends[row] - (done[row] if passage is None else max(done[row], passage.due_ns))
     blocked = (data["wait_end_ns"] > 0).tolist()
-    for thread in graph.threads:
-        for kind, time, at in zip(thread.kinds, thread.times, thread.at_ns, strict=True):
-            if kind == WAIT:
-                row = time >> 2
-                # A wait for what is complete may end before a thread of the backend reports the completion.
+    gaps = [[*thread.gaps] for thread in graph.threads]
+    for thread, own in zip(graph.threads, gaps, strict=True):
+        for event, (kind, time, at) in enumerate(zip(thread.kinds, thread.times, thread.at_ns, strict=True)):
+            if kind != WAIT:
+                continue
+            row, before_ns = time >> 2, thread.at_ns[event - 1] if event else at
+            if blocked[row] and ends[row] <= before_ns + own[event]:  # another wait, until then, was longer
+                own[event] = at - before_ns
+            else:  # a wait for what is complete may end before a thread of the backend reports the completion
                 lag[row] = at - ends[row] if blocked[row] else min(at - ends[row], 0)
-    gaps = [thread.gaps for thread in graph.threads]
     return Rules(gaps, transfer, late, lag, request, request_late, link, nbytes, faster)
 
 

@@ -63,6 +63,29 @@ def test_a_wait_for_what_was_complete_becomes_one_over_a_slow_link() -> None:
     assert [piece.name for piece in critical_path(slow)] == ["backward", "all_reduce", "backward", "optimizer"]
 
 
+def waiting_for_both() -> Trace:
+    """Two ranks wait at 5 for an all-reduce until 10 and a broadcast until 7; these waits end one after the other."""
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "broadcast", 1, 7, wait=(5, 10.25), group="other", match=1)
+        book.travel(rank, "all_reduce", 1, 10, wait=(5, 10.5), group="world", match=1)
+        book.compute(rank, "optimizer", 11, 12)
+        book.whole(rank, "step", 0, 12)
+    return book.trace(2)
+
+
+def test_waits_for_several_operations_end_when_the_last_one_is_complete() -> None:
+    assert list(replay(waiting_for_both())) == list(waiting_for_both())
+
+    def ends(faster: dict[str, float]) -> list[float]:
+        spans = replay(waiting_for_both(), faster=faster).filter(rank=0, kind="communication")
+        return sorted(span.wait_end_ns / MS for span in spans)
+
+    assert ends({"all_reduce": 1.8}) == [7, 7.25]  # the broadcast's end; 0.25 between the two
+    assert ends({"broadcast": 6}) == [10.25, 10.5]
+    assert ends({"all_reduce": 9, "broadcast": 6}) == [0, 5.25]  # at 5, the broadcast was complete
+
+
 def test_a_wait_that_is_over_at_once_becomes_one_for_what_was_complete() -> None:
     slow = replay(waiting_for_nothing(), link=Link(gbit_per_s=0.5, latency_us=0))
     fast = replay(slow, link=Link(gbit_per_s=100, latency_us=0))
@@ -90,7 +113,7 @@ def test_with_a_core_of_its_own_a_thread_does_not_wait_for_one() -> None:
     (forward,) = trace.filter(rank=1, name="forward")
     assert forward.duration_ns == 6 * MS
     ends = [span.end_ns / MS for span in trace.filter(name="all_reduce")]
-    assert ends == [8 + 2, 8 + 3 - 1]  # 2 and 3 after the last issue, which is at 8 now
+    assert ends == [8 + 2, 8 + 2.5]  # 2 and 3 after the last issue, which is at 8 now; none takes longer than the median
 
 
 @pytest.mark.parametrize("cores", [2, 64])

@@ -1,0 +1,216 @@
+"""What `lab.replay` says about changes of a program, beside the changed program really run."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import labkit as lab
+from bench import machine
+from bench.speed import programs
+from bench.speed.programs import Work
+from bench.table import table
+from labkit.recording.cores import usable_cores
+
+SECTION: Final = "## Measured"  # the last section of the page
+TRIES: Final = 5
+FAST: Final = lab.Link(gbit_per_s=1, latency_us=50)
+SLOW: Final = lab.Link(gbit_per_s=0.1, latency_us=50)
+FAR: Final = lab.Link(gbit_per_s=1, latency_us=2000)
+Program = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program and the group that runs it.
+
+    Args:
+        program: the program.
+        arguments: its arguments.
+        ranks: how many ranks; if they are named, the program calls functions remotely.
+        link: their link.
+        one_core: whether all ranks are kept on one core.
+    """
+
+    program: Program
+    arguments: tuple[Any, ...]
+    ranks: int | tuple[str, ...]
+    link: lab.Link | None = FAST
+    one_core: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, the same run after a change, and the arguments of `lab.replay` that predict it.
+
+    Args:
+        name: program and change.
+        base: what is recorded.
+        changed: what is predicted.
+        change: the arguments.
+    """
+
+    name: str
+    base: Run
+    changed: Run
+    change: dict[str, Any] = field(default_factory=dict)
+
+
+def _named() -> dict[str, tuple[Program, tuple[Any, ...]]]:
+    """The programs of the groups that communicate by collectives and messages, with arguments after the first."""
+    return {
+        "DDP": (programs.data_parallel, ()),
+        "FSDP2": (programs.shards, ()),
+        "tensor parallel": (programs.tensor_parallel, ()),
+        "GPipe": (programs.pipeline, ("ScheduleGPipe",)),
+        "1F1B": (programs.pipeline, ("Schedule1F1B",)),
+    }
+
+
+def undisturbed() -> Iterator[Case]:
+    """Layers that sleep."""
+    usual, lame = Work(), Work(straggler=2)
+    for name, (program, more) in _named().items():
+        base = Run(program, (usual, *more), 4)
+        slow, far, ill = replace(base, link=SLOW), replace(base, link=FAR), replace(base, arguments=(lame, *more))
+        yield Case(f"{name}, 1 → 0.1 Gbit/s", base, slow, {"link": SLOW})
+        yield Case(f"{name}, 0.1 → 1 Gbit/s", slow, base, {"link": FAST})
+        yield Case(f"{name}, latency 50 µs → 2 ms", base, far, {"link": FAR})
+        longer = replace(base, arguments=(Work(backward=2), *more))
+        yield Case(f"{name}, backward twice as slow", base, longer, {"slower": {"gradient": 2}})
+        yield Case(f"{name}, rank 1 like the others", ill, base, {"like_others": 1})
+    parts = Run(programs.data_parallel, (usual,), 4)
+    yield Case("DDP, no link → 1 Gbit/s", replace(parts, link=None), parts, {"link": FAST})
+    yield Case("DDP, one bucket", parts, replace(parts, arguments=(usual, 1000.0)), {"one_bucket": True})
+    call = Run(programs.calls, (usual,), ("caller", "first", "second"))
+    slow = replace(call, link=SLOW)
+    yield Case("RPC, 1 → 0.1 Gbit/s", call, slow, {"link": SLOW})
+    yield Case("RPC, 0.1 → 1 Gbit/s", slow, call, {"link": FAST})
+    server = replace(call, arguments=(Work(forward=6),))
+    yield Case("RPC, servers 6 times as slow", call, server, {"slower": {"look up": 6}})
+    ill = replace(call, arguments=(Work(straggler=6),))
+    yield Case("RPC, the first server 6 times as fast", ill, call, {"faster": {"look up": 6}, "rank": 1})
+
+
+def computing() -> Iterator[Case]:
+    """Layers that compute, with a core for each rank."""
+    usual = Work(sleeps=False)
+    for name, (program, more) in _named().items():
+        base = Run(program, (usual, *more), 2)
+        slow, ill = replace(base, link=SLOW), replace(base, arguments=(replace(usual, straggler=4), *more))
+        yield Case(f"{name}, 1 → 0.1 Gbit/s", base, slow, {"link": SLOW})
+        yield Case(f"{name}, 0.1 → 1 Gbit/s", slow, base, {"link": FAST})
+        yield Case(f"{name}, rank 1 without extra work", ill, base, {"faster": {"extra work": 1e6}, "rank": 1})
+
+
+def sharing() -> Iterator[Case]:
+    """Layers that compute, two ranks on one core: as if each had its own."""
+    for name, (program, more) in _named().items():
+        base = Run(program, (Work(sleeps=False), *more), 2)
+        yield Case(name, replace(base, one_core=True), base, {"own_cores": True})
+
+
+class Groups:
+    """One group for each kind of run, kept until the end."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._opened = stack, dict[Any, lab.Group]()
+
+    def run(self, run: Run) -> lab.Run:
+        """Run it once."""
+        if not run.one_core:
+            return self._group(run).run(run.program, *run.arguments)
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})  # a group counts the cores that it may use when its ranks start
+        try:
+            return self._group(run).run(_on_one_core, run.program, *run.arguments)
+        finally:
+            os.sched_setaffinity(0, cores)
+
+    def _group(self, run: Run) -> lab.Group:
+        kind = run.ranks, run.link, run.one_core
+        if kind not in self._opened:
+            runtime = "torch" if isinstance(run.ranks, int) else "rpc"
+            group = lab.Group(run.ranks, runtime=runtime, link=run.link, devices="cpu", threads=1)
+            self._opened[kind] = self._stack.enter_context(group)
+        return self._opened[kind]
+
+
+def _on_one_core(program: Program, *arguments: Any) -> None:
+    """In a rank: keep all of its threads on the first core, then run the program."""
+    first = {min(os.sched_getaffinity(0))}
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), first)
+    program(*arguments)
+
+
+def rows(cases: Iterator[Case], groups: Groups, tries: int) -> Iterator[tuple[list[str], float, float]]:
+    """For each case: the cells of its row, its error, and how far an unchanged replay is from the recorded run."""
+    for case in cases:
+        print(case.name, file=sys.stderr, flush=True)
+        recorded, predicted, real, same = [], [], [], []
+        for _ in range(tries):
+            base = groups.run(case.base)
+            recorded.append(lab.step_ms(base))
+            same.append(abs(lab.step_ms(lab.replay(base)) / recorded[-1] - 1))
+            predicted.append(lab.step_ms(lab.replay(base, **case.change)))
+            real.append(lab.step_ms(groups.run(case.changed)))
+        medians = [statistics.median(times) for times in (recorded, predicted, real)]
+        ratio = medians[1] / medians[2]
+        cells = [case.name, *(f"{ms:.1f}" for ms in medians), f"{min(real):.1f} to {max(real):.1f}", f"{ratio:.3f}"]
+        yield cells, abs(ratio - 1), max(same)
+
+
+def main() -> None:
+    """Measure and print; optionally keep the tables in a file."""
+    parser = argparse.ArgumentParser("python -m bench.speed.replayed", description=__doc__)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the last section of this file")
+    parser.add_argument("--tries", type=int, default=TRIES, help="of each program")
+    arguments = parser.parse_args()
+    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
+    lines, unchanged = [], 0.0
+    for words, part in ((UNDISTURBED, undisturbed), (COMPUTING, computing), (SHARING, sharing)):
+        if part is computing and usable_cores() < 2:
+            break
+        with ExitStack() as stack:
+            found = list(rows(part(), Groups(stack), arguments.tries))
+        errors = sorted(error for _, error, _ in found)
+        unchanged = max(unchanged, *(same for *_, same in found))
+        head = ["change", "recorded [ms]", "predicted [ms]", "really run [ms]", "all tries [ms]", "ratio"]
+        lines += [words.strip(), "", table(head, [cells for cells, *_ in found]), ""]
+        tenth = errors[round(0.9 * (len(errors) - 1))]
+        lines += [f"Errors: median {statistics.median(errors):.1%}, 90 % within {tenth:.1%}, the largest {errors[-1]:.1%}.", ""]
+    load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
+    said = f"Without a change, a replay's steps differ by at most {unchanged:.2%} from the recorded ones."
+    lines = [SECTION, "", INTRODUCTION.strip(), "", *about, load, "", *lines, said]
+    print("\n".join(lines))
+    if arguments.write:
+        page = arguments.write.read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
+        arguments.write.write_text("\n".join([page, "", *lines]) + "\n", encoding="utf-8")
+
+
+INTRODUCTION: Final = f"""
+`python -m bench.speed.replayed --write docs/replay.md` writes this section. The recorded and the changed program run in
+turns, {TRIES} times each; times are medians of `lab.step_ms`. The link is one of {FAST} unless another one is named.
+"""
+UNDISTURBED: Final = """
+Layers that sleep, so that ranks do not disturb one another; four ranks, for remote calls three:
+"""
+COMPUTING: Final = """
+Layers that compute, two ranks, a core for each:
+"""
+SHARING: Final = """
+Two ranks that compute on one core, replayed with `own_cores=True`, beside the same ranks on two cores:
+"""
+
+
+if __name__ == "__main__":
+    main()
