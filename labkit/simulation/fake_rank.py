@@ -19,7 +19,7 @@ from labkit.errors.lists import listed
 from labkit.recording.import_hook import when_imported
 from labkit.simulation.kernel_mode import computed, kernel_mode
 from labkit.simulation.program import Event
-from labkit.simulation.rank_log import RankLog
+from labkit.simulation.rank_log import RankLog, is_fake
 from labkit.simulation.simulated_group import simulated_process_group
 from labkit.simulation.streams import follow_streams
 from labkit.simulation.unknown_values import hide_values
@@ -88,7 +88,14 @@ def _adapt_torch(log: RankLog) -> None:
         with log.pause():
             return original(*args)
 
+    def swap(original: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> None:
+        if is_fake(one) and is_fake(other) and one.device == other.device:
+            one.data = other.data  # `Module.to` needs no more, and torch itself keeps weak references, which forbid to swap
+        else:
+            original(one, other)
+
     hide_values(log)
+    torch.utils.swap_tensors = in_place_of(torch.utils.swap_tensors, swap)
     storage_class: Any = torch.UntypedStorage
     storage_class.resize_ = in_place_of(storage_class.resize_, resize)
     follow_streams(log)

@@ -50,17 +50,19 @@ def train(kind: str) -> None:
     if kind == "shards":
         fully_shard(model[0])  # type: ignore[index]
         fully_shard(model)
+    elif kind == "bfloat16":
+        model = DistributedDataParallel(model.to(lab.device()).to(torch.bfloat16))
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
     with lab.track_memory(model, optimizer):
         for _ in range(3):
             optimizer.zero_grad()
-            model(torch.randn(8, 64)).sum().backward()
+            model(torch.randn(8, 64, dtype=next(model.parameters()).dtype)).sum().backward()
             optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["copies", "shards"])
+@pytest.mark.parametrize("kind", ["copies", "bfloat16", "shards"])
 def test_memory_and_sent_bytes_equal_those_of_a_real_group(kind: str) -> None:
     with lab.Group(4, devices="cpu") as group:
         real = group.run(train, kind)
