@@ -56,6 +56,15 @@ def path_to_the_longest_task(tasks):
     return path
 
 
+@wrong("longest_path", "ends at the last task of the list", cure="compute when each task ends")
+def path_to_the_last_task_of_the_list(tasks):
+    ends = ends_of(tasks)
+    path = [len(tasks) - 1]
+    while needs := tasks[path[0]][1]:
+        path.insert(0, max(needs, key=lambda need: ends[need]))
+    return path
+
+
 @wrong("longest_path", "follows the longest of them", cure="whatever its own duration")
 def path_by_durations(tasks):
     ends = ends_of(tasks)
@@ -133,7 +142,7 @@ def longest_in_all_reduces(spans):
     return max(range(4), key=lambda rank: time_in(spans, rank, ["all_reduce"]))
 
 
-@wrong("straggler", "computes for longest in all", cure="for each all-reduce who arrives last")
+@wrong("straggler", "computes longest in total", cure="for each all-reduce who arrives last")
 def longest_in_compute(spans):
     return max(range(4), key=lambda rank: time_in(spans, rank, ["backward", "optimizer"]))
 
@@ -285,7 +294,7 @@ def exchange_loss_alone(gradients, loss):
     flat_mean([loss])
 
 
-@wrong("exchange", "not the means over the ranks")
+@wrong("exchange", "not the means over the ranks", cure="into its tensor")
 def exchange_halves(gradients, loss):
     flat_mean([*gradients, loss])
     for part in gradients:
