@@ -151,6 +151,10 @@ ASKED = [
     ("13_find_the_bottleneck", "critical_path=True"),
     ("13_find_the_bottleneck", "lab.what_helps("),
     ("13_find_the_bottleneck", "lab.memory("),
+    ("14_choose_a_strategy", "lab.plan("),
+    ("14_choose_a_strategy", "memory_gb="),
+    ("14_choose_a_strategy", "lab.simulate("),
+    ("14_choose_a_strategy", "lab.scaling("),
 ]
 
 

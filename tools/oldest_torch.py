@@ -36,6 +36,7 @@ TESTS: Final = (
     "tests/comm/test_rpc_calls.py",
     "tests/comm/test_torch_internals.py",
     "tests/group/test_short_runs.py",
+    "tests/simulation",
 )
 PYTEST: Final = (
     "-m", "pytest", "-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider",

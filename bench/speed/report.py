@@ -113,8 +113,8 @@ def _report(parts: list[str], python_of_peers: str, *, notebooks: bool) -> list[
 def _tool_goals(results: Results) -> list[Goal]:
     mine, floor = ({k: v if isinstance(v, float) else None for k, v in results[t.name].items()} for t in (LABKIT, FLOOR))
     return [
-        Goal("`Group(4)` ready and one all_reduce done", mine["ready"], floor["ready"], "bare forkserver", 2),
-        Goal("`run` of nothing on four ranks", mine["call"], floor["call"], "bare pipes", 2),
+        Goal("`Group(4)` ready and one all_reduce done", mine["ready"], floor["ready"], "bare forkserver", 1.2),
+        Goal("`run` of nothing on four ranks", mine["call"], floor["call"], "bare pipes", 3),
         Goal("64 MiB to each of four ranks and back", mine["move"], floors.copies_s(), "copying 5 × 64 MiB", 0.1, "seconds"),
         Goal(
             "memory of four idle ranks and their server",

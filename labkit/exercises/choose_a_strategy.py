@@ -306,6 +306,7 @@ REJECTED: Final = {
     ("C", "MirroredStrategy"): "it copies the tables to every device, and sees one machine only",
     ("D", "MirroredStrategy"): "with one device there is nothing to mirror; its loop works unchanged with a simpler strategy",
     ("E", "MirroredStrategy"): "it copies the whole matrix to each device, where it does not fit",
+    ("E", "PyTorch FSDP2"): "it gathers a layer before it computes it, and the whole matrix does not fit on a device",
     ("E", "ParameterServerStrategy"): "the servers hold the matrix, but each worker needs all of it to compute",
     ("F", "MirroredStrategy"): "every device would hold 7 billion times 16 bytes, 112 GB",
     ("F", "DTensor"): "a layout could shard the state, but optimizer, mixed precision and checkpoints are then your own work",

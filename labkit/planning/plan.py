@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Change", "Plan", "plan"]
 
-SHOWN: Final = 12  # rows of the table; the others are in `Plan.rows`
+SHOWN: Final = 16  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
-HEADINGS: Final = ("strategy", "m", *MEMORY_KINDS, "memory", "step", "compute", "bubble", "exposed communication")
+# What decides comes first: in a narrow window, the kinds of memory are to the right of it.
+HEADINGS: Final = ("strategy", "m", "memory", "step", "compute", "bubble", "exposed communication", *MEMORY_KINDS)
+WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communication"))  # columns of text, not of numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Plan:
         memory = self.cluster.device.memory_gb
         limit = "" if math.isinf(memory) else f" with {bytes_in_words(memory * 1e9)} each"
         return (
-            f"{self.work.parameters:.3g} parameters, {counted(self.work.samples, 'sample')} per step, "
+            f"{self.work.parameters:,.0f} parameters, {counted(self.work.samples, 'sample')} per step, "
             f"{counted(self.cluster.ranks, 'rank')}{limit}, {self.cluster.link}"
         )
 
@@ -148,16 +150,19 @@ class Plan:
         table = [HEADINGS, *self.cells()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), exposed])
-            for name, *numbers, exposed in table
+            "  ".join(
+                text.ljust(width) if k in WORDS else text.rjust(width)
+                for k, (text, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
         ]
         return "\n".join([self._title(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
         def line(row: Sequence[str], tag: str) -> str:
-            style, last = "padding:2px 6px;text-align", len(row) - 1
+            style = "padding:2px 4px;white-space:nowrap;text-align"
             cells = (
-                f'<{tag} style="{style}:{"right" if 0 < k < last else "left"}">{html.escape(text)}</{tag}>'
+                f'<{tag} style="{style}:{"left" if k in WORDS else "right"}">{html.escape(text).replace(", ", ",<br>")}</{tag}>'
                 for k, text in enumerate(row)
             )
             return f"<tr>{''.join(cells)}</tr>"
@@ -240,16 +245,15 @@ def _texts(row: Estimate) -> tuple[str, ...]:
     exposed = ", ".join(
         f"{axis} {in_words(seconds, 's')} {row.level[axis]}" for axis, seconds in row.exposed_s.items() if seconds
     )
-    missing = "" if row.fits else f"{bytes_in_words(row.missing_bytes)} too much"
     return (
         row.name,
         f"{row.micro_batches}{' r' if row.recompute else ''}",
-        *(bytes_in_words(row.memory_bytes[kind]) for kind in MEMORY_KINDS),
-        missing or bytes_in_words(sum(row.memory_bytes.values())),
-        in_words(row.step_s, "s") if row.fits else "does not fit",
+        bytes_in_words(sum(row.memory_bytes.values())),
+        in_words(row.step_s, "s") if row.fits else "too large",
         in_words(row.compute_s, "s"),
         in_words(row.bubble_s, "s") if row.bubble_s else "",
         exposed,
+        *(bytes_in_words(row.memory_bytes[kind]) for kind in MEMORY_KINDS),
     )
 
 

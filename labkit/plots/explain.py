@@ -207,7 +207,7 @@ def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, o
             )
         case Limit.LATENCY:
             return (
-                f"{_limits(f, 'Latency')}: {_messages(f)}, and even a small one took {time_in_words(f.latency_ns)} (median). "
+                f"{_limits(f, 'Latency')}: {_messages(f)}, and even a small one takes {time_in_words(f.latency_ns)} (median). "
                 f"{AT_ONCE if overlap is Overlap.EXCLUDED else 'Send fewer and larger messages.'}"
             )
         case Limit.BANDWIDTH:

@@ -42,7 +42,9 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
         TypeError: neither a run nor a trace.
     """
     pyplot()
-    found = gains_of(trace_of(run, "what_helps"), "what_helps")
+    trace = trace_of(run, "what_helps")
+    found = gains_of(trace, "what_helps")
+    lasts = ", ".join(filter(None, (_lasts(found), trace.origin)))
     texts = [in_words(gain, found) for gain in found.gains]
     with labkit_style(ax):
         if ax is None:
@@ -64,9 +66,9 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
         ax.set_xlabel(f"saved per {'step' if found.steps else 'run'}, predicted by replay [{unit}]")
-        ax.set_title(f"What would help: {_lasts(found)}")
+        ax.set_title(f"What would help: {lasts}")
     each = "; ".join(f"{gain.change}: {text}" for gain, text in zip(found.gains, texts, strict=True))
-    return describe(ax, f"What would help, predicted by replay, for {_lasts(found)}. {each}.")
+    return describe(ax, f"What would help, predicted by replay, for {lasts}. {each}.")
 
 
 def in_words(gain: Gain, gains: Gains) -> str:

@@ -52,7 +52,8 @@ def replay(
     Args:
         run: a run or a trace.
         link: over this emulated link or network; None for no emulated link.
-        own_cores: as if each rank had a core of its own. A run that had enough cores stays as it is.
+        own_cores: as if each rank had a core of its own. A run that had enough cores stays as it is, also one that
+            could not be replayed.
         faster: by how much spans or operations are faster, by name: `{"backward": 2}` halves all backward passes, also
             those of numbered micro-batches ("backward 3").
         slower: by how much they are slower.
@@ -74,6 +75,8 @@ def replay(
         if number is not None:
             expected = f"replay({name}={number!r}): expected the number of a rank, 0 to {len(trace.ranks) - 1}"
             check_number(number, expected, whole=True, at_least=0, below=len(trace.ranks))
+    if changes == Changes(own_cores=True) and had_cores(trace):
+        return trace
     if isinstance(link, Network):
         changes = replace(changes, link=link.of(len(trace.ranks)))
     check_replayable(trace, "replay")
@@ -82,8 +85,6 @@ def replay(
     words = changes.in_words(trace.ranks)
     if apart := of_other_threads(graph, changes):
         words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
-    if own_cores and had_cores(trace):
-        words += "; each rank had one"
     found = replayed(graph, rules, play(graph, rules), words)
     if own_cores:  # no thread lacks a core any more
         for name in DELAYS:

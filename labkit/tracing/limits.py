@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.network import Network, link_of_pair
+from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
@@ -66,7 +68,7 @@ class Finding:
         under_way: the share of the time in which some rank waited for a remote call and no rank computed.
         call_ns: the median time from a remote call to its result; 0 if there were none.
         call_bytes: the median bytes of a remote call; 0 if there were none.
-        latency_ns: the median time of a small operation; 0 if there were none.
+        latency_ns: the median time of a small operation, or what the link's latency takes of each; 0 if unknown.
         transfer_ns: the time in which each rank's operations moved data.
     """
 
@@ -127,9 +129,9 @@ def limit_of(trace: Trace) -> Finding:
     under_way_ns = length(difference(intersection(_waits(calls), whole), anybody))
     served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
     late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks)
-    small = transfer[rows["nbytes"] <= SMALL_BYTES]
-    latency_ns = float(np.median(small)) if len(small) else 0.0
-    of_latency = float(small.sum() + np.minimum(transfer[rows["nbytes"] > SMALL_BYTES], latency_ns).sum())
+    latencies = _latencies(part, rows, transfer)
+    latency_ns = float(np.median(latencies)) if len(rows) else 0.0
+    of_latency = float(np.where(rows["nbytes"] <= SMALL_BYTES, transfer, np.minimum(transfer, latencies)).sum())
     total_ns = float(transfer.sum())
     if not len(rows):
         standing, absent, unrecorded = 0.0, 0.0, idle
@@ -231,6 +233,29 @@ def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
     here &= data["start_ns"] >= part.start_ns
     rows = data[here]
     return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
+
+
+def _latencies(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return for each operation what an empty one would take, in ns: by its link's model, else as small ones did."""
+    small = transfer[rows["nbytes"] <= SMALL_BYTES]
+    found = np.full(len(rows), float(np.median(small)) if len(small) else 0.0)
+    if part.link is None:
+        return found
+    names, everybody = part.columns.names, range(part.simulated or len(part.ranks))
+    for name, group in np.unique(rows[["name", "group"]]).tolist():
+        kind, key = type_of(names[name]), names[group]
+        if kind_of(key) is GroupKind.PAIR:
+            latency_s = link_of_pair(part.link, *ends_of(key)[:2]).latency_s
+        elif kind_of(key) is GroupKind.COLLECTIVE and kind.cost is not None:
+            members, link = ranks_of(key) or everybody, part.link
+            latency_s = (
+                link.seconds(kind.name, 0, members) if isinstance(link, Network) else link.seconds(kind.name, 0, len(members))
+            )
+        else:
+            continue
+        found[(rows["name"] == name) & (rows["group"] == group)] = latency_s * 1e9
+    at_most: NDArray[np.float64] = np.minimum(found, transfer)  # the model is a ring's; a tree has fewer rounds
+    return at_most
 
 
 def _calls(part: Trace, rows: Any) -> Any:

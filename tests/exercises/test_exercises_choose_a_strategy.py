@@ -317,6 +317,7 @@ for letter, choice, words in (
     ("D", "MirroredStrategy", "nothing to mirror"),
     ("E", "MirroredStrategy", "copies the whole matrix"),
     ("E", "ParameterServerStrategy", "needs all of it to compute"),
+    ("E", "PyTorch FSDP2", "gathers a layer"),
     ("F", "MirroredStrategy", "112 GB"),
     ("F", "DTensor", "your own work"),
 ):

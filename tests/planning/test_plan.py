@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -120,12 +121,26 @@ def test_break_even_needs_another_strategy() -> None:
 def test_the_table_has_a_line_for_each_row() -> None:
     found = planned()
     text, table = repr(found), found._repr_html_()
-    for row in found.rows[:SHOWN]:
+    assert len(text.splitlines()) == 1 + 1 + len(found.rows) + 1  # title, headings, rows, a note
+    for row in found.rows:
         assert row.name in text
         assert f">{row.name}</td>" in table
-    assert table.count("<tr>") == 1 + SHOWN
-    assert f"more strategies, {len(found.rows) - SHOWN}" in text.lower()
-    assert "does not fit" in repr(replace(found, rows=found.rows[-3:]))
+    assert "too large" in repr(replace(found, rows=found.rows[-3:]))
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    network = replace(NETWORK, nodes=4)
+    found = planned(lab.Cluster(ranks=16, device=DEVICE, link=network), batch=64)
+    assert len(found.rows) > SHOWN
+    assert found._repr_html_().count("<tr>") == 1 + SHOWN
+    assert f"more strategies, {len(found.rows) - SHOWN}" in repr(found).lower()
+
+
+def test_each_axis_has_a_line_in_the_column_of_communication() -> None:
+    row = planned()["pipeline 2 × DDP 2"]
+    table = replace(planned(), rows=(row,))._repr_html_()
+    pipeline, replicate = re.findall(r"(pipeline|replicate) [\d.]+ m?s (?:inside|between)(?:,<br>|</td>)", table)
+    assert (pipeline, replicate) == tuple(row.exposed_s)
 
 
 def test_a_module_is_planned_for_data_parallelism() -> None:

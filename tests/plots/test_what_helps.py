@@ -27,6 +27,12 @@ def test_bars_have_the_lengths_and_the_words_of_what_is_saved() -> None:
     assert "11.0 ms" in axes.get_title(loc="left")
 
 
+def test_the_title_says_that_a_run_was_replayed() -> None:
+    trace = blocking()
+    assert "replayed" not in what_helps(trace).get_title(loc="left")
+    assert "replayed" in what_helps(replay(trace, faster={"forward": 2})).get_title(loc="left")
+
+
 def test_a_change_for_the_worse_points_the_other_way_in_another_colour() -> None:
     axes = what_helps(replay(waited(), link=ONE_GBIT))
     last = axes.patches[-1]

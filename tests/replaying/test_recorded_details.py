@@ -118,10 +118,13 @@ def test_with_a_core_of_its_own_a_thread_does_not_wait_for_one() -> None:
 
 @pytest.mark.parametrize("cores", [2, 64])
 def test_a_run_that_had_enough_cores_stays_as_it_is(cores: int) -> None:
-    trace = Trace(beside().columns, ranks=beside().ranks, cores=cores)
-    own = replay(trace, own_cores=True)
-    assert list(own) == list(trace)
-    assert "a core for each rank; each rank had one" in own.notes[-1]
+    recorded = beside()
+    trace = Trace(recorded.columns, ranks=recorded.ranks, cores=cores)
+    assert replay(trace, own_cores=True) is trace
+    twice = {"backward": 2.0}
+    assert list(replay(trace, own_cores=True, faster=twice)) == list(replay(trace, faster=twice))
+    lossy = Trace(recorded.columns, ranks=recorded.ranks, cores=cores, dropped=[1, 0])
+    assert replay(lossy, own_cores=True) is lossy
 
 
 @pytest.mark.parametrize("cores", [0, 1.5])

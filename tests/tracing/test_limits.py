@@ -3,6 +3,8 @@
 import pytest
 from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.recording.schema import READING
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.trace import Span, Trace
@@ -121,6 +123,16 @@ def test_large_operations_that_take_as_long_as_small_ones_are_limited_by_latency
 
     found = limit_of(steps(both, compute=(2.0, 2.0)))
     assert (found.limit, found.latency_ns) == (Limit.LATENCY, 500_000)
+
+
+@pytest.mark.parametrize(("latency_us", "limit"), [(2500, Limit.LATENCY), (500, Limit.BANDWIDTH)])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_over_a_link_its_model_tells_latency_from_bandwidth(latency_us, limit, nodes):
+    trace = steps(all_reduces(2, 1 << 20, 6))  # 6 ms for two rounds
+    link = Link(gbit_per_s=2, latency_us=latency_us)
+    over = link if nodes == 1 else Network(nodes=2, inside=link, between=link, ranks=2)
+    found = limit_of(Trace(trace.columns, ranks=trace.ranks, link=over))
+    assert (found.limit, found.latency_ns) == (limit, 2 * latency_us * 1000)
 
 
 def test_one_rank_comes_late():

@@ -57,7 +57,7 @@ def test_a_leaked_segment_is_detected(nothing_imports: None) -> None:
 def test_leaked_memory_is_detected(nothing_imports: None) -> None:
     left: list[bytes] = []  # of random bytes: zeros take memory only when they are written to
     grown = watch_growth(lambda: left.append(os.urandom(8 << 20)), 20, warm=2)
-    assert too_much(grown, MANY) == ["resident"]
+    assert "resident" in too_much(grown, MANY)  # other processes may fill /dev/shm meanwhile
 
 
 @pytest.mark.processes
