@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -55,9 +56,13 @@ def test_a_leaked_segment_is_detected(nothing_imports: None) -> None:
 
 
 def test_leaked_memory_is_detected(nothing_imports: None) -> None:
-    left: list[bytes] = []  # of random bytes: zeros take memory only when they are written to
-    grown = watch_growth(lambda: left.append(os.urandom(8 << 20)), 20, warm=2)
-    assert "resident" in too_much(grown, MANY)  # other processes may fill /dev/shm meanwhile
+    left: list[mmap.mmap] = []  # new pages, unlike those of `bytes`, which the allocator may have kept from earlier tests
+
+    def leak() -> None:
+        left.append(mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        left[-1].write(bytes(8 << 20))
+
+    assert "resident" in too_much(watch_growth(leak, 20, warm=2), MANY)  # others may fill /dev/shm meanwhile
 
 
 @pytest.mark.processes
