@@ -38,7 +38,8 @@ def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> fl
             raise ValueError(f"memory_mb({kind!r}): expected {', '.join(map(repr, MEMORY_KINDS))}")
     rows = [MEMORY_KINDS.index(kind) for kind in kinds or MEMORY_KINDS]
     found = [use for use in memory_uses(trace) if rank in (None, use.rank)]
-    if not found:
+    tracked = any(use.nbytes[:-1].any() for use in found)  # a simulation without `track_memory` has only "other"
+    if not found or (not tracked and set(kinds) - {MEMORY_KINDS[-1]}):
         whose = "no rank of this run has" if rank is None else f"rank {rank} of this run has not"
         raise LabError(
             f"memory_mb: {whose} tracked its memory; put `with lab.track_memory(model, optimizer):` around the training loop"

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import HashStore
+from torch.utils.data import DataLoader
 
 from labkit.comm.private_names import in_place_of
 from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
-from labkit.recording.import_hook import when_imported
 from labkit.simulation.kernel_mode import computed, kernel_mode
 from labkit.simulation.program import Event
 from labkit.simulation.rank_log import RankLog, is_fake
+from labkit.simulation.refused_calls import refuse_calls, refuse_other_devices
 from labkit.simulation.simulated_group import simulated_process_group
 from labkit.simulation.streams import follow_streams
 from labkit.simulation.unknown_values import hide_values
 
 __all__ = ["execute"]
-
-# What cannot be simulated, where it is, and why.
-REFUSED: Final = (
-    ("torch", "compile", "its kernels are those of generated code. Simulate the program without torch.compile"),
-    ("torch", "save", "tensors have no data to be saved"),
-    ("torch.distributed.rpc", "init_rpc", "other ranks decide when this one is called. Run it in a group"),
-    ("torch.distributed", "recv_object_list", "it receives data. Run it in a group"),
-    ("torch.distributed", "scatter_object_list", "it receives data. Run it in a group"),
-)
 
 
 def execute(
@@ -66,14 +57,23 @@ def execute(
     c10d.ProcessGroup = torch.distributed.ProcessGroup = simulated_process_group(log)  # type: ignore[misc]
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
-    _refuse_programs()
+    refuse_calls()
     if measured:
-        function(*args, **kwargs)
+        _call(function, args, kwargs)
         return log.events
     _adapt_torch(log)
     with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
-        function(*args, **kwargs)
+        _call(function, args, kwargs)
     return log.events
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Call the function; `exit()` without an error ends it as in a group."""
+    try:
+        function(*args, **kwargs)
+    except SystemExit as error:
+        if error.code:
+            raise
 
 
 def _adapt_torch(log: RankLog) -> None:
@@ -94,7 +94,27 @@ def _adapt_torch(log: RankLog) -> None:
         else:
             original(one, other)
 
+    def to_empty(original: Callable[..., Any], module: torch.nn.Module, **kwargs: Any) -> Any:
+        for part in module.modules() if kwargs.get("recurse", True) else (module,):
+            for name, parameter in part.named_parameters(recurse=False):
+                if is_fake(parameter) and parameter.is_meta:  # torch, too, replaces parameters without data
+                    empty = torch.empty_like(parameter, device=kwargs["device"])
+                    setattr(part, name, torch.nn.Parameter(empty, parameter.requires_grad))
+        return original(module, **kwargs)
+
+    iterate = DataLoader.__iter__
+
+    def iterate_here(loader: Any) -> Any:
+        loader.num_workers = loader.timeout = 0  # processes of its own would have to send tensors without data
+        return iterate(loader)
+
     hide_values(log)
+    refuse_other_devices()
+    # It repeats in many lines what an error says, such as one on shapes that do not fit.
+    logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
+    DataLoader.__iter__ = iterate_here  # type: ignore[method-assign]
+    module_class: Any = torch.nn.Module
+    module_class.to_empty = in_place_of(module_class.to_empty, to_empty)
     torch.utils.swap_tensors = in_place_of(torch.utils.swap_tensors, swap)
     storage_class: Any = torch.UntypedStorage
     storage_class.resize_ = in_place_of(storage_class.resize_, resize)
@@ -102,25 +122,6 @@ def _adapt_torch(log: RankLog) -> None:
     SIMULATION.replace("_object_to_tensor", computed)
     SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
     SIMULATION.set("_chunk_with_empty", _Chunks)
-
-
-def _refuse_programs() -> None:
-    for home, name, why in REFUSED:
-        when_imported(home, partial(_refuse, name, why))
-    when_imported("tensorflow", _refuse_module)
-
-
-def _refuse(name: str, why: str, module: ModuleType) -> None:
-    """Have a function of a module raise an error."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise LabError(f"{module.__name__}.{name} cannot be simulated: {why}.")
-
-    setattr(module, name, refuse)
-
-
-def _refuse_module(module: ModuleType) -> None:
-    raise LabError(f"programs with {module.__name__} cannot be simulated, only those with torch. Run it in a group.")
 
 
 class _Chunks:

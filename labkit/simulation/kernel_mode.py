@@ -17,6 +17,7 @@ from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import OTHER, type_of
 from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
+from labkit.simulation.refused_calls import check_device
 
 __all__ = ["computed", "kernel_mode"]
 
@@ -24,6 +25,7 @@ ALLOCATING: Final = ("empty", "new_empty")  # prefixes of operators that only al
 FILLING: Final = ("new_", "zeros", "ones", "full", "fill", "rand", "uniform", "normal")  # of those that read nothing
 VIEWS: Final = ("_unsafe_view",)  # of which torch does not say that they are views
 PARTIAL: Final = ("embedding", "index", "index_select", "gather")  # read only the elements that they return
+INDEXING: Final = ("index", "index_put", "index_put_")  # take indices as their second argument
 FOR_CPU: Final = "_for_cpu"  # in the names of attention's operators
 COLLECTIVES: Final = "_c10d_functional"
 NO_KERNELS: Final = ("prim", "profiler")  # namespaces of operators that compute nothing
@@ -44,7 +46,12 @@ def kernel_mode(log: RankLog) -> Any:
                 return NotImplemented  # DTensor and others call operators on the tensors that they consist of
             if log.paused:
                 return func(*args, **kwargs)
-            name, given = func.overloadpacket.__name__, list(tensors_in((args, kwargs)))
+            if kwargs.get("device") is not None:
+                check_device(kwargs["device"])
+            name = func.overloadpacket.__name__
+            if name in INDEXING:
+                args = args[0], self._positions(args[1]), *args[2:]
+            given = list(tensors_in((args, kwargs)))
             log.uses(given, explicit=name == "wait_tensor")
             if given and all(_whole(t) and log.has_value(t) for t in given):
                 return computed(func, *args, **kwargs)
@@ -57,6 +64,8 @@ def kernel_mode(log: RankLog) -> Any:
                     "Run this in a group, or use an operation whose result has a fixed size, such as torch.where."
                 ) from None
             results = list(tensors_in(result))
+            if any(tensor.is_meta for tensor in results):
+                return result  # has no memory, in a real rank either
             if name.endswith("_") or "out" in kwargs:
                 log.forget_values(t for t in _changed(name, args, kwargs) if not is_fake(t))
             if not given and results and all(map(_whole, results)):
@@ -74,6 +83,15 @@ def kernel_mode(log: RankLog) -> Any:
                     read = min(read, written)
                 log.kernel(name, _flops(func, args, kwargs, result), read, written, results)
             return result
+
+        @staticmethod
+        def _positions(indices: Any) -> list[Any]:
+            """Return indices in which masks that have data are replaced by the positions that they select."""
+            found: list[Any] = []
+            for index in indices:
+                known = index is not None and index.dtype == torch.bool and _whole(index) and log.has_value(index)
+                found += computed(torch.nonzero, index, as_tuple=True) if known else [index]
+            return found
 
         def _collective(self, name: str, args: Any, given: list[Any], results: list[Any]) -> None:
             log.hold(results)

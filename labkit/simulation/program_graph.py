@@ -17,6 +17,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
+from labkit.errors.units import bytes_in_words
 from labkit.recording.events import Columns
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, of_ranks, pair_key
 from labkit.recording.operations import OTHER, type_of
@@ -130,15 +131,23 @@ class ProgramGraph:
 
     def _check_answers(self) -> None:
         for members in self._members.values():
-            _, first = members[0]
+            (row, first), *others = members
             came = {self._spans[row].rank for row, _ in members}
             if missing := sorted((self._programs.keys() & set(first.group)) - came):
-                where = f" ({first.line})" if first.line else ""
                 ranks = listed([f"rank {rank}" for rank in missing], most=3)
+                takes = "take" if len(missing) > 1 else "takes"
                 raise LabError(
-                    f"simulate: rank {min(came)} waits in {first.name}{where} for {ranks}, which never takes part in it. "
+                    f"simulate: rank {min(came)} waits in {_in_words(first)} for {ranks}, which never {takes} part in it. "
                     "The same program would wait for ever in a group, too."
                 )
+            kind = type_of(first.name)
+            for other_row, other in others if first.peer < 0 else ():
+                if type_of(other.name) is not kind or (kind.reduces and other.nbytes != first.nbytes):
+                    given = [
+                        f"rank {self._spans[of].rank} calls {_in_words(one)} with {bytes_in_words(one.nbytes)}"
+                        for of, one in ((row, first), (other_row, other))
+                    ]
+                    raise LabError(f"simulate: {given[0]}, and {given[1]}. The ranks of a group must call the same.")
 
     def _ranks_like(self) -> dict[int, float]:
         """Return for each rank with a program for how many ranks of its node it stands."""
@@ -162,6 +171,11 @@ class ProgramGraph:
         for rank in ranks:
             taking_part[self._node_of[rank]] += stands_for[rank]  # type: ignore[assignment]  # not whole
         return max(1.0, *(count / members[node] for node, count in taking_part.items()))
+
+
+def _in_words(communication: Communication) -> str:
+    """Return its name and the student's line."""
+    return communication.name + (f" ({communication.line})" if communication.line else "")
 
 
 class _Rank:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from labkit.group.group import Group
+from labkit.ipc.code_names import name_of
 from labkit.simulation.program import Program, with_marks
 
 __all__ = ["execute_ranks", "programs_of"]
@@ -67,6 +68,24 @@ def _at_once(measured: bool) -> int:
     return 1 if measured else max(os.cpu_count() or 1, AT_ONCE)
 
 
+class _Execution:
+    """A function that is executed as one of many ranks; messages call it by the function's name.
+
+    Args:
+        function, ranks, size, measured: as for `execute_ranks`.
+    """
+
+    def __init__(self, function: Callable[..., Any], ranks: Sequence[int], size: int, measured: bool) -> None:
+        self._function, self._ranks, self._size, self._measured = function, ranks, size, measured
+        self.__name__ = name_of(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In a rank: execute the function, and return what it did."""
+        from labkit.simulation.fake_rank import execute
+
+        return execute(self._function, args, kwargs, self._ranks, self._size, self._measured)
+
+
 def execute_ranks(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -80,10 +99,8 @@ def execute_ranks(
 
     Arguments as for `programs_of`.
     """
-    from labkit.simulation.fake_rank import execute
-
     with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
-        run = group.run(execute, function, tuple(args), dict(kwargs), ranks, size, measured)
+        run = group.run(_Execution(function, ranks, size, measured), *args, **kwargs)
     programs = {}
     for number, rank in enumerate(ranks):
         trace = run.trace.filter(rank=number)

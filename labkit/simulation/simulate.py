@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
+from labkit.ipc.code_names import name_of
 from labkit.simulation.lateness import lateness_ns
 from labkit.simulation.program import Program
 from labkit.simulation.representatives import programs_of
@@ -89,6 +91,8 @@ def simulate(
     check_number(ranks, f"simulate(ranks={ranks!r}): expected a whole number from 1", whole=True, at_least=1, below=math.inf)
     if not callable(function):
         raise TypeError(f"simulate({function!r}): expected a function, as in simulate(train, ranks=1024, link=...)")
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"simulate({name_of(function)}): expected a function that does its work when it is called, no generator")
     if not isinstance(link, Link | Network):
         raise TypeError(f"simulate(link={link!r}): expected a lab.Link or a lab.Network")
     if device is not None and not isinstance(device, Device):
@@ -101,7 +105,7 @@ def simulate(
         raise ValueError("simulate(measured=True, device=...): expected one of both, since this machine is then the device")
     programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured)
     note = f"Simulated, not run: {len(programs)} of {ranks:,} ranks were executed, the others copy one of them."
-    name = getattr(function, "__name__", type(function).__name__)
+    name = name_of(function)
     computes, late_ns = (None, lateness_ns()) if measured else (device or Device.h100, 0)
     trace = simulated_trace(programs, computes, link, name=name, show=show, notes=[note], late_ns=late_ns)
     return Simulation(ranks, programs, trace)

@@ -26,7 +26,7 @@ from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 
 __all__ = ["simulated_process_group"]
 
-ALIKE: Final = ("all_gather", "all_reduce", "broadcast")  # collectives whose results all ranks have
+ALIKE: Final = ("all_gather", "all_reduce", "broadcast", "gather")  # collectives whose results follow from equal data
 
 
 class _Issued(Work):
@@ -185,7 +185,7 @@ def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
 
 def _as_if_equal(name: str, arguments: Any, size: int) -> None:
     """Give the outputs of a collective the values that they have if all ranks have this rank's input."""
-    if name == "all_gather":
+    if name in ("all_gather", "gather"):
         (given,) = tensors_in(arguments[1])
         for output in tensors_in(arguments[0]):
             output.view(-1, given.numel()).copy_(given.flatten().clone())  # it may be a part of the output

@@ -58,7 +58,7 @@ def simulated_trace(
         times = play(whole.graph, whole.rules)
     except LabError:
         raise LabError("simulate: ranks wait for one another for ever, as they communicate in different orders") from None
-    size, shown = whole.size, sorted(show or programs)
+    size, shown = whole.size, sorted(set(show) or programs)
     network = link.of(size) if isinstance(link, Network) else None
     place = np.full(size + 1, len(shown))  # ranks that are not shown have this number
     place[shown], place[-1] = range(len(shown)), -1  # -1 stands for no rank

@@ -1,10 +1,14 @@
-"""Values of tensors without data: they can be printed and computed with; a program that decides by one is refused."""
+"""Values of tensors without data: they can be printed and computed with; a program that decides by one is refused.
+
+Exceptions are tests for numbers that are not finite or out of bounds: they find none, as in a run that goes well.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,17 +26,25 @@ ARITHMETIC: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
     "neg", "pos", "abs",
 )  # fmt: skip
-DECISIONS: Final = ("bool", "eq", "ne", "lt", "le", "gt", "ge", "int", "round", "trunc", "floor", "ceil")
-NUMBERS: Final = {  # methods of tensors that need the data, in words
-    "__bool__": "a condition", "__int__": "int()", "__index__": "an index", "tolist": "tolist()", "numpy": "numpy()",
-    "__array__": "numpy.array()",
+DECISIONS: Final = {  # methods of numbers that need the value, in words
+    "bool": "a condition", "int": "int()", "index": "a whole number",
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "a comparison"),
+    **dict.fromkeys(("round", "trunc", "floor", "ceil"), "rounding"),
 }  # fmt: skip
+NUMBERS: Final = {  # methods of tensors that need the data, in words
+    "__bool__": "a condition", "__int__": "int()", "__index__": "an index", "numpy": "numpy()", "__array__": "numpy.array()",
+}  # fmt: skip
+# Files of torch that look for what is not finite or out of bounds, and do something else if they find it.
+SEARCHES: Final = tuple(os.path.join("torch", *path) for path in (
+    ("amp", "grad_scaler.py"), ("nn", "init.py"), ("nn", "utils", "clip_grad.py"),
+))  # fmt: skip
+FINITE: Final = {"isfinite": True, "isinf": False, "isnan": False}  # functions of `math`, and what they say of a number
 
 
 def _refusal(use: str) -> LabError:
     return LabError(
         f"{use} needs the value of a tensor, and a simulated rank computes with tensors without data. "
-        "Let what the program does depend on ranks and shapes only, or run it in a group."
+        "Simulate the program without this line, with a fixed number of steps, say; or run it in a group."
     )
 
 
@@ -59,7 +71,7 @@ def _unknown(_: UnknownNumber, *__: object) -> UnknownNumber:
 
 def _decision(name: str) -> Callable[..., Any]:
     def decide(_: UnknownNumber, *__: object) -> Any:
-        raise _refusal({"bool": "a condition"}.get(name, "a comparison or rounding"))
+        raise _refusal(DECISIONS[name])
 
     return decide
 
@@ -84,23 +96,52 @@ def hide_values(log: RankLog) -> None:
     def item(original: Callable[..., Any], tensor: Any) -> Any:
         if not hidden(tensor):
             return computed(original, tensor)
-        if is_students(sys._getframe(2).f_code.co_filename):
+        code = sys._getframe(2).f_code
+        if is_students(code.co_filename) or code.co_name == "get_scale":  # of torch's GradScaler, for the student
             return UnknownNumber()
-        return 1.0 if tensor.is_floating_point() else 1  # torch's own code, such as Adam's count of steps
+        if code.co_filename.endswith(SEARCHES):
+            return 0
+        return 0.5 if tensor.is_floating_point() else 1  # torch divides by such numbers, and by what they lack to 1
+
+    def tolist(original: Callable[..., Any], tensor: Any) -> Any:
+        if not hidden(tensor):
+            return computed(original, tensor)
+        if not is_students(sys._getframe(2).f_code.co_filename):
+            raise _refusal("tolist()")
+        return unknown_list(tensor.shape)
+
+    def unknown_list(shape: Sequence[int]) -> Any:
+        return [unknown_list(shape[1:]) for _ in range(shape[0])] if shape else UnknownNumber()
 
     def refusing(use: str) -> Callable[..., Any]:
         def refuse(original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if hidden(tensor):
-                raise _refusal(use)
-            return computed(original, tensor, *args, **kwargs)
+            if not hidden(tensor):
+                return computed(original, tensor, *args, **kwargs)
+            if sys._getframe(2).f_code.co_filename.endswith(SEARCHES):
+                return False
+            raise _refusal(use)
 
         return refuse
 
     def in_words(original: Callable[..., Any], tensor: Any, how: str) -> str:
         return "?" if hidden(tensor) and tensor.dim() == 0 else original(tensor, how)
 
-    ours = {"item": item, "__float__": lambda original, tensor: math.nan if hidden(tensor) else computed(original, tensor)}
-    ours |= {"__format__": in_words} | {name: refusing(use) for name, use in NUMBERS.items()}
+    def shown(original: Callable[..., Any], tensor: Any, **kwargs: Any) -> str:
+        if not hidden(tensor):
+            return str(computed(original, tensor, **kwargs))
+        return f"tensor(?, size={tuple(tensor.shape)})" if tensor.dim() else "tensor(?)"
+
+    def finite(answer: bool) -> Callable[..., bool]:
+        return lambda original, number: answer if isinstance(number, UnknownNumber) else original(number)
+
+    for name, answer in FINITE.items():
+        setattr(math, name, in_place_of(getattr(math, name), finite(answer)))
+    ours: dict[str, Callable[..., Any]] = {
+        "item": item,
+        "__float__": lambda original, tensor: math.nan if hidden(tensor) else computed(original, tensor),
+    }
+    ours |= {"__format__": in_words, "__repr__": shown, "tolist": tolist}
+    ours |= {name: refusing(use) for name, use in NUMBERS.items()}
     tensor_class: Any = torch.Tensor
     fake_tensor = SIMULATION["FakeTensor"]
     for name, function in ours.items():

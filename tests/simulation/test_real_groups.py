@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import simulated_programs
+from communications import real_communications, simulated_communications
 
 import labkit as lab
-from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.simulation.program import Mark, Program
 from labkit.simulation.representatives import programs_of
-from labkit.tracing.trace import Trace
 
 pytestmark = pytest.mark.processes
 SIZES = (2, 4)
@@ -24,24 +23,6 @@ def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
     with lab.Group(request.param, devices="cpu") as group:
         group.run(int)
         yield group
-
-
-def members_and_tag(key: str, size: int) -> tuple[tuple[int, ...], int]:
-    """The ranks of a process group, or the two ends of a message with its tag, by the key in a real record."""
-    if kind_of(key) is GroupKind.PAIR:
-        *ends, tag = ends_of(key)
-        return tuple(ends), tag
-    return tuple(ranks_of(key) or range(size)), 0
-
-
-def real_communications(trace: Trace, rank: int) -> list[tuple[Any, ...]]:
-    size = len(trace.ranks)
-    spans = trace.filter(rank=rank, kind="communication")
-    return [(span.name, span.nbytes, *members_and_tag(span.group, size), span.peer, span.root) for span in spans]
-
-
-def simulated_communications(program: Program) -> list[tuple[Any, ...]]:
-    return [(c.name, c.nbytes, c.group, c.tag, c.peer, c.root) for c in program.communications]
 
 
 @pytest.mark.parametrize("function", simulated_programs.PROGRAMS)

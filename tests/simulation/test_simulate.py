@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,31 @@ def test_with_data_a_rank_communicates_as_without(function: Callable[[], None]) 
         waits = [event.communication for event in program.events if isinstance(event, Wait)]
         assert sorted(waits) == [c.number for c in program.communications]
         assert sum(event.ns for event in program.events if isinstance(event, Elapsed)) > 0
+
+
+def test_kinds_of_memory_are_unknown_unless_the_function_tracks_them() -> None:
+    sim = lab.simulate(multiply_and_average, 1, ranks=4, link=lab.Link.nvlink4)
+    assert lab.memory_mb(sim) == lab.memory_mb(sim, "other") > 0
+    with pytest.raises(lab.LabError, match="track_memory"):
+        lab.memory_mb(sim, "parameters")
+
+
+def test_a_rank_that_is_shown_twice_is_one_rank() -> None:
+    assert lab.simulate(multiply_and_average, 1, ranks=4, link=lab.Link.nvlink4, show=[3, 3]).trace.ranks == ("rank 3",)
+
+
+def test_errors_name_the_students_function() -> None:
+    with pytest.raises(lab.LabError, match=r"argument 1 of multiply_and_average\(\)"):
+        lab.simulate(multiply_and_average, (i for i in range(3)), ranks=4, link=lab.Link.nvlink4)
+
+
+def steps_one_by_one() -> Iterator[int]:
+    yield 1
+
+
+def test_a_generator_does_nothing_when_it_is_called() -> None:
+    with pytest.raises(TypeError, match="steps_one_by_one"):
+        lab.simulate(steps_one_by_one, ranks=4, link=lab.Link.nvlink4)
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
+from torch.distributed import checkpoint, rpc
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 import labkit as lab
 from labkit.simulation.representatives import execute_ranks
@@ -35,7 +38,11 @@ def size_from_data() -> None:
 
 
 def values() -> None:
-    torch.randn(3).tolist()  # refused
+    range(*torch.randn(3).tolist())  # refused
+
+
+def data_as_an_array() -> None:
+    torch.randn(3).numpy()  # refused
 
 
 def received_number() -> None:
@@ -54,8 +61,8 @@ def compiled() -> None:
     torch.compile(torch.nn.Linear(2, 2))  # refused
 
 
-def saved() -> None:
-    torch.save({"weight": torch.ones(3)}, "/dev/null")  # refused
+def saved_in_parts() -> None:
+    checkpoint.save({"weight": torch.ones(3)}, checkpoint_id="/dev/null")  # refused
 
 
 def remote_calls() -> None:
@@ -64,6 +71,38 @@ def remote_calls() -> None:
 
 def received_object() -> None:
     dist.recv_object_list([None], src=1)  # refused
+
+
+def object_of_rank_0() -> None:
+    dist.broadcast_object_list([1], src=0)  # refused
+
+
+def uneven_batches() -> None:
+    DistributedDataParallel(torch.nn.Linear(2, 2)).join()  # refused
+
+
+def stage_without_shapes() -> None:
+    PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"), input_args=torch.empty(3, 2))  # refused
+
+
+def selected_gpu() -> None:
+    torch.cuda.set_device(0)  # refused
+
+
+def moved_to_gpu() -> None:
+    torch.nn.Linear(2, 2).to("cuda:1")  # refused
+
+
+def moved_to_gpu_by_its_number() -> None:
+    torch.ones(2).to(0)  # refused
+
+
+def model_moved_to_gpu() -> None:
+    torch.nn.Linear(2, 2).cuda()  # refused
+
+
+def created_on_gpu() -> None:
+    torch.ones(2, device="cuda")  # refused
 
 
 def from_any_rank() -> None:
@@ -75,8 +114,9 @@ def other_framework() -> None:
 
 
 REFUSED = (
-    condition, comparison, size_from_data, values, received_number, counted_number, compiled, saved, remote_calls,
-    received_object, from_any_rank, other_framework,
+    condition, comparison, size_from_data, values, data_as_an_array, received_number, counted_number, compiled, saved_in_parts,
+    remote_calls, received_object, object_of_rank_0, uneven_batches, stage_without_shapes, selected_gpu, moved_to_gpu,
+    moved_to_gpu_by_its_number, model_moved_to_gpu, created_on_gpu, from_any_rank, other_framework,
 )  # fmt: skip
 
 
@@ -100,11 +140,16 @@ def printed() -> None:
     total = torch.tensor(3)
     dist.all_reduce(total)
     print(total.item(), KNOWN.sum().item(), KNOWN[1].item(), torch.arange(4).tolist())
+    dist.recv(total, 1)
+    print(loss, torch.randn(2, 3), total, torch.arange(2), torch.randn(2, 1).tolist(), math.isfinite(number), math.isnan(1.0))
 
 
 def test_unknown_values_are_printed_and_known_ones_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     execute_ranks(printed, (), {}, [5], 8)
-    assert capsys.readouterr().out == "[rank 5] ? ? ? nan\n[rank 5] 24 ? ? [0, 1, 2, 3]\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 5] ? ? ? nan", "[rank 5] 24 ? ? [0, 1, 2, 3]",
+        "[rank 5] tensor(?) tensor(?, size=(2, 3)) tensor(?) tensor([0, 1]) [[?], [?]] True False",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("use", [bool, round, int, lambda n: n > 1, lambda n: n == 1])
