@@ -114,7 +114,7 @@ def _weighted_server(answer: Any, on: OnRanks) -> None:
     for trainers in (3, 2, 1):
         weights = random.normal(size=SIZE).astype(np.float32)
         gradients = random.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
-        examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 1  # no two are equal
+        examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 3  # all differ; no sum is trainers / RATE
         sent = [[torch.from_numpy(one) for one in own] for own in gradients]
         names = ["server", *(f"trainer{i}" for i in range(1, trainers + 1))]
         given = torch.from_numpy(weights), sent, examples.tolist()
