@@ -1,0 +1,40 @@
+"""`Place`: where a rank is among the machines of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["LOOPBACK", "Place"]
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is among the machines of its group.
+
+    Args:
+        machine: the name of its machine; "" where all ranks are on the notebook's machine.
+        node: the number of its machine among those of the group.
+        nodes: the number of machines.
+        local_rank: its number among the ranks of its machine.
+        local_size: the number of ranks of its machine.
+        address: the address at which the other machines reach this one.
+        interface: the network interface with that address; "" leaves the choice to the frameworks.
+        names: all names and addresses of the group's machines.
+    """
+
+    machine: str = ""
+    node: int = 0
+    nodes: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = LOOPBACK
+    interface: str = ""
+    names: frozenset[str] = frozenset()
+
+    @classmethod
+    def here(cls, rank: int, size: int) -> Place:
+        """Return the place of a rank where all ranks are on the notebook's machine."""
+        return cls(local_rank=rank, local_size=size)
