@@ -22,6 +22,7 @@ class Cause(enum.Enum):
     ABORTED = enum.auto()  # SIGABRT: C or C++ code aborted
     CRASHED = enum.auto()  # SIGSEGV, SIGBUS, SIGFPE or SIGILL
     SIGNALLED = enum.auto()  # another signal
+    LOST_MACHINE = enum.auto()  # its machine does not answer any more
 
     @property
     def is_consequence(self) -> bool:

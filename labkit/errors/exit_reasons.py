@@ -92,21 +92,26 @@ class OOMKillCounters:
         return OOMKills(*(_count(path) for path in self._counters))
 
 
-def exit_cause(code: int, oom_kills: str = "") -> Cause:
+def exit_cause(code: int | None, oom_kills: str = "") -> Cause:
     """Return why a process ended, as a value; the arguments are those of `explain_exit`."""
+    if code is None:
+        return Cause.LOST_MACHINE
     if code >= 0:
         return Cause.EXITED
     cause = _CAUSES.get(_signal_name(code), Cause.SIGNALLED)
     return Cause.OUT_OF_MEMORY if cause is Cause.KILLED and oom_kills else cause
 
 
-def explain_exit(code: int, oom_kills: str = "") -> str:
+def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> str:
     """Say why a process ended.
 
     Args:
-        code: its exit code; a negative one is the number of the signal that ended it.
+        code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
         oom_kills: where the OOM killer was active at that moment; see `OOMKillCounters.recent`.
+        lost: how the loss of its machine was noticed.
     """
+    if code is None:
+        return f"its machine is lost: {lost}"
     if code >= 0:
         return f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
     name = _signal_name(code)

@@ -21,7 +21,7 @@ from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
 
 __all__ = [
-    "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "names_and_jobs",
+    "FixedArgument", "check_environment", "check_machine", "check_machines", "check_runtime", "default_threads", "names_and_jobs",
     "rpc_options", "runtime_named",
 ]  # fmt: skip
 
@@ -53,6 +53,21 @@ def runtime_named(name: Any) -> type[Runtime]:
     if not isinstance(name, str) or name not in RUNTIMES:
         raise ValueError(f"runtime={name!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
     return RUNTIMES[name]
+
+
+def check_machines(on: Any, options: Options) -> None:
+    """Check where the ranks of a group shall run, if that is not this machine.
+
+    Raises:
+        TypeError, ValueError: an invalid engine, or options that it cannot have.
+    """
+    from labkit.machines.engines import Engine
+
+    if not isinstance(on, Engine):
+        raise TypeError(f"on={on!r}: expected machines, as in on=lab.SSH('pc1', 'pc2')")
+    on.check(len(options.names))
+    if options.link is not None:
+        raise ValueError(f"link={options.link!r}: labkit emulates links only between ranks of this machine, and on={on} has a real one")
 
 
 def default_threads(ranks: int) -> int:

@@ -89,7 +89,7 @@ class DeadlockMonitor:
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
         self._next_silence_s = SLOW_S
-        self._unnoted = [m.reader.unnoted for m in self._members]
+        self._uncounted = [(m.reader.unnoted, m.reader.dropped) for m in self._members]
         self.notice = self.silence = ""
 
     def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
@@ -103,6 +103,9 @@ class DeadlockMonitor:
             silent_s: for how long the student has seen nothing of the run.
         """
         if self._any_frozen(now_ns):
+            return None
+        # The second check must see what ranks on other machines have done since the first one looked at their threads.
+        if self._suspicion is not None and now_ns >= self._suspicion.next_ns and not self._pool.catch_up():
             return None
         kind = self._kind
         pending = [[] if m.rank in self._lost else m.reader.pending() for m in self._members]
@@ -249,5 +252,5 @@ class DeadlockMonitor:
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),
-            uncounted=member.reader.unnoted > self._unnoted[member.rank],
+            uncounted=(member.reader.unnoted, member.reader.dropped) != self._uncounted[member.rank],
         )  # fmt: skip

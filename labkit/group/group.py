@@ -20,6 +20,7 @@ from labkit.group.arguments import (
     FixedArgument,
     check_environment,
     check_machine,
+    check_machines,
     check_runtime,
     default_threads,
     names_and_jobs,
@@ -66,12 +67,14 @@ class Group:
         link: the `labkit.Link` or `Network` to emulate between ranks (never faster than the real one); torch, RPC only.
         rpc_backend_options: torch's `TensorPipeRpcBackendOptions`, or a dict of its `num_worker_threads` and
             `rpc_timeout`.
+        on: the machines that run the ranks, such as `labkit.SSH("pc1", "pc2")`; default: this one.
 
     The processes start with the first run, are kept for the next, and are replaced when one of them fails. They end
     with `close`, at the end of a `with` block, and when this process ends, however it ends.
 
     Attributes:
         names: names of the ranks, in rank order.
+        on: the machines that run them; None for this one.
         runtime, devices, threads, timeout_s, link: the constructor's arguments.
         last_run: the `Run` of the last function or `%%ranks` cell that returned; None before that.
 
@@ -96,6 +99,7 @@ class Group:
         start: str | None = None,
         link: Link | Network | None = None,
         rpc_backend_options: Any = None,
+        on: Any = None,
     ) -> None:
         check_environment()
         self._kind = runtime_named(runtime)
@@ -113,7 +117,11 @@ class Group:
             rpc_options=rpc_options(rpc_backend_options),
         )
         check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
-        check_machine(self._options, self._kind)
+        if on is None:
+            check_machine(self._options, self._kind)
+        else:
+            check_machines(on, self._options)
+        self.on = on
         self._pool: RankPool | None = None
         self._closed = False
         self._finalizer: weakref.finalize[..., Group] | None = None
@@ -124,7 +132,7 @@ class Group:
         self.last_run: Run | None = None
         self.profiling = False  # whether `lab.profile` records the runs with torch's profiler
         self._owner = os.getpid()
-        notebook.starter(runtime, self._options.start)  # starts importing the framework
+        notebook.starter(runtime, self._options.start, on)  # starts importing the framework
         notebook.groups.add(self)
 
     def __len__(self) -> int:
@@ -141,7 +149,8 @@ class Group:
     def __repr__(self) -> str:
         over = f" over {self.link}" if self.link is not None else ""
         state = ", closed" if self._closed else ""
-        return f"<Group of {counted(len(self), f'{self.runtime} rank')}{over}{state}>"
+        where = f" on {self.on}" if self.on is not None else ""
+        return f"<Group of {counted(len(self), f'{self.runtime} rank')}{where}{over}{state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -378,7 +387,7 @@ class Group:
         if self._pool is not None and not self._pool.may_serve(request):
             self._end(graceful=False)
         if self._pool is None:
-            starter = notebook.starter(self.runtime, self._options.start)
+            starter = notebook.starter(self.runtime, self._options.start, self.on)
             self._pool = pool = RankPool(self._options, self._kind, starter, self._sent, starts_rpc=request.starts_rpc)
             self._finalizer = weakref.finalize(self, _end_unreferenced, pool, self._owner)
             self._finalizer.atexit = False
@@ -419,7 +428,7 @@ class Group:
             self._pool = None
             if self._finalizer is not None:
                 self._finalizer.detach()
-        if self._options.start == "spawn" and not self._closed:
+        if self._options.start == "spawn" and self.on is None and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
     def _announce(self, note: str) -> None:

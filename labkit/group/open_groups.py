@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from labkit.errors.exceptions import LabError
@@ -32,19 +33,25 @@ class Notebook:
 
     Attributes:
         groups: the open groups.
-        starters: the starters of ranks, by preloaded modules, start method and LABKIT_NETWORK.
+        starters: the starters of ranks: on this machine by preloaded modules, start method and LABKIT_NETWORK; on others
+            by runtime and engine.
     """
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[Closable] = weakref.WeakSet()
-        self.starters: dict[tuple[str, str, str], Any] = {}
+        self.starters: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._of_parent: list[Any] = []
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._start_afresh)
 
-    def starter(self, runtime: str, start: str) -> Any:
+    def starter(self, runtime: str, start: str, on: Any = None) -> Any:
         """The starter of a runtime's ranks. The first call starts importing the framework, without waiting for it.
+
+        Args:
+            runtime: the runtime's name.
+            start: "fork" or "spawn".
+            on: the `machines.engines.Engine` of the ranks' machines; None for this machine.
 
         Raises:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".
@@ -53,19 +60,27 @@ class Notebook:
         from labkit.launch.starters import ForkStarter, SpawnStarter
 
         kind = RUNTIMES[runtime]
+        if on is not None:
+            from labkit.machines.relay_starter import RelayStarter
+
+            return self._shared((runtime, on), lambda: RelayStarter(on, runtime, RING_BYTES, shared_memory))
         network = network_namespace.wanted(os.environ)
         if network == network_namespace.PRIVATE and start == "spawn":
             raise LabError(
                 "LABKIT_NETWORK=private needs start='fork': the private network belongs to the server that forks ranks"
             )
+        make = ForkStarter if start == "fork" else SpawnStarter
         key = (",".join(kind.preload), start, network)
+        return self._shared(key, lambda: make(kind.preload, kind.environment, RING_BYTES, shared_memory))
+
+    def _shared(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """The starter with this key; a new one if there is none, or if its own process has ended."""
         with self._lock:
             starter = self.starters.get(key)
             if starter is None or not starter.alive():
                 if starter is not None:
                     starter.close()
-                make = ForkStarter if start == "fork" else SpawnStarter
-                starter = self.starters[key] = make(kind.preload, kind.environment, RING_BYTES, shared_memory)
+                starter = self.starters[key] = make()
         return starter
 
     def close(self) -> None:

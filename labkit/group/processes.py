@@ -27,6 +27,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
+from labkit.launch.resource_usage import Monitor
 from labkit.launch.starters import Question, Starter, in_background
 from labkit.recording.cores import usable_cores
 from labkit.worker.edited_modules import edited
@@ -124,6 +125,7 @@ class RankPool:
         started.release()
         if self._start_failed is not None:
             raise self._start_failed
+        self.notes += self._starter.notes
         self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.options.names, self._processes, strict=True))]
         self._set_up()
         self.state.set_up()
@@ -245,6 +247,14 @@ class RankPool:
         """Ask a question about the processes of some ranks; return the answer for each."""
         return self._starter.ask(question, [member.process for member in members])
 
+    def catch_up(self) -> bool:
+        """Wait until all that ranks have recorded and printed so far can be read; return whether it can."""
+        return self._starter.catch_up([member.process for member in self.members if member.process.ended is None])
+
+    def monitor(self) -> Monitor:
+        """Return what samples the load of the ranks."""
+        return self._starter.monitor([member.process for member in self.members], self.options.devices)
+
     def tell(self, message: Message) -> None:
         """Send a message to every rank, and wait for nothing."""
         frame = protocol.encode(message)
@@ -266,7 +276,9 @@ class RankPool:
     def _tell_slow_start(self) -> None:
         self._slow_s = float("inf")
         package, seconds = self.kind.package, f"more than {SLOW_S:.0f} s"
-        if package and self._starter.importing:
+        if self._starter.waiting_for:
+            slow = f"the ranks take {seconds} to start: {self._starter.waiting_for}"
+        elif package and self._starter.importing:
             slow = f"importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute"
         else:
             slow = f"the ranks take {seconds} to start; this machine is busy"
@@ -280,11 +292,12 @@ class RankPool:
             at_ns: when its end was noticed, on `time.perf_counter_ns`.
             last: a sentence that says what the rank was doing.
         """
-        oom_kills = self.oom_kills.recent()
+        oom_kills = self.oom_kills.recent() if member.process.place is None else ""
         (end,) = self._starter.end([member.process])
+        oom_kills = oom_kills or end.oom_kills
         printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
-        headline, cause = explain_exit(end.code, oom_kills), exit_cause(end.code, oom_kills)
+        headline, cause = explain_exit(end.code, oom_kills, end.lost), exit_cause(end.code, oom_kills)
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:

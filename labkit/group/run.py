@@ -24,7 +24,7 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
-from labkit.launch.resource_usage import Cores, ResourceMonitor, gpus_of
+from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
@@ -116,10 +116,9 @@ class Execution:
         self._released = False  # whether the serving ranks have been told to stop
         self._dead: set[int] = set()  # ranks whose process has ended
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
-        self._resources: ResourceMonitor | None = None
+        self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
-            gpus = gpus_of(len(self._members), pool.options.devices)
-            self._resources = ResourceMonitor([m.process for m in self._members], gpus)
+            self._resources = pool.monitor()
         self.notes: list[str] = []
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
@@ -165,6 +164,7 @@ class Execution:
             if any(result is not None for result in self._results.values()):
                 self._failures |= self._exits
             if not self._failures:
+                self._pool.catch_up()  # ranks that only serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
             doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
@@ -289,7 +289,8 @@ class Execution:
         member.assigned = message.names
 
     def _raised(self, member: Member, message: protocol.Raised) -> None:
-        self._failures[member.rank] = message.failure
+        clock = member.process.clock
+        self._failures[member.rank] = dataclasses.replace(message.failure, at_ns=clock.here(message.failure.at_ns))
         if message.failure.broken:
             self._pool.state.spend()
 
@@ -303,7 +304,8 @@ class Execution:
     def _returned(self, member: Member, message: protocol.Returned) -> None:
         self._communicated |= message.communicated
         self._unfinished |= message.unfinished
-        self._exits |= message.exits
+        for rank, end in message.exits.items():
+            self._exits[rank] = dataclasses.replace(end, at_ns=member.process.clock.here(end.at_ns))
         self._pool.state.framework_spent |= message.spent
         self.notes += message.notes
         if message.payload.copied_from_gpu:

@@ -10,19 +10,21 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from labkit.ipc.pickling import Payload
 from labkit.ipc.protocol import Frame, Message, decode, encode
 
-__all__ = ["Channel"]
+__all__ = ["FD_SPACE", "HEADER_BYTES", "Channel", "frame_sizes", "segment_of", "with_segment"]
 
 # The kind of message, flags, the number of regions, the sizes in bytes of body and stream, and the payload's owner.
 _HEADER: Final = struct.Struct("<BBIIQi")
 _REGION: Final = struct.Struct("<QQ")
 _PAYLOAD, _WITH_FD, _COPIED_FROM_GPU = 1, 2, 4  # flags
 AT_ONCE: Final = 1 << 14  # bytes per `recvmsg`, so that nearly every message takes one call to send and one to receive
-_FD_SPACE: Final = socket.CMSG_LEN(struct.calcsize("i"))
+FD_SPACE: Final = socket.CMSG_LEN(struct.calcsize("i"))
+HEADER_BYTES: Final = _HEADER.size
 
 
 class Channel:
@@ -115,7 +117,7 @@ class Channel:
 
     def _receive_more(self, data: bytes) -> bytes:
         """Return data with some more bytes behind them."""
-        more, ancillary, _, _ = self._socket.recvmsg(AT_ONCE, _FD_SPACE)
+        more, ancillary, _, _ = self._socket.recvmsg(AT_ONCE, FD_SPACE)
         for _, _, fds in ancillary:
             self._fds.append(int.from_bytes(fds, sys.byteorder))
             os.set_inheritable(self._fds[-1], False)
@@ -134,3 +136,24 @@ class Channel:
                 raise EOFError
             at += count
         return bytes(data)
+
+
+def frame_sizes(header: bytes) -> tuple[int, bool]:
+    """Return the size in bytes of the frame that starts with this header, and whether a file descriptor comes along."""
+    _, flags, regions, body_size, stream_size, _ = _HEADER.unpack_from(header)
+    return _HEADER.size + regions * _REGION.size + body_size + stream_size, bool(flags & _WITH_FD)
+
+
+def segment_of(frame: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Return where a frame's large buffers are: the process that keeps them, 0 for a segment; and the regions."""
+    _, _, regions, _, _, owner_pid = _HEADER.unpack_from(frame)
+    return owner_pid, [*_REGION.iter_unpack(frame[_HEADER.size : _HEADER.size + regions * _REGION.size])]
+
+
+def with_segment(frame: bytes, regions: Sequence[tuple[int, int]]) -> bytes:
+    """Return a frame whose buffers are in a segment that comes along, at these offsets and with these sizes."""
+    kind, flags, count, body_size, stream_size, _ = _HEADER.unpack_from(frame)
+    assert len(regions) == count, "a frame keeps its buffers"
+    header = _HEADER.pack(kind, flags | _WITH_FD, count, body_size, stream_size, 0)
+    packed = b"".join(_REGION.pack(*region) for region in regions)
+    return header + packed + frame[_HEADER.size + len(packed) :]

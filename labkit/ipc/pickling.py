@@ -156,7 +156,13 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
             raise EOFError(str(error)) from None
     elif payload.fd >= 0:
         size = max(offset + count for offset, count in payload.regions)
-        view = memoryview(mmap.mmap(payload.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+        if sent is None:
+            memory = mmap.mmap(payload.fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:  # a mapped segment would hold a descriptor of the notebook's as long as the result is kept
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with open(payload.fd, "rb", closefd=False) as file:
+                file.readinto(memory)
+        view = memoryview(memory)
         buffers = [view[offset : offset + count] for offset, count in payload.regions]
         payload.close()
     if sent is not None and _REFERENCE in payload.data:

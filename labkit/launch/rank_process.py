@@ -14,8 +14,10 @@ from typing import Final
 
 import psutil
 
+from labkit.ipc.place import Place
 from labkit.ipc.process_memory import may_read
 from labkit.launch.frames import Frame
+from labkit.recording.clock import Clock
 
 __all__ = ["End", "RankProcess", "Status", "command_to_resume"]
 
@@ -52,12 +54,16 @@ class End:
     """How a process ended.
 
     Args:
-        code: its exit code; a negative one is the number of the signal that ended it.
+        code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
         crash: if it crashed in C code, the frames of the thread that did, outermost first.
+        lost: if its machine is lost, how labkit noticed that.
+        oom_kills: on another machine, what its kernel's OOM killer has done there lately, in words.
     """
 
-    code: int
+    code: int | None
     crash: tuple[Frame, ...] = ()
+    lost: str = ""
+    oom_kills: str = ""
 
 
 class RankProcess:
@@ -78,7 +84,12 @@ class RankProcess:
         sentinel: a file descriptor that is readable once the process has ended. -1 where there is none: then the end of
             its socket reports that.
         ended: how it ended; None until its starter has ended it.
+        place: where it is; None if all ranks of its group are on this machine.
+        clock: converts times of its machine to this process's.
     """
+
+    place: Place | None = None
+    clock: Clock = Clock()
 
     def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self.number, self.pid, self.sentinel = number, 0, -1
@@ -159,4 +170,8 @@ class RankProcess:
 
 def command_to_resume(processes: Sequence[RankProcess]) -> str:
     """Return the shell command that continues processes that a signal has stopped."""
-    return f"kill -CONT {' '.join(str(process.pid) for process in processes)}"
+    there: dict[str, list[str]] = {}
+    for process in processes:
+        there.setdefault("" if process.place is None else process.place.machine, []).append(str(process.pid))
+    commands = [f"{f'on {machine}: ' * bool(machine)}kill -CONT {' '.join(pids)}" for machine, pids in there.items()]
+    return "; ".join(commands)

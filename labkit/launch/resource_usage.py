@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -14,7 +14,7 @@ from labkit.launch.gpus import Gpus
 from labkit.launch.rank_process import RankProcess
 from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
-__all__ = ["Cores", "Load", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
+__all__ = ["Cores", "Load", "Monitor", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
 
 EVERY_NS: Final = 1_000_000_000
 SHARE: Final = 1 / 300  # of one core, at most, for sampling
@@ -103,8 +103,15 @@ class Cores:
         return any(status.wants_core and status.cpu_s - used_s < enough_s for status, used_s in now)
 
 
+class Monitor(Protocol):
+    """Samples the load of ranks."""
+
+    def sample(self, now_ns: int) -> tuple[Load, ...]:
+        """Return the latest load of each rank, given the time on `time.perf_counter_ns`."""
+
+
 class ResourceMonitor:
-    """Samples the load of ranks.
+    """Samples the load of ranks on this machine.
 
     Args:
         processes: their processes, in rank order.

@@ -1,4 +1,4 @@
-"""What the notebook asks of the server that forks ranks, and its replies: a class for each.
+"""What the notebook asks of the process that starts ranks, and its replies: a class for each.
 
 Each is one pickled packet: (number of the request, request or reply). A request that Stop interrupts is sent as a whole
 or not at all, and its reply, which nobody waits for any more, is recognized by its number.
@@ -7,10 +7,16 @@ or not at all, and its reply, which nobody waits for any more, is recognized by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-__all__ = ["BATCH", "LONGEST_BYTES", "READY", "Failed", "Fork", "Forked", "Reap", "Reaped", "Reply", "Request"]
+from labkit.ipc.place import Place
+from labkit.launch.rank_process import End
+
+__all__ = [
+    "BATCH", "LONGEST_BYTES", "READY", "Answered", "Ask", "Ended", "Failed", "Fork", "Forked", "Reap", "Reaped", "Reply",
+    "Request", "Waits",
+]  # fmt: skip
 
 BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
 LONGEST_BYTES: Final = 1 << 16  # of a packet; those of a thousand ranks take a tenth
@@ -22,21 +28,36 @@ class Fork:
     """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along.
 
     The reply is `Forked` or `Failed`.
+
+    Args:
+        ranks: the numbers.
+        first: the rank, in its group, of the first one.
+        total: the number of ranks of the group.
     """
 
     ranks: Sequence[int]
+    first: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """The process ids of the ranks, by their numbers."""
+    """The ranks have been forked.
+
+    Args:
+        pids: their process ids, by number.
+        places: where they are, by number; none if all are on this machine.
+        notes: remarks for the student.
+    """
 
     pids: Mapping[int, int]
+    places: Mapping[int, Place] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reap:
-    """End these ranks and the processes that they have started. The reply is `Reaped`."""
+    """End these ranks and the processes that they have started. The reply is `Reaped`, or `Ended` from a relay."""
 
     ranks: Sequence[int]
 
@@ -49,11 +70,40 @@ class Reaped:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """How ranks on other machines ended, by their numbers; without ranks that were reaped before."""
+
+    ends: Mapping[int, End]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a question about living ranks where they are. The reply is `Answered`."""
+
+    question: Any
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answers by the ranks' numbers; without the ranks of machines that do not answer."""
+
+    answers: Mapping[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Not yet a reply: what the request is waiting for."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The request could not be carried out, for this reason."""
 
     reason: str
 
 
-Request = Fork | Reap
-Reply = Forked | Reaped | Failed
+Request = Fork | Reap | Ask
+Reply = Forked | Reaped | Ended | Answered | Failed | Waits

@@ -31,11 +31,24 @@ from typing import Any, Final, Protocol, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import descendants, end_all, kill_groups
 from labkit.launch.rank_process import End, RankProcess
-from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
+from labkit.launch.resource_usage import Monitor, ResourceMonitor, gpus_of
+from labkit.launch.server_requests import (
+    BATCH,
+    LONGEST_BYTES,
+    READY,
+    Failed,
+    Fork,
+    Forked,
+    Reap,
+    Reaped,
+    Reply,
+    Request,
+    Waits,
+)
 from labkit.launch.stack_dump import crashed_in
 from labkit.worker.stack_writer import held_back
 
-__all__ = ["ForkStarter", "Question", "SpawnStarter", "Starter", "in_background"]
+__all__ = ["ForkStarter", "Question", "ServerStarter", "SpawnStarter", "Starter", "in_background"]
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
 REPLY_LIMIT_S: Final = 60.0
@@ -49,6 +62,9 @@ class Question(Protocol[_Answer_co]):
     def answer(self, processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
         """Return the answer for each of some living ranks."""
 
+    def unknown(self) -> _Answer_co:
+        """Return what stands for the answer for a rank of a machine that does not answer."""
+
 
 class Starter(ABC):
     """Starts ranks in one way, asks about them, and ends them.
@@ -60,14 +76,20 @@ class Starter(ABC):
     Attributes:
         environment: the notebook's variables when the starter was created, which its ranks inherit.
         importing: whether the modules that ranks need may still be being imported.
+        waiting_for: what a start is waiting for, in words, if that is something else; "" if it is not.
+        notes: remarks for the student about the latest start.
+        ready_limit_s: how long the first start may wait until ranks can be started, in seconds.
     """
 
     importing = True
+    waiting_for = ""
+    ready_limit_s: float = READY_LIMIT_S
     _process: subprocess.Popen[bytes]  # the server or the guard
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._numbers = itertools.count(1)
+        self.notes: list[str] = []
         self._ending = threading.Lock()
         # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
         # others that they do not inherit, and the filters with the notebook's settings.
@@ -93,14 +115,38 @@ class Starter(ABC):
         """Kill ranks and the processes that they have started; return how each ended, now or before."""
         with self._ending:
             living = [process for process in processes if process.ended is None]
-            codes = self._kill(living) if living else {}
-            for process in living:  # a code is missing if Stop has interrupted the first attempt to reap the process
-                process.ended = End(codes.get(process.number, -signal.SIGKILL), crashed_in(process))
+            ends = self._kill(living) if living else {}
+            for process in living:  # an end is missing if Stop has interrupted the first attempt to reap the process
+                process.ended = ends.get(process.number) or End(-signal.SIGKILL, crashed_in(process))
             return [process.ended for process in processes if process.ended is not None]
 
+    def wait_until_ready(self) -> None:  # noqa: B027  # by default, each rank imports by itself
+        """Wait until ranks can be started fast.
+
+        Raises:
+            LabError: as for `start`.
+        """
+
+    def catch_up(self, processes: Sequence[RankProcess]) -> bool:  # noqa: ARG002  # nothing is late on this machine
+        """Wait until all that ranks had recorded and printed before this call can be read here.
+
+        Returns:
+            whether it can: a machine may not answer.
+        """
+        return True
+
+    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Monitor:
+        """Return what samples the load of ranks.
+
+        Args:
+            processes: the ranks, in rank order.
+            devices: which devices they use: "auto", "cpu" or "cuda".
+        """
+        return ResourceMonitor(processes, gpus_of(len(processes), devices))
+
     @abstractmethod
-    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
-        """Kill ranks and the processes that they have started; return exit codes by number."""
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
+        """Kill ranks and the processes that they have started; return how each ended, by number."""
 
     def alive(self) -> bool:
         """Whether its own process is running."""
@@ -111,41 +157,41 @@ class Starter(ABC):
         """End the starter's own processes, and all ranks that it has started."""
 
 
-class ForkStarter(Starter):
-    """Forks ranks from a server.
+class ServerStarter(Starter):
+    """Has a process of its own start the ranks, and asks it for everything over a socket.
 
-    Args:
-        preload: modules that the server imports, in order; modules that are not installed are skipped.
-        environment: variables that the server gets in addition to the notebook's.
-        ring_bytes, make_shared: as for `Starter`.
+    Attributes:
+        waiting_for: what that process says that a request is waiting for; "" for nothing.
     """
 
-    def __init__(
-        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
-    ) -> None:
+    def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
         self._lock = threading.Lock()
         self._requests = itertools.count(READY + 1)
         self._log = make_shared(0)
+        self._socket: socket.socket
+
+    def _run(self, function: str, arguments: list[Any], environment: dict[str, str]) -> None:
+        """Start the process; see `_python`."""
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
-            self._process = _python(
-                "serve", [far.fileno()], [list(preload), os.getpid()], self.environment | environment, self._log
-            )
+            self._process = _python(function, [far.fileno()], arguments, environment, self._log)
 
     def start(self, count: int) -> list[RankProcess]:
-        """Fork `count` ranks."""
+        """Start `count` ranks."""
         ranks: list[RankProcess] = []
         with self._lock:
-            if self.importing:
-                self._receive(READY, READY_LIMIT_S)
+            self._wait_until_ready()
             try:
                 while len(ranks) < count:
                     batch = [self._new_rank() for _ in range(min(BATCH, count - len(ranks)))]
+                    request = Fork([rank.number for rank in batch], len(ranks), count)
                     ranks += batch
-                    forked = self._ask(Fork([rank.number for rank in batch]), [fd for rank in batch for fd in rank.far])
+                    forked = self._ask(request, [fd for rank in batch for fd in rank.far])
                     assert isinstance(forked, Forked)
+                    self.notes += forked.notes
                     for rank in batch:
+                        rank.place = forked.places.get(rank.number)
                         rank.started(forked.pids[rank.number])
             except BaseException:  # ranks that have started nevertheless end, as their socket is closed
                 for rank in ranks:
@@ -153,18 +199,17 @@ class ForkStarter(Starter):
                 raise
         return ranks
 
-    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+    def wait_until_ready(self) -> None:
+        """Wait until ranks can be started."""
         with self._lock:
-            try:
-                reaped = self._ask(Reap([process.number for process in processes]))
-            except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
-                kill_groups([process.pid for process in processes])
-                return {}
-        assert isinstance(reaped, Reaped)
-        return reaped.codes
+            self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        if self.importing:
+            self._receive(READY, self.ready_limit_s)
 
     def close(self) -> None:
-        """End the server, and with it all ranks that it has forked."""
+        """End the process, and with it all ranks that it has started."""
         self._socket.close()
         try:
             self._process.wait(5)
@@ -181,26 +226,33 @@ class ForkStarter(Starter):
             socket.send_fds(self._socket, [pickle.dumps((number, request))], fds)
         except OSError:
             raise self._death() from None
-        reply = self._receive(number, REPLY_LIMIT_S)
-        if isinstance(reply, Failed):
-            raise LabError(reply.reason)
-        return reply
+        return self._receive(number, REPLY_LIMIT_S)
 
     def _receive(self, number: int, limit_s: float) -> Reply:
         until = time.monotonic() + limit_s
+        self.waiting_for = ""
         while True:
             try:  # at the end of a program, another thread may close the socket at any moment
                 self._socket.settimeout(max(0.0, until - time.monotonic()))
-                data = self._socket.recv(LONGEST_BYTES)
+                data, fds, _, _ = socket.recv_fds(self._socket, LONGEST_BYTES, 1)
             except TimeoutError:
                 raise LabError(f"the process that starts ranks did not reply within {limit_s:.0f} s") from None
             except OSError:
-                data = b""
+                data, fds = b"", []
+            if fds:  # a long reply is in shared memory
+                with open(fds[0], "rb") as file:
+                    data = file.read()
             if not data:
                 raise self._death()
             got, reply = pickle.loads(data)
+            if got == number and isinstance(reply, Waits):
+                self.waiting_for = reply.what
+                continue
             self.importing &= got != READY
             if got == number:  # otherwise the reply to a request that was interrupted
+                self.waiting_for = ""
+                if isinstance(reply, Failed):
+                    raise LabError(reply.reason)
                 answer: Reply = reply
                 return answer
 
@@ -210,6 +262,32 @@ class ForkStarter(Starter):
             log = os.pread(self._log, 1 << 16, 0).decode(errors="replace").strip()
         tail = "\n".join(log.splitlines()[-12:])
         return LabError(f"the process that starts ranks has ended{': ' + tail if tail else ''}")
+
+
+class ForkStarter(ServerStarter):
+    """Forks ranks from a server.
+
+    Args:
+        preload: modules that the server imports, in order; modules that are not installed are skipped.
+        environment: variables that the server gets in addition to the notebook's.
+        ring_bytes, make_shared: as for `Starter`.
+    """
+
+    def __init__(
+        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
+    ) -> None:
+        super().__init__(ring_bytes, make_shared)
+        self._run("labkit.launch.fork_server:serve", [list(preload), os.getpid()], self.environment | environment)
+
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
+        with self._lock:
+            try:
+                reaped = self._ask(Reap([process.number for process in processes]))
+            except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
+                kill_groups([process.pid for process in processes])
+                return {}
+        assert isinstance(reaped, Reaped)
+        return _with_crashes(processes, reaped.codes)
 
 
 class SpawnStarter(Starter):
@@ -227,7 +305,7 @@ class SpawnStarter(Starter):
         self._spares: list[RankProcess] = []
         self._lock = threading.Lock()
         read_end, self._guard_pipe = os.pipe()
-        self._process = _python("guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
+        self._process = _python("labkit.launch.fork_server:guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
         os.close(read_end)
 
     def warm(self, count: int) -> None:
@@ -252,14 +330,14 @@ class SpawnStarter(Starter):
             ranks, self._spares = self._spares[:count], self._spares[count:]
         return ranks
 
-    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, int]:
+    def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
         pids = [process.pid for process in processes]
         started = descendants(pids)
         kill_groups(pids)
         end_all(started)
         codes = {p.number: self._children.pop(p.number).wait() for p in processes if p.number in self._children}
         self._notify_guard("-", pids)
-        return codes
+        return _with_crashes(processes, codes)
 
     def close(self) -> None:
         """End the spare ranks and the guard."""
@@ -281,7 +359,7 @@ class SpawnStarter(Starter):
     def _spawn(self) -> RankProcess:
         rank = self._new_rank()
         try:
-            child = _python("spawned", rank.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
+            child = _python("labkit.launch.fork_server:spawned", rank.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
         except BaseException:
             rank.close()
             raise
@@ -289,6 +367,10 @@ class SpawnStarter(Starter):
         self._notify_guard("+", [child.pid])
         rank.started(child.pid)
         return rank
+
+
+def _with_crashes(processes: Sequence[RankProcess], codes: Mapping[int, int]) -> dict[int, End]:
+    return {p.number: End(codes[p.number], crashed_in(p)) for p in processes if p.number in codes}
 
 
 def in_background(action: Callable[[], None]) -> threading.Lock:
@@ -316,9 +398,10 @@ def in_background(action: Callable[[], None]) -> threading.Lock:
 def _python(
     function: str, fds: Sequence[int], arguments: list[Any], environment: dict[str, str], log: int
 ) -> subprocess.Popen[bytes]:
-    """Start an interpreter that runs a function of `launch.fork_server`, in a new session, out of reach of Ctrl-C."""
-    begin = f"import sys; sys.path[:] = {sys.path!r}; from labkit.launch.fork_server import {function}"
-    code = f"{begin}; {function}({list(fds)!r}, *{arguments!r})"
+    """Start an interpreter that runs a function, "module:name", in a new session, out of reach of Ctrl-C."""
+    module, _, name = function.partition(":")
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}"
+    code = f"{begin}; {name}({list(fds)!r}, *{arguments!r})"
     with held_back():
         return subprocess.Popen(
             [sys.executable, "-c", code],

@@ -151,6 +151,10 @@ class Threads:
         stacks = ask(processes, insist=self.insist)
         return [_threads_in(raw, p.pid, children.get(p.number, ())) for p, raw in zip(processes, stacks, strict=True)]
 
+    def unknown(self) -> RankThreads:
+        """Return what stands for the threads of a rank that cannot be asked."""
+        return RankThreads(None)
+
 
 @dataclass(frozen=True, slots=True)
 class MainWaits:
@@ -159,6 +163,10 @@ class MainWaits:
     def answer(self, processes: Sequence[RankProcess]) -> list[int]:
         """Return the number of context switches of each main thread if it waits for a lock; else -1."""
         return [_main_wait(process.pid) for process in processes]
+
+    def unknown(self) -> int:
+        """Return -1: nothing is known of a rank that cannot be asked."""
+        return -1
 
 
 def _threads_in(raw: str, pid: int, children: Iterable[str]) -> RankThreads:

@@ -1,0 +1,78 @@
+"""`Engine`: what `on=` takes: it gives the connections to the agents of machines, and knows how many ranks each gets."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["AGENT", "Connection", "Engine"]
+
+AGENT: Final = "labkit.machines.agent"  # the module that `python -m` runs on each machine; its stdin and stdout are the line
+
+
+@dataclass(slots=True)
+class Connection:
+    """A connection to an agent.
+
+    Args:
+        machine: the name of the machine, as students know it.
+        reader, writer: the streams to and from the agent.
+        ended: says, after the connection has ended, why, as far as the engine knows: a coroutine function.
+        close: ends what connects them, and so the agent.
+    """
+
+    machine: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    ended: Callable[[], Coroutine[None, None, str]]
+    close: Callable[[], None]
+
+
+class Engine(ABC):
+    """Places agents on machines, and connects them. Equal engines share their agents; pickles go to the relay.
+
+    Attributes:
+        ready_limit_s: how long it may take until the machines can be used: an engine with a queue takes long.
+        connect_limit_s: how long one machine may take to answer once it is asked.
+    """
+
+    ready_limit_s: float = 180.0
+    connect_limit_s: float = 30.0
+
+    @abstractmethod
+    async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
+        """Return the names of the machines, once they can be used.
+
+        Args:
+            say: is told what there is to wait for, in words.
+
+        Raises:
+            LabError: there are none.
+        """
+
+    @abstractmethod
+    async def connect(self, machine: str) -> Connection:
+        """Start an agent on a machine, and connect it.
+
+        Raises:
+            LabError: that is not possible; the message says why, and what to do.
+        """
+
+    def counts(self, ranks: int, machines: Sequence[str]) -> list[int]:
+        """Return the number of ranks for each of some machines; by default, as even as possible.
+
+        Raises:
+            LabError: these machines do not suffice.
+        """
+        each, more = divmod(ranks, len(machines))
+        return [each + (i < more) for i in range(len(machines))]
+
+    def check(self, ranks: int) -> None:  # noqa: B027  # any number is right by default
+        """Check the number of ranks of a group, when it is made.
+
+        Raises:
+            ValueError: the engine cannot place so many.
+        """

@@ -1,0 +1,119 @@
+"""What an agent says about its machine at the start, and what must be the same on all machines."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+
+from labkit.errors.exceptions import LabError
+from labkit.ipc.place import LOOPBACK
+from labkit.recording.clock_sync import machine
+from labkit.recording.cores import usable_cores
+from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
+from labkit.worker.runtimes.devices import gpu_count
+
+__all__ = ["ADDRESS", "Facts", "check_versions"]
+
+ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
+_FRAMEWORKS: Final = ("torch", "tensorflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an agent says about its machine.
+
+    Args:
+        host: the machine's own name.
+        boot: identifies the machine since its last boot; see `recording.clock_sync.machine`.
+        address: the address at which the other machines reach it.
+        interface: the network interface with that address; "" if none has it.
+        python: the path of Python.
+        versions: by package, "Python" included, the version; none of a package that is not installed.
+        layout: identifies the layout of rings, which both sides must have.
+        cores: the cores that ranks may use.
+        memory_bytes: the memory that is free.
+        gpus: the number of GPUs.
+    """
+
+    host: str
+    boot: str
+    address: str
+    interface: str
+    python: str
+    versions: dict[str, str]
+    layout: str
+    cores: float
+    memory_bytes: int
+    gpus: int
+
+    @classmethod
+    def here(cls) -> Facts:
+        """Return the facts of this machine."""
+        address = _address()
+        versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
+        for package in ("labkit", *_FRAMEWORKS):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package).partition("+")[0]
+        layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
+        memory = psutil.virtual_memory().available
+        return cls(
+            socket.gethostname(), machine(), address, _interface(address), sys.executable, versions, layout, usable_cores(),
+            memory, gpu_count(),
+        )  # fmt: skip
+
+
+def _address() -> str:
+    """The address at which the machine that started this process has reached it; else its first one that is no loopback."""
+    if ADDRESS in os.environ:
+        return os.environ[ADDRESS]
+    connection = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, and this machine's
+    if len(connection) == 4:
+        return connection[2].partition("%")[0]
+    found = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == socket.AF_INET]
+    return next((address for address in found if not address.startswith("127.")), LOOPBACK)
+
+
+def _interface(address: str) -> str:
+    for name, own in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in own):
+            return name
+    return next((n for n, own in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in own)), "") \
+        if address.startswith("127.") else ""
+
+
+def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:
+    """Check that machines have what ranks need, in the notebook's versions.
+
+    Args:
+        package: the framework that ranks import; "" for none.
+        here: the facts of the notebook's machine.
+        machines: for each machine, its name and facts.
+
+    Raises:
+        LabError: a machine lacks a package, or has another version.
+    """
+    for name, facts in machines:
+        for needed in filter(None, ("Python", "labkit", package)):
+            ours, theirs = here.versions.get(needed), facts.versions.get(needed)
+            if ours == theirs and (needed != "labkit" or here.layout == facts.layout):
+                continue
+            other = f"{needed} {theirs}" if theirs else f"no {needed}"
+            remedy = f"On {name}: {facts.python} -m pip install {needed}=={ours}."
+            if needed == "Python":
+                remedy = f"Name a Python {ours} there with python=..."
+            elif ours == theirs:
+                other, remedy = f"another state of labkit {theirs}", "Install the same one on both."
+            raise LabError(
+                f"{name} has {other}, and this notebook {needed} {ours}: they must be the same, since functions and results "
+                f"travel between them. {remedy}"
+            )

@@ -1,0 +1,197 @@
+"""`Line`: a connection between the relay and an agent, over any pair of streams: blocks of bytes, the urgent ones first.
+
+Large data, such as arguments and results, is cut into parts that are sent between other blocks. Otherwise a machine
+that receives 512 MiB would seem to be silent meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import mmap
+import os
+import struct
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from labkit.ipc.pickling import shared_memory
+
+__all__ = ["PART_BYTES", "READ_BYTES", "Block", "Kind", "Large", "Line"]
+
+PART_BYTES: Final = 1 << 18  # a slow line of 2 MB/s delays an urgent block by an eighth of a second for each part under way
+READ_BYTES: Final = 1 << 22  # how much may wait to be parsed
+_HEADER: Final = struct.Struct("<BIQ")  # kind, number, size in bytes
+_PART: Final = struct.Struct("<QQ")  # offset, and size of the whole, in bytes
+
+
+class Kind(IntEnum):
+    """What a block holds, and what its number means."""
+
+    CONTROL = 0  # a pickled request or reply; the number of the request
+    FRAME = 1  # a frame of a rank's channel; the rank
+    OUTPUT = 2  # what a rank has printed; the rank
+    RECORDS = 3  # what is new in a rank's ring; the rank
+    GONE = 4  # a rank's process has ended, and this is the last block about it; the rank
+    TAKEN = 5  # the sizes in bytes of frames and prints that have been passed on; the rank
+    PART = 6  # a part of large data; its number
+    FORGET = 7  # large data that no frame will need again; its number
+    CLOCK = 8  # a question for the time there, or its answer; 0
+    STATES = 9  # the states of ranks, pickled; 0
+
+
+class Block(NamedTuple):
+    """A block that has arrived."""
+
+    kind: Kind
+    number: int
+    data: bytes
+
+
+class Line:
+    """A connection between the relay and an agent; all methods are called on the thread of its event loop.
+
+    Args:
+        reader, writer: the streams; the reader was made with a limit of `READ_BYTES`.
+
+    Attributes:
+        backlog: how many bytes of blocks wait to be sent, without large data.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._urgent: deque[bytes] = deque()
+        self._ordered: deque[bytes] = deque()
+        self._large: deque[tuple[int, memoryview]] = deque()
+        self._at = 0  # in the first of `_large`
+        self._numbers = itertools.count(1)
+        self._waiting = asyncio.Event()
+        self.backlog = 0
+
+    def send(self, kind: Kind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
+        """Send a block, after those that were sent before; an urgent one, before all that are not urgent."""
+        block = _HEADER.pack(kind, number, len(data)) + data
+        self.backlog += len(block)
+        (self._urgent if urgent else self._ordered).append(block)
+        self._waiting.set()
+
+    def send_large(self, data: memoryview) -> int:
+        """Send large data in parts, while other blocks go on; return its number. The data must not change any more."""
+        number = next(self._numbers)
+        self._large.append((number, data))
+        self._waiting.set()
+        return number
+
+    async def write(self) -> None:
+        """Write what is sent, until the connection ends.
+
+        Raises:
+            OSError: it has ended.
+        """
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self._urgent or self._ordered or self._large:
+                for queue in (self._urgent, self._ordered):
+                    if queue:
+                        block = queue.popleft()
+                        self.backlog -= len(block)
+                        self._writer.write(block)
+                        await self._writer.drain()
+                        break
+                if self._large and not self._urgent:
+                    self._write_part()
+                    await self._writer.drain()
+
+    def _write_part(self) -> None:
+        number, data = self._large[0]
+        part = data[self._at : self._at + PART_BYTES]
+        head = _PART.pack(self._at, len(data))
+        self._writer.write(_HEADER.pack(Kind.PART, number, len(head) + len(part)) + head)
+        self._writer.write(part)
+        self._at += len(part)
+        if self._at >= len(data):
+            self._large.popleft()
+            self._at = 0
+
+    async def blocks(self) -> AsyncIterator[Block]:
+        """Yield the blocks that arrive, until the connection ends."""
+        while True:
+            try:
+                kind, number, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+                yield Block(Kind(kind), number, await self._reader.readexactly(size))
+            except (asyncio.IncompleteReadError, OSError):
+                return
+
+    def close(self) -> None:
+        """Close the connection; what has not been written yet is lost."""
+        self._writer.transport.abort()
+
+
+class Large:
+    """Large data that has arrived or is arriving, by number, each in shared memory.
+
+    It is freed when it is complete, no frame that has come needs it, and no other will.
+    """
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+        self._missing: dict[int, int] = {}  # bytes that are still to come
+        self._uses: Counter[int] = Counter()  # frames that have come and are not passed on yet
+        self._forgotten: set[int] = set()
+
+    def add(self, number: int, data: bytes) -> None:
+        """Store a part."""
+        offset, size = _PART.unpack_from(data)
+        if number not in self._fds:
+            self._fds[number], self._missing[number] = shared_memory(size), size
+        view = memoryview(data)[_PART.size :]
+        self._missing[number] -= len(view)
+        while view.nbytes:
+            done = os.pwrite(self._fds[number], view, offset)
+            view, offset = view[done:], offset + done
+        self._tidy(number)
+
+    def complete(self, number: int) -> bool:
+        """Whether all parts have come."""
+        return self._missing.get(number) == 0
+
+    def size(self, number: int) -> int:
+        """Return the size of complete data in bytes."""
+        return os.fstat(self._fds[number]).st_size
+
+    def fd(self, number: int) -> int:
+        """Return a new file descriptor of complete data."""
+        return os.dup(self._fds[number])
+
+    def read(self, number: int) -> bytes:
+        """Return complete data."""
+        with mmap.mmap(self._fds[number], 0, prot=mmap.PROT_READ) as memory:
+            return bytes(memory)
+
+    def use(self, number: int) -> None:
+        """A frame has come that needs it."""
+        self._uses[number] += 1
+
+    def release(self, number: int) -> None:
+        """Such a frame has been passed on, or nobody receives it."""
+        self._uses[number] -= 1
+        self._tidy(number)
+
+    def forget(self, number: int) -> None:
+        """No other frame will need it."""
+        self._forgotten.add(number)
+        self._tidy(number)
+
+    def _tidy(self, number: int) -> None:
+        if number in self._forgotten and not self._uses[number] and self.complete(number):
+            os.close(self._fds.pop(number))
+            del self._missing[number], self._uses[number]
+            self._forgotten.remove(number)
+
+    def close(self) -> None:
+        """Free all data."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()

@@ -1,0 +1,107 @@
+"""`RelayedRank`: the relay's side of one rank: the far ends of what the notebook holds, which it fills from the line."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from labkit.machines.forwarding import TAKEN, Forwarding, Segments
+from labkit.machines.frame_port import FramePort
+from labkit.machines.line import Kind, Large, Line
+from labkit.machines.states import STATE_BYTES, RankState, write_state
+from labkit.recording.clock import Clock
+from labkit.recording.ring_copy import RingCopy
+from labkit.recording.ring_layout import RING_BYTES
+
+__all__ = ["RelayedRank"]
+
+
+class _Machine(Protocol):
+    """The machine of a rank, as far as the rank needs it."""
+
+    line: Line
+    segments: Segments
+    large: Large
+    clock: Clock
+
+
+class RelayedRank:
+    """The relay's side of one rank.
+
+    Args:
+        number: its number.
+        fds: the far ends of its socket and its pipe, and its memory.
+        machine: its machine.
+        closed: called with the number when the notebook closes the socket.
+    """
+
+    def __init__(self, number: int, fds: list[int], machine: _Machine, closed: Callable[[int], None]) -> None:
+        self._number, self._line = number, machine.line
+        connection, self._output, memory = fds
+        os.truncate(memory, RING_BYTES + STATE_BYTES)
+        self._memory = mmap.mmap(memory, RING_BYTES + STATE_BYTES)
+        os.close(memory)
+        os.set_blocking(self._output, False)
+        self._loop = asyncio.get_running_loop()
+        self._copy = RingCopy(self._memory, machine.clock)
+        self._state, self._offset_ns, self._error_ns = RankState(), 0, 0
+        self._prints = bytearray()
+        self._waiting = self._gone = False
+        port = FramePort(socket.socket(fileno=connection))
+        self.frames = Forwarding(number, port, machine.line, machine.segments, machine.large, closed=lambda: closed(number))
+
+    def recorded(self, news: bytes) -> None:
+        """Copy what is new in its ring."""
+        self._copy.apply(news)
+
+    def state_is(self, state: RankState) -> None:
+        """Its state has changed."""
+        self._state = state
+        write_state(self._memory, state, self._offset_ns, self._error_ns)
+
+    def clock_is(self, offset_ns: int, error_ns: int) -> None:
+        """The clock of its machine was read."""
+        self._offset_ns, self._error_ns = offset_ns, error_ns
+        write_state(self._memory, self._state, offset_ns, error_ns)
+
+    def printed(self, data: bytes) -> None:
+        """Pass on what it has printed."""
+        self._prints += data
+        self._write()
+
+    def _write(self) -> None:
+        done = 0
+        try:
+            while done < len(self._prints):
+                done += os.write(self._output, memoryview(self._prints)[done : done + mmap.PAGESIZE * 16])
+        except BlockingIOError:
+            pass
+        except OSError:  # the notebook has closed the pipe
+            self._prints.clear()
+        if done:
+            self._line.send(Kind.TAKEN, self._number, TAKEN.pack(0, done), urgent=True)
+            del self._prints[:done]
+        self._wait_for_room(bool(self._prints))
+
+    def _wait_for_room(self, wait: bool) -> None:
+        if wait and not self._waiting:
+            self._loop.add_writer(self._output, self._write)
+        elif not wait and self._waiting:
+            self._loop.remove_writer(self._output)
+        self._waiting = wait
+
+    def gone(self) -> None:
+        """Its process has ended, or its machine is lost: the notebook sees the end of its socket and pipe."""
+        if not self._gone:
+            self._gone = True
+            self.frames.close()
+            self._wait_for_room(False)
+            os.close(self._output)
+
+    def close(self) -> None:
+        """Close everything that belongs to it."""
+        self.gone()
