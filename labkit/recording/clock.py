@@ -47,8 +47,8 @@ class Clock:
     def read(self, sent_ns: int, there_ns: int, received_ns: int) -> None:
         """Take one reading of the other clock into account.
 
-        Where a machine has slept or a clock was set, the next reading contradicts those before, which are then forgotten.
-        A step smaller than the readings' bounds may go unnoticed, and then the error may be outside its bound.
+        Where a machine has slept or a clock was set, the next reading contradicts those before, which are then
+        forgotten. A step smaller than the readings' bounds may go unnoticed, and the error then exceeds its bound.
 
         Args:
             sent_ns: when the question was sent, on this clock.
