@@ -120,3 +120,25 @@ def test_a_small_deviation_adds_no_piece_to_the_line() -> None:
         clock.read(now, now + HOUR + 50 * US + i % 3 * US, now + 100 * US)
         clock.here(now + HOUR)
     assert len(clock._times) == 1
+
+
+def test_between_readings_the_offset_is_interpolated() -> None:
+    clock = Clock()
+    clock.read(BEGAN, BEGAN, BEGAN)
+    clock.here(BEGAN)
+    clock.read(BEGAN + S + 400 * US, BEGAN + S, BEGAN + S + 400 * US)
+    assert [clock.here(BEGAN + t) - BEGAN - t for t in (S, S // 2, S // 4)] == [400 * US, 200 * US, 100 * US]
+
+
+def test_a_line_that_leads_elsewhere_is_changed_in_front_of_what_was_converted() -> None:
+    for convert_before in (False, True):
+        clock = Clock()
+        clock.read(BEGAN, BEGAN, BEGAN)
+        clock.here(BEGAN)
+        clock.read(BEGAN + 11 * MS, BEGAN + MS, BEGAN + 11 * MS)  # 10 ms off: the line arrives there after 20 ms
+        later = BEGAN + 20 * MS
+        if convert_before:
+            clock.here(later)
+        clock.read(BEGAN + MS, BEGAN + MS, BEGAN + MS)
+        assert clock.here(later) - later == (10 * MS if convert_before else 0)
+        assert clock.error_ns == (10 * MS if convert_before else 0), "until the line is right again"
