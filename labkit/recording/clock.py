@@ -1,0 +1,132 @@
+"""Converts times of another machine's clock to this process's clock, with a bound on the error.
+
+Both clocks are `time.perf_counter_ns`. The offset is this clock minus the other one. Each reading bounds it from both
+sides, and it changes by at most `DRIFT_PPM`: the bounds of older readings, widened by that, hold as well. What all of
+them allow is one interval, which each reading widens by the time since the reading before, and then cuts.
+
+Times are converted by a line that aims at the middle of this interval. A live picture shows a time as soon as it is
+converted, so the line stays as it is up to the newest time that was converted. From there it approaches the middle
+with a slope between 0.5 and 1.5, so that it never reverses the order of two times.
+
+Source: K. Marzullo and S. Owicki, "Maintaining the Time in a Distributed System", 1983.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["DRIFT_PPM", "Clock"]
+
+DRIFT_PPM: Final = 500  # µs per second; NTP slews a clock by at most this, and crystals are ten times better
+STEEPEST: Final = 2  # the line changes its offset by at most one part in this many
+SETTLE_NS: Final = 10_000_000  # it takes at least this long, so that a change of 50 µs alters durations by only 0.5 %
+TOLERATED: Final = 4  # a deviation less than the bound divided by this leaves the line as it is
+
+
+class Clock:
+    """Another machine's clock. Without readings it is this process's own, and the bound is 0.
+
+    What is converted before the first reading does not count as converted, since nothing is known of the other clock.
+    """
+
+    def __init__(self) -> None:
+        self._sent_ns = self._there_ns = 0  # of the newest reading
+        self._low_ns = self._high_ns = 0  # the offset is between these when the other clock shows `_there_ns`
+        self._newest_ns: int | None = None  # the newest time that was converted
+        # The line: from each of these times the offset changes with this slope, until the next; at last it is constant.
+        # Before the first it is constant, too.
+        self._times: list[int] = []
+        self._offsets: list[int] = []
+        self._slopes: list[float] = []
+
+    def read(self, sent_ns: int, there_ns: int, received_ns: int) -> None:
+        """Take one reading of the other clock into account.
+
+        Where a machine has slept or a clock was set, the next reading contradicts those before, which are then
+        forgotten. A step smaller than the readings' bounds may go unnoticed, and the error then exceeds its bound.
+
+        Args:
+            sent_ns: when the question was sent, on this clock.
+            there_ns: what the other clock showed when it answered.
+            received_ns: when the answer was received, on this clock.
+        """
+        low_ns, high_ns = sent_ns - there_ns, received_ns - there_ns
+        if self._times:
+            change_ns = _drift_ns(abs(there_ns - self._there_ns))
+            before_low_ns, before_high_ns = self._low_ns - change_ns, self._high_ns + change_ns
+            if max(low_ns, before_low_ns) <= min(high_ns, before_high_ns):
+                low_ns, high_ns = max(low_ns, before_low_ns), min(high_ns, before_high_ns)
+        self._sent_ns, self._there_ns, self._low_ns, self._high_ns = sent_ns, there_ns, low_ns, high_ns
+        self._aim((low_ns + high_ns) // 2)
+
+    def _aim(self, target_ns: int) -> None:
+        """Let the line approach an offset, and reach it when the other clock shows `_there_ns`, or soon after."""
+        there_ns, fixed_ns = self._there_ns, self._newest_ns
+        if not self._times or fixed_ns is None:
+            self._times, self._offsets, self._slopes = [there_ns], [target_ns], [0.0]
+            return
+        bound_ns = (self._high_ns - self._low_ns) // 2
+        from_ns = max(there_ns, fixed_ns)
+        planned = [self._offset_ns(from_ns), *self._offsets[bisect_right(self._times, from_ns) :]]
+        if all(abs(offset_ns - target_ns) * TOLERATED <= bound_ns for offset_ns in planned):
+            return
+        offset_ns = self._offset_ns(fixed_ns)
+        off_ns = target_ns - offset_ns
+        reached_ns = max(there_ns, fixed_ns + max(STEEPEST * abs(off_ns), SETTLE_NS))
+        kept = bisect_right(self._times, fixed_ns)
+        self._times[kept:] = [fixed_ns, reached_ns]
+        self._offsets[kept:] = [offset_ns, target_ns]
+        self._slopes[kept:] = [off_ns / (reached_ns - fixed_ns), 0.0]
+
+    def here(self, ns: int) -> int:
+        """Convert a time of the other clock to this process's clock."""
+        if not self._times:
+            return ns
+        self._newest_ns = ns if self._newest_ns is None else max(ns, self._newest_ns)
+        return ns + self._offset_ns(ns)
+
+    def here_all(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Convert any number of times, in any order, as `here` does each of them."""
+        import numpy as np  # imported here because ranks import this package, and a bare rank runs without numpy
+
+        if not self._times or not len(times_ns):
+            return times_ns.copy()
+        oldest_ns, newest_ns = int(times_ns.min()), int(times_ns.max())
+        self._newest_ns = newest_ns if self._newest_ns is None else max(newest_ns, self._newest_ns)
+        first, last = self._piece(oldest_ns), self._piece(newest_ns)
+        if first == last and not self._slopes[first]:
+            return times_ns + self._offsets[first]
+        times, offsets, slopes = (np.array(part[first : last + 1]) for part in (self._times, self._offsets, self._slopes))
+        piece = np.maximum(np.searchsorted(times, times_ns, side="right") - 1, 0)
+        since_ns = np.maximum(times_ns - times[piece], 0)
+        converted: NDArray[np.int64] = times_ns + offsets[piece] + np.rint(since_ns * slopes[piece]).astype(np.int64)
+        return converted
+
+    @property
+    def error_ns(self) -> int:
+        """A bound on the error of what is converted, at the time of the newest reading."""
+        ahead = bisect_right(self._times, self._there_ns)
+        # Until the line has reached its target it may be further off than at the time of the reading.
+        offsets_ns = [self._offset_ns(self._there_ns), *self._offsets[ahead:]] if self._times else [0]
+        return max(max(offset_ns - self._low_ns, self._high_ns - offset_ns) for offset_ns in offsets_ns)
+
+    def error_at(self, now_ns: int) -> int:
+        """Return a bound on the error of what is converted, from the newest reading until a time of this clock."""
+        return self.error_ns + _drift_ns(max(now_ns - self._sent_ns, 0)) if self._times else 0
+
+    def _piece(self, ns: int) -> int:
+        return max(bisect_right(self._times, ns) - 1, 0)
+
+    def _offset_ns(self, ns: int) -> int:
+        piece = self._piece(ns)
+        return self._offsets[piece] + round(max(ns - self._times[piece], 0) * self._slopes[piece])
+
+
+def _drift_ns(age_ns: int) -> int:
+    """How much the offset may have changed in some time, rounded up."""
+    return -(-age_ns * DRIFT_PPM // 1_000_000)
