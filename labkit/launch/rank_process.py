@@ -14,6 +14,7 @@ from typing import Final
 
 import psutil
 
+from labkit.ipc.place import Place
 from labkit.ipc.process_memory import may_read
 from labkit.launch.frames import Frame
 
@@ -78,11 +79,13 @@ class RankProcess:
         sentinel: a file descriptor that is readable once the process has ended. -1 where there is none: then the end of
             its socket reports that.
         ended: how it ended; None until its starter has ended it.
+        place: where it is; None where all ranks of its group are on the notebook's machine.
     """
 
     def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self.number, self.pid, self.sentinel = number, 0, -1
         self.ended: End | None = None
+        self.place: Place | None = None
         self.sock, sock = socket.socketpair()
         self.output, output = os.pipe()
         os.set_blocking(self.output, False)
