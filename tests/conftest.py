@@ -237,11 +237,20 @@ def _ranks(groups: set[Any]) -> set[psutil.Process]:
 
 
 def _cached() -> set[psutil.Process]:
-    """Servers and spare ranks."""
+    """Servers and spare ranks; relays, and their agents on this machine with their servers."""
     notebook = _notebook()
     starters = [] if notebook is None else list(notebook.starters.values())
     servers = [starter._process.pid for starter in starters if hasattr(starter, "_process")]
+    relays = [starter._process.pid for starter in starters if type(starter).__name__ == "RelayStarter"]
+    agents = [child for relay in _existing(relays) for child in _children(relay)]
+    servers += [child.pid for agent in agents for child in (agent, *_children(agent))]
     return _existing(servers + [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])])
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.children())
+    return []
 
 
 def _existing(pids: list[int]) -> set[psutil.Process]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.distributed import rpc
@@ -22,7 +22,8 @@ class Initialization:
         recorder: this rank's recorder.
         rank, size: the rank's number, and the number of ranks.
         watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
-        own_port: the port of the group's store; -1 if it has none.
+        machines: the names and addresses of the group's machines, as in `Place`.
+        own_store: address and port of the group's store; None if it has none.
         connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
             address.
         rpc_given: the name and the options with which the group has initialized RPC.
@@ -35,16 +36,17 @@ class Initialization:
         rank: int,
         size: int,
         watch_rpc: Callable[[], None],
-        own_port: int = -1,
+        machines: Collection[str] = (),
+        own_store: tuple[str, int] | None = None,
         connect: Callable[[], Any] | None = None,
         rpc_given: tuple[str, Any] | None = None,
         rpc_unused: bool = False,
     ) -> None:
         self._notes: list[str] = []
-        rendezvous = Rendezvous(recorder, rank, connect)
+        rendezvous = Rendezvous(recorder, rank, connect, machines)
         if connect is not None:
             rendezvous.install()
-        Stores(recorder, rendezvous, own_port).install()
+        Stores(recorder, rendezvous, own_store).install()
         self._process_group = ProcessGroupInitialization(rank, size, rendezvous, self._notes.append)
         self._process_group.install()
         self._rpc = None

@@ -1,7 +1,7 @@
 """Lets a program's processes meet in their group's own store, whatever address the program specifies.
 
 In torch, a program specifies an address (`tcp://localhost:29500`, or MASTER_ADDR and MASTER_PORT) at which its rank 0
-serves a store. In a rank of a group, all addresses of this machine become keys in the store that the group already has.
+serves a store. In a rank of a group, all addresses of its machines become keys in the store that the group already has.
 No port is opened, so none can be in use already. Each rendezvous has its own keys, so a second one at the same address
 never reads stale values of the first.
 """
@@ -14,7 +14,7 @@ import json
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -29,11 +29,11 @@ from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
 
-__all__ = ["Address", "Rendezvous"]
+__all__ = ["LOCAL", "Address", "Rendezvous"]
 
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
 _WAIT: Final = dist.Store.wait  # the original, which is not recorded: this wait is part of a recorded call
-LOCAL: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "")  # the last two occur in tutorials
+LOCAL: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", ""})  # the last two occur in tutorials
 
 
 class Address(NamedTuple):
@@ -71,10 +71,14 @@ class Rendezvous:
         recorder: this rank's recorder.
         rank: its number in the group.
         connect: opens a new connection to the group's store.
+        machines: the names and addresses of the group's machines; none if all ranks are on this one.
     """
 
-    def __init__(self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None, machines: Collection[str] = ()
+    ) -> None:
         self._ring, self._size, self._rank, self._connect = recorder.ring, recorder.size, rank, connect
+        self._machines = machines
         self._operation: Operation | None = None  # the current call of a function of torch's
         self._timed = False  # see `waiting`
         self._visits: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
@@ -100,7 +104,9 @@ class Rendezvous:
 
     def others_may_come(self, asked: Address) -> bool:
         """Whether other processes than this group's may meet at an address, so that a wait there is never hopeless."""
-        return asked.scheme not in SCHEMES or not _is_here(asked.where) or (self._connect is None and asked.size != self._size)
+        if asked.scheme not in SCHEMES or not self._is_here(asked.where):
+            return True
+        return self._connect is None and asked.size != self._size
 
     @contextlib.contextmanager
     def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
@@ -170,23 +176,24 @@ class Rendezvous:
     def _handler(self, torchs: Callable[..., Any], url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Any:
         """Replace a handler of torch's: a generator of the store, the rank and the world size."""
         asked = Address.of(url)
-        if asked.rank < 0 or asked.size < 1 or not _is_here(asked.where):
+        if asked.rank < 0 or asked.size < 1 or not self._is_here(asked.where):
             yield from torchs(url, timeout=timeout, **kwargs)  # reports missing numbers, or connects to another machine
             return
         store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
         yield store, asked.rank, asked.size
         raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # torch's own message
 
-
-def _is_here(where: str) -> bool:
-    """Whether an address belongs to this machine."""
-    host = where.rpartition(":")[0].strip("[]")
-    if host in LOCAL:
+    def _is_here(self, where: str) -> bool:
+        """Whether an address belongs to a machine of the group."""
+        host = where.rpartition(":")[0].strip("[]")
+        if host in LOCAL or host in self._machines:
+            return True
+        try:
+            family, kind, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+            if self._machines:  # ranks on all machines must decide alike, whichever addresses their own can bind
+                return address in self._machines
+            with socket.socket(family, kind) as probe:
+                probe.bind((address, 0))
+        except OSError:
+            return False
         return True
-    try:
-        family, kind, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from labkit.comm.private_names import in_place_of
-from labkit.comm.rendezvous import Rendezvous
+from labkit.comm.rendezvous import LOCAL, Rendezvous
 from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
@@ -31,11 +31,11 @@ class Stores:
     Args:
         recorder: this rank's recorder.
         rendezvous: knows whether a recorded call is running that opens a store itself.
-        own_port: the port of the group's store, whose connections are labkit's; -1 if it has none.
+        own: address and port of the group's store, whose connections are labkit's; None if it has none.
     """
 
-    def __init__(self, recorder: Recorder, rendezvous: Rendezvous, own_port: int = -1) -> None:
-        self._ring, self._rendezvous, self._own_port = recorder.ring, rendezvous, own_port
+    def __init__(self, recorder: Recorder, rendezvous: Rendezvous, own: tuple[str, int] | None = None) -> None:
+        self._ring, self._rendezvous, self._own = recorder.ring, rendezvous, own
 
     def install(self) -> None:
         """Wrap the methods of torch's stores."""
@@ -57,7 +57,7 @@ class Stores:
 
     def _open(self, init: Callable[..., None], store: Any, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(("host_name", "port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
-        if self._rendezvous.under_way or given.get("port") in (None, self._own_port):
+        if self._rendezvous.under_way or given.get("port") is None or self._is_own(given.get("host_name", ""), given["port"]):
             init(store, *args, **kwargs)
             return
         group = rendezvous_key(f"{given.get('host_name')}:{given['port']}", given.get("world_size") or 2)
@@ -67,8 +67,14 @@ class Stores:
         """Whether a wait for a store's key may end without the ranks: by a time limit, or by another program."""
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        ours = isinstance(store, dist.HashStore) or (isinstance(store, dist.TCPStore) and store.port == self._own_port)
+        ours = isinstance(store, dist.HashStore) or (isinstance(store, dist.TCPStore) and self._is_own(store.host, store.port))
         return not ours or store.timeout not in STANDARD
+
+    def _is_own(self, host: str, port: int) -> bool:
+        """Whether the group's store listens at an address."""
+        if self._own is None or port != self._own[1]:
+            return False
+        return host == self._own[0] or {host, self._own[0]} <= LOCAL
 
     def _waited(self, name: str, group: str, timed: bool, call: Callable[[], Any], match: int = 0) -> Any:
         line, start_ns = student_line(), clock()

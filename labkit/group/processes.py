@@ -25,6 +25,7 @@ from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload, shared_memory
+from labkit.ipc.place import Place
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor
@@ -65,7 +66,7 @@ class RankPool:
         members: the ranks, in rank order.
         loop: receives what the ranks send.
         notes: notes for the student, to be shown once.
-        modules: the student's modules that ranks have imported, by name.
+        modules: the student's modules that ranks have imported, by name and machine.
         lost: the ranks whose process has ended, and without which the others went on.
         oom_kills: the kernel's counters of processes killed by the OOM killer.
         cores: how many cores the ranks share.
@@ -85,7 +86,7 @@ class RankPool:
         self.lost = LostRanks(options, kind)
         self.oom_kills = OOMKillCounters()
         self.cores = usable_cores()
-        self.modules: dict[str, protocol.ImportedModule] = {}
+        self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
@@ -182,11 +183,13 @@ class RankPool:
             payload=shared_link,
         )
         for member in self.members:
+            place = member.process.place or Place.here(member.rank, config.size)
+            own = dataclasses.replace(config, rank=member.rank, place=place, readable_memory=member.process.readable)
             with contextlib.suppress(OSError):  # as in `tell`
-                member.channel.send(dataclasses.replace(config, rank=member.rank, readable_memory=member.process.readable))
+                member.channel.send(own)
         if shared_link is not None:
             shared_link.close()
-        self.tell(protocol.Offers([answer.offer for answer in self._answers(protocol.Offer)]))
+        self.tell(protocol.Offers(self._answers(protocol.Offer)))
         for ready in self._answers(protocol.Ready):
             self.notes += ready.notes
 

@@ -299,7 +299,7 @@ class Execution:
         self._release_servers()
 
     def _imported(self, _: Member, message: protocol.Imported) -> None:
-        self._pool.modules |= {module.name: module for module in message.modules}
+        self._pool.modules |= {(module.name, module.machine): module for module in message.modules}
 
     def _returned(self, member: Member, message: protocol.Returned) -> None:
         self._communicated |= message.communicated

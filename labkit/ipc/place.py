@@ -38,3 +38,13 @@ class Place:
     def here(cls, rank: int, size: int) -> Place:
         """Return the place of a rank where all ranks are on the notebook's machine."""
         return cls(local_rank=rank, local_size=size)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rank may be on another machine than the notebook."""
+        return self.machine != "" or self.nodes > 1
+
+    @property
+    def listening(self) -> str:
+        """The address at which a rank listens for the others: the loopback, unless some are on other machines."""
+        return self.address if self.nodes > 1 else LOOPBACK

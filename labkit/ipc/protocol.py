@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from labkit.errors.exceptions import RankFailure
 from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload
+from labkit.ipc.place import LOOPBACK, Place
 
 __all__ = [
     "Assigned", "CallFunction", "Changes", "Close", "Displayed", "Files", "Forget", "Frame", "Imported", "ImportedModule",
@@ -56,6 +57,7 @@ class RankConfig(Message):
         rich: whether the notebook can display more than text.
         starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
         shares_cores: whether the ranks of its group outnumber the cores that they may use.
+        place: where it is among the machines of its group.
         payload: the memory of an emulated link, which ranks share; None without one.
     """
 
@@ -68,6 +70,7 @@ class RankConfig(Message):
     rich: bool = False
     starts_rpc: bool = False
     shares_cores: bool = False
+    place: Place = field(default_factory=Place)
     payload: Payload | None = None
 
     @property
@@ -83,16 +86,25 @@ class RankConfig(Message):
 
 @dataclass(slots=True)
 class Offer(Message):
-    """What the other ranks must know before they set up, such as a port."""
+    """What the other ranks must know before they set up.
 
-    offer: Any
+    Args:
+        address: the address at which the others reach it.
+        port: the port that it holds there; 0 for none.
+        gpus: the GPUs that it would use, which other ranks may use as well. Different GPUs have different names, also
+            on different machines.
+    """
+
+    address: str = LOOPBACK
+    port: int = 0
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Offers(Message):
     """Set up, given the offers of all ranks in rank order. The reply is `Ready`."""
 
-    offers: Sequence[Any]
+    offers: Sequence[Offer]
 
 
 @dataclass(slots=True)
@@ -282,11 +294,15 @@ class ImportedModule(NamedTuple):
         name: its name, as in `import name`.
         file: its source file.
         modified_ns: the file's modification time when the module was imported.
+        digest: a hash of the file's content at that time.
+        machine: the rank's machine, as in `Place`.
     """
 
     name: str
     file: str
     modified_ns: int
+    digest: bytes
+    machine: str = ""
 
 
 @dataclass(slots=True)

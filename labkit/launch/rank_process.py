@@ -94,6 +94,7 @@ class RankProcess:
     def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self.number, self.pid, self.sentinel = number, 0, -1
         self.ended: End | None = None
+        self.place: Place | None = None
         self.sock, sock = socket.socketpair()
         self.output, output = os.pipe()
         os.set_blocking(self.output, False)

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Final
 
+import labkit.ipc.machine_variables  # noqa: F401  # keeps the variables of this moment
 from labkit.notebook.spawn_hint import hint_after
 from labkit.recording.script_folder import VARIABLE
 

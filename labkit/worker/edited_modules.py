@@ -5,11 +5,13 @@ Python imports a module only once, so a rank keeps the version that it has impor
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from labkit.ipc.protocol import ImportedModule
@@ -23,9 +25,13 @@ class Imports:
 
     Modules that exist before the rank runs the student's code are not examined. Their names are in memory that ranks
     share until they touch it, and copying it would take a fifth of the time in which a group starts.
+
+    Args:
+        machine: the rank's machine, as in `Place`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, machine: str = "") -> None:
+        self._machine = machine
         self._before = next(reversed(sys.modules), "")  # modules are in the order of their import
         self._seen: set[str] = set()
         self._count = len(sys.modules)
@@ -48,7 +54,7 @@ class Imports:
                 continue
             self._specs[name] = getattr(module, "__spec__", None)
             try:
-                found.append(ImportedModule(name, file, os.stat(file).st_mtime_ns))
+                found.append(ImportedModule(name, file, os.stat(file).st_mtime_ns, _digest(file), self._machine))
             except OSError:  # removed since
                 continue
         return found
@@ -66,17 +72,30 @@ class Imports:
 
 
 def edited(modules: Iterable[ImportedModule]) -> list[str]:
-    """Return a line for each module whose file has been edited since ranks imported it."""
+    """Return a line for each module of which ranks have another version than its file.
+
+    A file with the same modification time is not read. Another one need not have been edited: a copy on another machine
+    has a time of its own.
+    """
     lines = []
     for module in modules:
         try:
             modified_ns = os.stat(module.file).st_mtime_ns
+            if modified_ns == module.modified_ns or _digest(module.file) == module.digest:
+                continue
         except OSError:  # removed: there is no newer version
             continue
-        if modified_ns != module.modified_ns:
-            at = time.strftime("%H:%M:%S", time.localtime(modified_ns / 1e9))
-            lines.append(
-                f"{os.path.basename(module.file)} was edited at {at}, and the ranks still have {module.name} as it was when they "
-                f"imported it. Close the group and make a new one, or call importlib.reload({module.name}) in the function."
-            )
+        at = time.strftime("%H:%M:%S", time.localtime(modified_ns / 1e9))
+        file = os.path.basename(module.file)
+        have = f"the ranks still have {module.name} as it was when they imported it. Close"
+        if there := module.machine:  # new ranks would import an old copy again
+            have = f"the ranks on {there} have another version of {module.name}. If {there} has a copy, copy it again; then close"
+        lines.append(
+            f"{file} was edited at {at}, and {have} the group and make a new one, or call importlib.reload({module.name}) in the "
+            "function."
+        )
     return lines
+
+
+def _digest(file: str) -> bytes:
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).digest()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError, RankFailure
@@ -37,6 +37,7 @@ from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
+from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
@@ -92,11 +93,15 @@ class _Rank:
         self._cells = CellRunner()
         self._notes: list[str] = []  # remarks on the run for the student
         self._before = 0, 0  # numbers of recorded and of failed communications when the function began
-        self._imports = Imports()
+        self._imports = Imports(rank_config.place.machine)
         self._copy_errors: dict[type[Message], BaseException] = {}  # from copying the notebook's state
         self._unread_result: pickling.Payload | None = None  # a result that the notebook reads from this rank's memory
         self._runtime: Runtime = RUNTIMES[rank_config.options.runtime](rank_config, network, self._wait_for_release)
-        apply(protocol.Changes(rank_config.folder, rank_config.path, tuple(sys.path), rank_config.environment), kept=())
+        self._folder = WorkingFolder(rank_config.place)
+        self._folder_notes: list[str] = []  # remarks on it, for the student
+        elsewhere = rank_config.place.elsewhere
+        before = () if elsewhere else tuple(sys.path)  # another machine may have its libraries in other folders
+        self._copy(protocol.Changes(rank_config.folder, rank_config.path, before, rank_config.environment), kept=())
         self._display = RankDisplay(self._send, rich=rank_config.rich, size=rank_config.size)
         self._display.install()
         self._warnings = RankWarnings(self._send)
@@ -119,7 +124,7 @@ class _Rank:
             protocol.Forget: self._forget,
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
         }
-        self._attempt(lambda _: self._send(protocol.Offer(self._runtime.offer())), rank_config)
+        self._attempt(lambda _: self._send(self._runtime.offer()), rank_config)
 
     def serve(self, message: Message) -> bool:
         """Handle one message; return False after the last one."""
@@ -128,6 +133,7 @@ class _Rank:
             self._unread_result = None
         if isinstance(message, protocol.Close):
             self._runtime.tear_down()
+            self._folder.remove()
             return False
         handler = self._handlers[type(message)]
         if isinstance(message, protocol.Notice):
@@ -171,7 +177,7 @@ class _Rank:
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN
-        self._send(protocol.Ready(notes))
+        self._send(protocol.Ready([*notes, *self._take_folder_notes()]))
 
     def _learn(self, files: protocol.Files) -> None:
         """Store the names of the student's files, and the sources of those that only the notebook can read."""
@@ -187,10 +193,24 @@ class _Rank:
         """Unpickle a payload, and install its definitions in `__main__`."""
         return pickling.unpack(payload, received=self._received)
 
+    def _copy(self, changes: protocol.Changes, kept: Collection[str]) -> None:
+        """Apply changes of the notebook's process, except to variables that are kept.
+
+        Raises:
+            OSError: this rank cannot enter the folder.
+        """
+        apply(changes, kept, elsewhere=self._rank_config.place.elsewhere)
+        if changes.folder is not None:
+            self._folder_notes += self._folder.enter(changes.folder)
+
+    def _take_folder_notes(self) -> list[str]:
+        notes, self._folder_notes = self._folder_notes, []
+        return notes
+
     def _follow(self, changes: protocol.Changes) -> None:
         """Apply changes of the notebook's process, except to the variables that belong to this rank."""
         try:
-            apply(changes, kept=self._variables)
+            self._copy(changes, kept=self._variables)
         except OSError as error:
             raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
 
@@ -315,7 +335,9 @@ class _Rank:
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        self._send(protocol.Returned(communicated, unfinished, *self._runtime.end_run(), self._exits, payload))
+        spent, notes = self._runtime.end_run()
+        notes += self._take_folder_notes()
+        self._send(protocol.Returned(communicated, unfinished, spent, notes, self._exits, payload))
         if payload.owner_pid:
             self._unread_result = payload
         else:

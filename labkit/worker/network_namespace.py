@@ -85,6 +85,22 @@ class Network:
         """Whether it is a private network."""
         return self._fd >= 0
 
+    def unless_several(self, machines: int, environment: Mapping[str, str]) -> Network:
+        """Return this network, or the machine's if the ranks are on several: a private network has no others.
+
+        Args:
+            machines: the number of the group's machines.
+            environment: the environment variables.
+
+        Raises:
+            LabError: the variables require a private network.
+        """
+        if not self.private or machines == 1:
+            return self
+        if wanted(environment) == PRIVATE:
+            raise LabError(f"{VARIABLE}=private: in private networks, ranks of several machines cannot meet. Unset it.")
+        return Network(why="the ranks are on several machines")
+
     def unless_asked_outside(self, environment: Mapping[str, str]) -> Network:
         """Return this network, or the machine's if variables choose an interface that a private network does not have.
 

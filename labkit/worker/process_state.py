@@ -9,23 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.machine_variables import belongs_to_machine
 from labkit.ipc.protocol import Changes
 
 __all__ = ["ProcessState", "apply"]
 
 
-def apply(changes: Changes, kept: Collection[str]) -> None:
-    """In a rank: apply changes. Entries that the rank's code has added to the import path stay, at its end.
+def apply(changes: Changes, kept: Collection[str], *, elsewhere: bool) -> None:
+    """In a rank: apply changes, except that of the folder.
+
+    Entries that the rank's code has added to the import path stay, at its end.
 
     Args:
         changes: the changes of the notebook's process.
         kept: names of variables that belong to the rank, such as RANK; they do not change.
-
-    Raises:
-        OSError: the rank cannot enter the folder.
+        elsewhere: whether the rank may be on another machine: then those that describe a machine do not change either.
     """
     for name, value in changes.variables.items():
-        if name in kept:
+        if name in kept or (elsewhere and belongs_to_machine(name)):
             continue
         if value is None:
             os.environ.pop(name, None)
@@ -33,8 +34,6 @@ def apply(changes: Changes, kept: Collection[str]) -> None:
             os.environ[name] = value
     if changes.path is not None:
         sys.path[:] = [*changes.path, *(p for p in sys.path if p not in changes.path_before and p not in changes.path)]
-    if changes.folder is not None:
-        os.chdir(changes.folder)
 
 
 @dataclass(frozen=True, slots=True)

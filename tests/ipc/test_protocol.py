@@ -20,8 +20,8 @@ from labkit.ipc.protocol import Message
 FAILURE = RankFailure(1, "b", "ValueError: x", at_ns=7)
 MESSAGES: list[Message] = [
     protocol.RankConfig(1, Options(names=("a", "b"), runtime="bare", threads=3), ("path",), "folder", {"A": None}),
-    protocol.Offer(1234),
-    protocol.Offers([1234, None]),
+    protocol.Offer("10.0.0.2", 1234, ("a", "b")),
+    protocol.Offers([protocol.Offer(port=1234), protocol.Offer()]),
     protocol.Ready(["a note"]),
     protocol.NewFiles({"cell 1": ("cell 1", ["x = 1\n"])}),
     protocol.Install(Payload(b"stream")),
@@ -42,7 +42,7 @@ MESSAGES: list[Message] = [
     protocol.Close(),
     protocol.Serving(),
     protocol.Assigned(["x"]),
-    protocol.Imported([protocol.ImportedModule("m", "m.py", 5)]),
+    protocol.Imported([protocol.ImportedModule("m", "m.py", 5, b"digest")]),
     protocol.Displayed({"text/plain": "x"}, {"width": 1}, "key", True),
     protocol.Warned("UserWarning: x", 2),
 ]

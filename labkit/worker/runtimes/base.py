@@ -10,9 +10,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from labkit.ipc.protocol import RankConfig
+from labkit.ipc.protocol import Offer, RankConfig
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
@@ -21,9 +21,8 @@ from labkit.worker.network_namespace import Network
 if TYPE_CHECKING:
     from labkit.comm.initialization import Initialization
 
-__all__ = ["LOOPBACK", "MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
+__all__ = ["MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
 
-LOOPBACK: Final = "127.0.0.1"
 MIB: Final = 1 << 20
 
 
@@ -97,13 +96,14 @@ class Runtime:
         return False
 
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
-        self.rank_config, self.options = rank_config, rank_config.options
+        self.rank_config, self.options, self.place = rank_config, rank_config.options, rank_config.place
         self.network, self.wait_for_release = network, wait_for_release
         self._initialization: Initialization | None = None  # set when torch is imported
 
-    def offer(self) -> Any:
+    def offer(self) -> Offer:
         """In the rank: return what the other ranks must know before they set up."""
-        return _free_port() if self.rank_config.rank == 0 else None
+        address = self.place.listening
+        return Offer(address, _free_port(address) if self.rank_config.rank == 0 else 0)
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
         """In the rank, before `set_up`: have the framework's operations recorded.
@@ -117,7 +117,7 @@ class Runtime:
         """
         return lambda: None
 
-    def set_up(self, offers: Sequence[Any]) -> list[str]:
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """In the rank: prepare it for the student's function.
 
         Args:
@@ -142,7 +142,9 @@ class Runtime:
             from labkit.comm.initialization import Initialization
 
             install.watch_script(recorder, given=False)
-            self._initialization = Initialization(recorder, self.rank_config.rank, self.rank_config.size, record_rpc)
+            self._initialization = Initialization(
+                recorder, self.rank_config.rank, self.rank_config.size, record_rpc, self.place.names
+            )
 
         when_imported("torch", lambda _: watch())
 
@@ -178,21 +180,24 @@ class Runtime:
     def tear_down(self) -> None:
         """In the rank: called when the group closes."""
 
-    def _torchrun_environment(self, port: int) -> None:
+    def _torchrun_environment(self, master: Offer) -> None:
         """Set torchrun's environment variables, so that a function does not depend on how its rank was started.
+
+        Args:
+            master: the offer of rank 0.
 
         Source: "Environment Variables", PyTorch's documentation of torchrun.
         """
-        rank_config = self.rank_config
+        rank_config, place = self.rank_config, self.place
         os.environ |= {
             "RANK": str(rank_config.rank),
-            "LOCAL_RANK": str(rank_config.rank),
+            "LOCAL_RANK": str(place.local_rank),
             "WORLD_SIZE": str(rank_config.size),
-            "LOCAL_WORLD_SIZE": str(rank_config.size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(port),
+            "LOCAL_WORLD_SIZE": str(place.local_size),
+            "GROUP_RANK": str(place.node),
+            "GROUP_WORLD_SIZE": str(place.nodes),
+            "MASTER_ADDR": master.address,
+            "MASTER_PORT": str(master.port),
             "OMP_NUM_THREADS": str(self.options.threads),
             "LABKIT_RANK": str(rank_config.rank),  # so that `Group` can refuse to start inside a rank
         }
@@ -203,9 +208,12 @@ def has_server(jobs: Collection[str], job: str) -> bool:
     return "ps" in jobs and job in ("worker", "ps")
 
 
-def _free_port() -> int:
-    """Return a port that is free now. It is not reserved: bare ranks that bind it may have to try again."""
+def _free_port(address: str) -> int:
+    """Return a port that is free now at an address of this machine.
+
+    It is not reserved: bare ranks that bind it may have to try again.
+    """
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

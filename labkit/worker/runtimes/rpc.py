@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from labkit.comm.torch_internals import RPC_START
 from labkit.errors.exceptions import LabError
+from labkit.ipc.protocol import Offer
 from labkit.recording.record import Recorder
 from labkit.worker.runtimes.base import quiet_stderr
 from labkit.worker.runtimes.torch import Torch
@@ -33,14 +34,14 @@ class Rpc(Torch):
 
         return watch_rpc(recorder, self._slow_link(shared_link))
 
-    def set_up(self, offers: Sequence[Any]) -> list[str]:
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """Join the RPC group."""
         import torch.distributed as dist
         from torch.distributed import rpc
 
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
-        _, notes = self._prepare(offers[0])
+        _, notes = self._prepare(offers)
         _hide_optimizer_warning()
         name, options = self._rpc_given()
         store = self._store if self.rank_config.rank == 0 else self._connect()

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.lists import counted
+from labkit.errors.lists import counted, listed
+from labkit.ipc.protocol import Offer
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
-from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, quiet_stderr
+from labkit.worker.runtimes.base import MIB, Runtime, quiet_stderr
 from labkit.worker.runtimes.devices import devices, share_of_devices
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = ["Torch"]
 
 
 class Torch(Runtime):
-    """`torch.distributed` is initialised: with NCCL if each rank has its own GPU, else with gloo."""
+    """`torch.distributed` is initialised: with NCCL if each rank has GPUs of its own, else with gloo."""
 
     package = "torch"
     extra = "torch"
@@ -37,24 +38,27 @@ class Torch(Runtime):
     rank_bytes = 100 * MIB
     emulates_links = True
     has_torch_profiler = True
-    _port = -1  # of the group's store, once it is known
+    _master = Offer(port=-1)  # where the group's store is, once it is known
 
-    def offer(self) -> Any:
-        """On rank 0: start a store and return its port."""
-        self.network = self.network.unless_asked_outside(os.environ)
+    def offer(self) -> Offer:
+        """On rank 0: start a store. Return where it is, and this rank's GPUs."""
+        self.network = self.network.unless_several(self.place.nodes, os.environ).unless_asked_outside(os.environ)
         if self.network.private:
             from labkit.worker.runtimes import torch_sockets
 
-            torch_sockets.open_in(self.network, lambda: self._port)
-        if self.rank_config.rank != 0:
-            return None
+            torch_sockets.open_in(self.network, lambda: self._master.port)
+        address = self.place.listening
+        return Offer(address, self._open_store(address) if self.rank_config.rank == 0 else 0, self._gpus())
+
+    def _open_store(self, address: str) -> int:
+        """Start the group's store at an address of this machine, and return its port."""
         from torch.distributed import TCPStore
 
         # By default the store would listen on every interface of the machine; this socket does not.
-        listening = self.network.call(socket.create_server, (LOOPBACK, 0), backlog=max(128, self.rank_config.size))
+        listening = self.network.call(socket.create_server, (address, 0), backlog=max(128, self.rank_config.size))
         with quiet_stderr():  # without a name server, torch warns that 127.0.0.1 has no name
             self._store = TCPStore(
-                LOOPBACK,
+                address,
                 listening.getsockname()[1],
                 self.rank_config.size,
                 is_master=True,
@@ -63,6 +67,20 @@ class Torch(Runtime):
                 master_listen_fd=listening.detach(),
             )
         return self._store.port
+
+    def _gpus(self) -> tuple[str, ...]:
+        """Return the UUIDs of the GPUs that this rank would use, its own or shared ones."""
+        import torch
+
+        own = self._own_devices()
+        return () if own == ["cpu"] else tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in own)
+
+    def _own_devices(self) -> list[str]:
+        """Return the names of this rank's devices, of those that torch sees on its machine."""
+        import torch
+
+        gpus = torch.cuda.device_count() if self.options.devices != "cpu" else 0
+        return share_of_devices(self.place.local_rank, self.place.local_size, gpus)
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record what goes through process groups; RPC only once the returned function is called."""
@@ -77,11 +95,11 @@ class Torch(Runtime):
         link = self.options.link
         return None if link is None else slow_link(link, self.rank_config.rank, shared_link)
 
-    def set_up(self, offers: Sequence[Any]) -> list[str]:
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """Join the process group."""
         import torch.distributed as dist
 
-        device, notes = self._prepare(offers[0])
+        device, notes = self._prepare(offers)
         store = self._store if self.rank_config.rank == 0 else self._connect()
         own_gpu = device is not None and not notes
         dist.init_process_group(
@@ -99,9 +117,10 @@ class Torch(Runtime):
         from labkit.comm.install import watch_device
 
         rank_config = self.rank_config
+        store = self._master.address, self._master.port
         rpc = self._rpc_given(), rank_config.starts_rpc
         self._initialization = Initialization(
-            recorder, rank_config.rank, rank_config.size, record_rpc, self._port, self._connect, *rpc
+            recorder, rank_config.rank, rank_config.size, record_rpc, self.place.names, store, self._connect, *rpc
         )
         watch_device(recorder, devices()[0])
 
@@ -114,7 +133,7 @@ class Torch(Runtime):
         from torch.distributed import TCPStore
 
         with quiet_stderr():  # as above
-            return TCPStore(LOOPBACK, self._port, self.rank_config.size, is_master=False)
+            return TCPStore(self._master.address, self._master.port, self.rank_config.size, is_master=False)
 
     def tear_down(self) -> None:
         """Destroy the process group; without that, the process may abort when it exits."""
@@ -123,31 +142,51 @@ class Torch(Runtime):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _prepare(self, port: int) -> tuple[Any, list[str]]:
+    def _prepare(self, offers: Sequence[Offer]) -> tuple[Any, list[str]]:
         """Set environment variables, threads and device.
+
+        Args:
+            offers: the offers of all ranks.
 
         Returns:
             the device, or None without a GPU, and remarks for the student, such as that ranks share GPUs.
         """
         import torch
 
-        self._port = port
-        self._torchrun_environment(port)
-        for variable in INTERFACES:
-            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
+        self._master = offers[0]
+        self._torchrun_environment(self._master)
+        self._choose_interfaces()
         torch.set_num_threads(self.options.threads)
-        gpus = torch.cuda.device_count() if self.options.devices != "cpu" else 0
-        own = share_of_devices(self.rank_config.rank, self.rank_config.size, gpus)
+        own = self._own_devices()
         os.environ["LABKIT_DEVICES"] = ",".join(own)
+        device = None
+        if own != ["cpu"]:
+            device = torch.device(own[0])
+            torch.cuda.set_device(device)
+        elif self.options.devices == "cuda":
+            where = f"on {self.place.machine}" if self.place.elsewhere else "here"
+            raise LabError(f"devices='cuda': torch sees no GPU {where}. Leave `devices` out to run on the CPU.")
+        return device, [why] if (why := self._why_no_nccl(offers)) else []
+
+    def _choose_interfaces(self) -> None:
+        """Choose the network interface of messages, unless the program has."""
+        one_machine = self.place.nodes == 1
+        interface = LOOPBACK_INTERFACE if one_machine else self.place.interface
+        for variable in INTERFACES if one_machine else (*INTERFACES, "NCCL_SOCKET_IFNAME"):
+            if interface:
+                os.environ.setdefault(variable, interface)
+
+    def _why_no_nccl(self, offers: Sequence[Offer]) -> str:
+        """Return why a group with GPUs does not use NCCL, the same on all its ranks; "" if it does, or has no GPUs."""
+        gpus = [gpu for offer in offers for gpu in offer.gpus]
+        without = [name for name, offer in zip(self.options.names, offers, strict=True) if not offer.gpus]
         if not gpus:
-            if self.options.devices == "cuda":
-                raise LabError("devices='cuda': torch sees no GPU here. Leave `devices` out to run on the CPU.")
-            return None, []
-        device = torch.device(own[0])
-        torch.cuda.set_device(device)
-        if gpus >= self.rank_config.size and self.options.link is not None:
-            return device, ["link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."]
-        if gpus >= self.rank_config.size:
-            return device, []
-        shared = f"{self.rank_config.size} ranks share {counted(gpus, 'GPU')}"
-        return device, [f"{shared}: NCCL needs one per rank, so messages go through gloo."]
+            return ""
+        if without:
+            return f"no GPU for {listed(without)}: NCCL needs one per rank, so messages go through gloo."
+        if len(set(gpus)) < len(gpus):
+            shared = f"{len(offers)} ranks share {counted(len(set(gpus)), 'GPU')}"
+            return f"{shared}: NCCL needs one per rank, so messages go through gloo."
+        if self.options.link is not None:
+            return "link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."
+        return ""

@@ -28,7 +28,8 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.deadlock import Reason
 from labkit.ipc.options import Options
-from labkit.ipc.protocol import RankConfig
+from labkit.ipc.place import Place
+from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
@@ -131,15 +132,17 @@ def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpu
 
     def runtime(**more: Any) -> TensorFlow:
         options = Options(names=names, runtime="tensorflow", devices_per_rank=each, **more)
-        return TensorFlow(RankConfig(ranks - 1, options), Network(), lambda: None)
+        place = Place.here(ranks - 1, ranks)
+        return TensorFlow(RankConfig(ranks - 1, options, place=place), Network(), lambda: None)
 
-    share, notes = runtime()._share(gpus)
+    offers = [Offer(gpus=tuple(runtime()._own(gpus)))] * ranks
+    share, notes = runtime()._share(gpus, offers)
     assert "".join(share) == own
     assert bool(notes) == (bool(gpus) and not own)
     asked = runtime(devices="cuda")
     if not own:
         with pytest.raises(lab.LabError, match=f"TensorFlow sees {len(gpus)} GPU"):
-            asked._share(gpus)
+            asked._share(gpus, offers)
 
 
 def test_without_a_gpu_cuda_is_refused_with_an_explanation() -> None:

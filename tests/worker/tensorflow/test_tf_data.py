@@ -13,7 +13,7 @@ import pytest
 import labkit as lab
 from labkit.recording.schema import DATA
 from labkit.tracing.intervals import Intervals, difference, length, union
-from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Role, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 
 pytestmark = pytest.mark.tf
@@ -121,7 +121,7 @@ def test_keras_waits_for_each_batch_of_a_generator(one: lab.Group) -> None:
 
 # The profiler's events.
 
-PLACE = Place(0, {("worker", 0): 0}, 1)
+ROLE = Role(0, {("worker", 0): 0}, 1)
 
 
 def ran(name: str, /, start_ms: float, end_ms: float, thread: int = 1, **stats: Any) -> Event:
@@ -129,7 +129,7 @@ def ran(name: str, /, start_ms: float, end_ms: float, thread: int = 1, **stats: 
 
 
 def found(events: list[Event]) -> list[tuple[str, int, int]]:
-    return sorted((s.name, s.start_ns // MS, s.end_ns // MS) for s in spans_of(events, PLACE))
+    return sorted((s.name, s.start_ns // MS, s.end_ns // MS) for s in spans_of(events, ROLE))
 
 
 def executor(number: int, *operations: Event) -> list[Event]:

@@ -20,7 +20,7 @@ from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow import profiler_events
-from labkit.worker.runtimes.tensorflow.profiler_events import Place, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Role, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
 from labkit.worker.runtimes.tensorflow.session import Event
 
@@ -483,7 +483,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     del os.environ["LABKIT_TENSORFLOW_TIMELINE"]
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 10_000_000
     assert here.recorder is not None
-    timeline = tf_timeline.Timeline(here.recorder, Place(0, {}, 1, serves=True))
+    timeline = tf_timeline.Timeline(here.recorder, Role(0, {}, 1, serves=True))
     timeline.install()
     timeline.begin()
     first, end_s = timeline._session, time.monotonic() + 100
@@ -595,7 +595,7 @@ def test_ranks_read_at_the_same_moments_and_never_too_late() -> None:
         assert second // 2 <= next_reading(now_ns, reading_ns) - now_ns < LIMIT_S * second // 2
 
 
-PLACE = Place(0, {("worker", 0): 0, ("ps", 0): 1}, 1)
+ROLE = Role(0, {("worker", 0): 0, ("ps", 0): 1}, 1)
 
 
 def ran(name: str, start_ms: float, end_ms: float, thread: int = 1, **stats: Any) -> Event:
@@ -614,7 +614,7 @@ def test_phases_follow_from_names() -> None:
         ran("dense/MatMul:MatMul", 1, 2), ran("gradient_tape/dense/MatMul:MatMul", 3, 5), ran("sgd/update_0/Mul:Mul", 6, 7),
         ran("Sub:Sub", 8, 9), ran("AssignVariableOp:AssignVariableOp", 9, 10),
     )  # fmt: skip
-    found = [(s.name, s.start_ns // MS, s.end_ns // MS) for s in spans_of(events, PLACE)]
+    found = [(s.name, s.start_ns // MS, s.end_ns // MS) for s in spans_of(events, ROLE)]
     assert found == [("forward", 1, 2), ("backward", 3, 5), ("optimizer", 6, 7), ("optimizer", 8, 10)]
 
 
@@ -624,7 +624,7 @@ def test_the_students_span_replaces_a_phase_and_may_contain_several() -> None:
         ran(f"{outer}/{inner}/MatMul:MatMul", 1, 2), ran(f"{outer}/Relu:Relu", 3, 4),
         ran(f"{outer}/gradient_tape/{outer}/{inner}/MatMul:MatMul", 5, 6),
     )  # fmt: skip
-    found = {(s.name, s.start_ns // MS, s.end_ns // MS, s.measured) for s in spans_of(events, PLACE, ["attention", "step"])}
+    found = {(s.name, s.start_ns // MS, s.end_ns // MS, s.measured) for s in spans_of(events, ROLE, ["attention", "step"])}
     assert found == {
         ("step", 1, 6, False), ("attention", 1, 2, False), ("attention", 1, 2, True), ("forward", 3, 4, True),
         ("backward", 5, 6, True),

@@ -30,7 +30,7 @@ from labkit.worker.runtimes.tensorflow.profiler_messages import (
 )
 from labkit.worker.runtimes.tensorflow.session import Event
 
-__all__ = ["Place", "scope_of", "spans_of"]
+__all__ = ["Role", "scope_of", "spans_of"]
 
 BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
 OPTIMIZERS: Final = re.compile(
@@ -54,8 +54,8 @@ EAGER_PAUSE_NS: Final = 1_000_000  # the same outside a tf.function, where Pytho
 FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "compute"
 
 
-class Place(NamedTuple):
-    """A rank's place in the cluster.
+class Role(NamedTuple):
+    """A rank's role in the cluster.
 
     Args:
         rank: its number.
@@ -100,21 +100,21 @@ def scope_of(number: int) -> str:
 
 
 def spans_of(
-    events: Iterable[Event], place: Place, names: Sequence[str] = (), nbytes: Callable[..., int] = lambda *_: 0,
+    events: Iterable[Event], role: Role, names: Sequence[str] = (), nbytes: Callable[..., int] = lambda *_: 0,
     times: Counter[tuple[int, int, int]] | None = None,
 ) -> list[Span]:  # fmt: skip
     """Convert the events of a session to the spans of a rank.
 
     Args:
         events: the events of one session of the profiler.
-        place: the rank's place in the cluster.
+        role: the rank's role in the cluster.
         names: the names of the student's spans in tf.functions, by their numbers.
         nbytes: returns the size of a collective or a message in bytes, given its name, its instance key or -1, and
             whether it ran outside a tf.function; 0 if unknown, -1 if no tensor is sent.
         times: how often each device has run a collective, by group, instance key and device, in earlier sessions;
             updated.
     """
-    reader = _Reader(place, names, nbytes, Counter() if times is None else times)
+    reader = _Reader(role, names, nbytes, Counter() if times is None else times)
     reader.read(events)
     return reader.spans()
 
@@ -122,8 +122,8 @@ def spans_of(
 class _Reader:
     """Reads events, thread by thread, and converts them to spans."""
 
-    def __init__(self, place: Place, names: Sequence[str], nbytes: Callable[..., int], times: Any) -> None:
-        self._place, self._names, self._nbytes, self._times = place, names, nbytes, times
+    def __init__(self, role: Role, names: Sequence[str], nbytes: Callable[..., int], times: Any) -> None:
+        self._role, self._names, self._nbytes, self._times = role, names, nbytes, times
         self._executors: dict[int, _Executor] = defaultdict(_Executor)
         self._issued: dict[int, _Issued] = {}  # by the context of its end
         self._runs: dict[int, int] = {}  # from the context of a collective's kernel to the one of its start
@@ -183,23 +183,23 @@ class _Reader:
             if not _is_loop(within):
                 self._of_data.add(stats.get("id", 0))
         elif (loop := LOOP.match(name)) and loop["input"]:
-            self._main.append(_data(self._place.rank, event.start_ns, event.end_ns, self._device(0)))
-        elif "tf_function_call" in stats and not self._place.coordinates:
-            self._main.append(_compute(self._place.rank, name, event.start_ns, event.end_ns))
+            self._main.append(_data(self._role.rank, event.start_ns, event.end_ns, self._device(0)))
+        elif "tf_function_call" in stats and not self._role.coordinates:
+            self._main.append(_compute(self._role.rank, name, event.start_ns, event.end_ns))
         elif name == "tf.function-graph_building":
             outer = next((e.name for e in reversed(within) if "tf_function_call" in e.stats), "")
-            self._main.append(_compute(self._place.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
-        elif name == "EagerExecute" and not self._place.coordinates and not any(_kind(e) in PYTHON for e in within):
+            self._main.append(_compute(self._role.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
+        elif name == "EagerExecute" and not self._role.coordinates and not any(_kind(e) in PYTHON for e in within):
             self._take_eager(event)
         elif name.startswith(COPIED):
-            self._main += copy_of(event, self._place.rank, self._device)
+            self._main += copy_of(event, self._role.rank, self._device)
         elif ":" in name and "::" not in name:
             self._take_operation(event, within)
 
     def _take_eager(self, event: Event) -> None:
         operation = str(event.stats.get("eager_op", ""))
         if operation.startswith(NEXT_EAGERLY):
-            self._main.append(_compute(self._place.rank, DATA, event.start_ns, event.end_ns))
+            self._main.append(_compute(self._role.rank, DATA, event.start_ns, event.end_ns))
         elif not event.stats.get("is_func") and not operation.startswith("Collective"):
             self._eager.append((event.start_ns, event.end_ns, event.thread))
 
@@ -232,7 +232,7 @@ class _Reader:
             if executor.step != -1 and executor.operations:  # -1: constant folding
                 found += self._phases(executor) + self._waits_for_data(executor)
                 sent += messages_of(
-                    executor.operations, self._ends, self._place.rank, self._place.ranks, step=executor.step,
+                    executor.operations, self._ends, self._role.rank, self._role.ranks, step=executor.step,
                     device=self._device(executor.device), nbytes=self._nbytes,
                 )  # fmt: skip
         found += within_the_rank(sent)
@@ -261,13 +261,13 @@ class _Reader:
                 executor.device = usual[0][0] if usual else 0
 
     def _device(self, number: int) -> str:
-        return f"CPU:{number}" if self._place.devices > 1 else "cpu"
+        return f"CPU:{number}" if self._role.devices > 1 else "cpu"
 
     def _phases(self, executor: _Executor) -> list[Span]:
         """Return forward, backward and optimizer of one executor, and the student's own spans."""
         operations = sorted((e for e in executor.operations if _computes(e)), key=lambda e: e.start_ns)
         labels = _labels(operations)
-        device, rank, found = self._device(executor.device), self._place.rank, []
+        device, rank, found = self._device(executor.device), self._role.rank, []
         scopes: dict[int, list[int]] = defaultdict(list)
         for i, event in enumerate(operations):
             for number in _scopes(event.name):
@@ -306,7 +306,7 @@ class _Reader:
         """Return the time in which one executor waited for batches of a dataset."""
         device = self._device(executor.device)
         waits = [e for e in executor.operations if _kind(e) in NEXT]
-        return [_data(self._place.rank, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device) for e in waits]
+        return [_data(self._role.rank, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device) for e in waits]
 
     def _collectives(self) -> list[Span]:
         found, times = [], self._times
@@ -321,7 +321,7 @@ class _Reader:
             group, instance = int(event.stats.get("group_key", 0)), int(event.stats.get("instance_key", 0))
             among = taken[group, instance, event.stats.get("step_id"), event.stats.get("iter_id")]
             if device in among:  # each device takes part once, so this is another device, which the events do not name
-                device = next((d for d in range(self._place.devices) if d not in among), device)
+                device = next((d for d in range(self._role.devices) if d not in among), device)
             among.add(device)
             times[group, instance, device] += 1
             match = (instance & 0x7FFFFFFF) << 32 | times[group, instance, device]
@@ -332,7 +332,7 @@ class _Reader:
             size = max(self._nbytes(name, group, instance, issued.eager), 0)
             found.append(
                 Span(
-                    self._place.rank, operation.name, "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
+                    self._role.rank, operation.name, "communication", start_ns, end_ns, start_ns, end_ns, nbytes=size,
                     root=root, group=f"TensorFlow group {group}", match=match, device=self._device(device),
                     sized=size > 0,
                 )
@@ -349,7 +349,7 @@ class _Reader:
                 pieces[-1][1] = max(pieces[-1][1], end_ns)
             else:
                 pieces.append([start_ns, end_ns, thread])
-        return [_compute(self._place.rank, COMPUTE, s, e) for s, e, _ in pieces]
+        return [_compute(self._role.rank, COMPUTE, s, e) for s, e, _ in pieces]
 
 
 _EXECUTED: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")

@@ -20,7 +20,7 @@ from labkit.recording.record import Recorder, clock
 from labkit.recording.ring_layout import CAPACITY
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
-from labkit.worker.runtimes.tensorflow.profiler_events import Place, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Role, spans_of
 from labkit.worker.runtimes.tensorflow.session import Session
 from labkit.worker.runtimes.tensorflow.sizes import Sizes
 from labkit.worker.runtimes.tensorflow.spans import GraphSpans
@@ -43,11 +43,11 @@ class Timeline:
 
     Args:
         recorder: this rank's recorder.
-        place: the rank's place in the cluster.
+        role: the rank's role in the cluster.
     """
 
-    def __init__(self, recorder: Recorder, place: Place) -> None:
-        self._recorder, self._place, self._sizes = recorder, place, Sizes()
+    def __init__(self, recorder: Recorder, role: Role) -> None:
+        self._recorder, self._role, self._sizes = recorder, role, Sizes()
         self._spans = GraphSpans()
         self._session: Session | None = None
         self._lock = threading.RLock()
@@ -91,12 +91,12 @@ class Timeline:
             if self._session is None:
                 return
             start_ns = clock()
-            if not self._place.serves:
+            if not self._role.serves:
                 _finish_running_operations()
             blind_ns = self._stop(go_on=not self._students_sessions)
             end_ns = clock()
             # In a rank that serves, other threads compute meanwhile; their operations are missing only between the two.
-            self._recorder.ring.write(READING, COMPUTE, *(blind_ns if self._place.serves else (start_ns, end_ns)))
+            self._recorder.ring.write(READING, COMPUTE, *(blind_ns if self._role.serves else (start_ns, end_ns)))
             self._due_ns = next_reading(end_ns, end_ns - start_ns) if self._session is not None else 0
 
     def end(self) -> list[str]:
@@ -116,7 +116,7 @@ class Timeline:
             self._stop()
             self._students_sessions += 1
             self._notes.append(
-                f"rank {self._place.rank} used TensorFlow's profiler itself, which allows one session at a time: meanwhile the "
+                f"rank {self._role.rank} used TensorFlow's profiler itself, which allows one session at a time: meanwhile the "
                 "pictures show none of its operations."
             )
 
@@ -153,8 +153,8 @@ class Timeline:
                 if go_on:
                     self._start()
                 end_ns = clock()
-                place = self._place._replace(devices=max(self._place.devices, _configured_devices()))
-                self._write(spans_of(session.events(), place, self._spans.names, self._sizes.nbytes, self._times))
+                role = self._role._replace(devices=max(self._role.devices, _configured_devices()))
+                self._write(spans_of(session.events(), role, self._spans.names, self._sizes.nbytes, self._times))
             except Exception as error:  # noqa: BLE001  # as above
                 self._fail(error)
             self._sizes.forget()
@@ -162,13 +162,13 @@ class Timeline:
 
     def _fail(self, error: Exception) -> None:
         self._notes.append(
-            f"rank {self._place.rank}: TensorFlow's profiler failed, so pictures lack its operations. "
+            f"rank {self._role.rank}: TensorFlow's profiler failed, so pictures lack its operations. "
             f"{type(error).__name__}: {error}"
         )
 
     def _read_when_due(self, over: threading.Event) -> None:
         """Read the session on a thread: in a rank that serves when it is due, in others only at `LIMIT_S`."""
-        while self._place.serves and not over.is_set():
+        while self._role.serves and not over.is_set():
             with self._lock:  # until the previous session has been read, `_due_ns` is not set
                 left_ns = self._due_ns - clock()
             if left_ns <= 0:
@@ -182,14 +182,14 @@ class Timeline:
                 return
             self._stop()
             self._notes.append(
-                f"rank {self._place.rank} was in one call of TensorFlow for {LIMIT_S:.0f} s: later operations are not shown."
+                f"rank {self._role.rank} was in one call of TensorFlow for {LIMIT_S:.0f} s: later operations are not shown."
             )
 
     def _write(self, spans: list[Span]) -> None:
         ring = self._recorder.ring
         if len(spans) > MOST:
             spans.sort(key=lambda s: (s.kind == "compute", s.start_ns - s.end_ns))
-            self._notes.append(f"rank {self._place.rank}: of {len(spans)} spans at once, pictures show the {MOST} longest.")
+            self._notes.append(f"rank {self._role.rank}: of {len(spans)} spans at once, pictures show the {MOST} longest.")
         for span in spans[:MOST]:
             device, flags = device_code(span.device), flags_of(span)
             if span.kind == "compute":

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
+from labkit.ipc.protocol import Offer
 from labkit.recording.record import here
-from labkit.worker.runtimes.base import LOOPBACK, MIB, Runtime, has_server, quiet_stderr
+from labkit.worker.runtimes.base import MIB, Runtime, has_server, quiet_stderr
 from labkit.worker.runtimes.tensorflow import config, patches, servers, strategies, strategy_checks
-from labkit.worker.runtimes.tensorflow.profiler_events import Place
+from labkit.worker.runtimes.tensorflow.profiler_events import Role
 from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
 __all__ = ["TensorFlow", "threads_between"]
@@ -49,21 +50,27 @@ class TensorFlow(Runtime):
         """Return whether a rank is a worker of a parameter-server cluster: the chief gives its work to another one."""
         return jobs[rank][0] == "worker" and has_server([job for job, _ in jobs], "worker")
 
-    def offer(self) -> Any:
-        """Bind a port, without listening on it, and return it; TensorFlow will bind it as well."""
+    def offer(self) -> Offer:
+        """Bind a port, without listening on it; TensorFlow will bind it as well. Return it, and this rank's GPUs."""
+        self.network = self.network.unless_several(self.place.nodes, os.environ)
         self._held: socket.socket = self.network.call(socket.socket)
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._held.bind((LOOPBACK, 0))
-        return self._held.getsockname()[1]
+        self._held.bind((self.place.listening, 0))
+        with quiet_stderr():
+            import tensorflow as tf
 
-    def set_up(self, offers: Sequence[Any]) -> list[str]:
+            own = self._own(tf.config.list_physical_devices("GPU"))
+        gpus = tuple(f"{self.place.machine} {gpu.name}" for gpu in own)
+        return Offer(self.place.listening, self._held.getsockname()[1], gpus)
+
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """Set TF_CONFIG and the logical devices, without running a TensorFlow operation."""
         rank_config = self.rank_config
         self._torchrun_environment(offers[0])
         job, task = self.options.jobs[rank_config.rank]
         cluster: dict[str, list[str]] = {}
-        for (name, _), port in zip(self.options.jobs, offers, strict=True):
-            cluster.setdefault(name, []).append(f"{LOOPBACK}:{port}")
+        for (name, _), offer in zip(self.options.jobs, offers, strict=True):
+            cluster.setdefault(name, []).append(f"{offer.address}:{offer.port}")
         if rank_config.size > 1:
             os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": job, "index": task}})
             if list(cluster) == ["worker"]:
@@ -79,13 +86,13 @@ class TensorFlow(Runtime):
         )
         patches.apply()
         check = partial(config.check, self.options.jobs, rank_config.rank)
-        notes = servers.apply(self.network, own_threads, self.wait_for_release, check)
+        notes = servers.apply(self.network, own_threads, self.wait_for_release, check, one_machine=self.place.nodes == 1)
         strategy_checks.apply(cluster, job, lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
         unknown = strategies.apply(self._remarks.append)
         if rank_config.size > 1:
             config.warn_if_alone(rank_config.rank)
             notes += unknown if "ps" not in cluster else []
-        own, too_few = self._share(gpus)
+        own, too_few = self._share(gpus, offers)
         self.resting_is_waiting = rank_config.size > 1 and not own  # with a GPU, a process is idle while the GPU computes
         tf.config.set_visible_devices(own, "GPU")
         for gpu in own:
@@ -98,10 +105,10 @@ class TensorFlow(Runtime):
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
-        place = Place(
+        role = Role(
             rank_config.rank, {}, self.options.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
         )
-        return [*notes, *too_few, *self._record(own, place)]
+        return [*notes, *too_few, *self._record(own, role)]
 
     def raised_in_python(self, error: BaseException) -> bool:
         """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good.
@@ -131,29 +138,42 @@ class TensorFlow(Runtime):
         self._all_called = all_called
         super().begin_run(keep=keep, all_called=all_called)
 
-    def _record(self, gpus: Sequence[Any], place: Place) -> list[str]:
+    def _record(self, gpus: Sequence[Any], role: Role) -> list[str]:
         """Prepare the recording of TensorFlow's operations; return remarks for the student."""
         if gpus:
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
             return []
         ranks = {job: rank for rank, job in enumerate(self.options.jobs)}
-        self._timeline = Timeline(here.recorder, place._replace(ranks=ranks))
+        self._timeline = Timeline(here.recorder, role._replace(ranks=ranks))
         return self._timeline.install()
 
-    def _share(self, gpus: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
-        """Return this rank's GPUs, none if there are not enough for all ranks, and remarks for the student."""
-        rank_config, each = self.rank_config, self.options.devices_per_rank
-        if self.options.devices == "cpu" or (not gpus and self.options.devices != "cuda"):
+    def _own(self, gpus: Sequence[Any]) -> Sequence[Any]:
+        """Return this rank's share of its machine's GPUs, none if there are not enough for the ranks there."""
+        place, each = self.place, self.options.devices_per_rank
+        if self.options.devices == "cpu" or len(gpus) < place.local_size * each:
+            return []
+        return gpus[place.local_rank * each : (place.local_rank + 1) * each]
+
+    def _share(self, gpus: Sequence[Any], offers: Sequence[Offer]) -> tuple[Sequence[Any], list[str]]:
+        """Return this rank's GPUs, none unless all ranks have some, and remarks for the student.
+
+        Collectives fail between ranks that compute on a GPU and others that compute on the CPU.
+        """
+        own = self._own(gpus)
+        if all(offer.gpus for offer in offers):
+            return own, []
+        expected = bool(gpus) or any(offer.gpus for offer in offers) or self.options.devices == "cuda"
+        if own or not expected or self.options.devices == "cpu":  # if own: ranks on a machine with too few say so
             return [], []
-        if len(gpus) >= rank_config.size * each:
-            return gpus[rank_config.rank * each : (rank_config.rank + 1) * each], []
-        need = f"{counted(rank_config.size, 'rank')} with {counted(each, 'device')} each"
+        place, where = self.place, f" on {self.place.machine}" if self.place.elsewhere else ""
+        need = f"{counted(place.local_size, 'rank')}{where} with {counted(self.options.devices_per_rank, 'device')} each"
         if self.options.devices == "cuda":
             raise LabError(
                 f"devices='cuda': {need}, and TensorFlow sees {len(gpus)} GPUs. Leave `devices` out to run on the CPU."
             )
-        return [], [f"{need}, and TensorFlow sees {counted(len(gpus), 'GPU')}: they compute on the CPU."]
+        they = "all ranks" if place.nodes > 1 else "they"
+        return [], [f"{need}, and TensorFlow sees {counted(len(gpus), 'GPU')}: {they} compute on the CPU."]
 
 
 def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:

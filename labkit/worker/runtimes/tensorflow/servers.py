@@ -23,7 +23,12 @@ LOOPBACK: Final = "lo"
 
 
 def apply(
-    network: Network, options: Any, wait_for_release: Callable[[], None], check: Callable[[tuple[Any, ...]], None]
+    network: Network,
+    options: Any,
+    wait_for_release: Callable[[], None],
+    check: Callable[[tuple[Any, ...]], None],
+    *,
+    one_machine: bool = True,
 ) -> list[str]:
     """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
@@ -32,6 +37,7 @@ def apply(
         options: the ConfigProto for servers that are given none.
         wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
         check: called with the arguments of each function that makes this rank a part of a cluster.
+        one_machine: whether all ranks are on this machine, so that the servers need not listen for others.
 
     Returns:
         a sentence if some of the servers are as TensorFlow starts them.
@@ -42,7 +48,8 @@ def apply(
         try:
             return network.call(start, *args, **kwargs)
         finally:  # also if another rank is missing: the port is open nevertheless
-            _listen_within_this_machine()
+            if one_machine:
+                _listen_within_this_machine()
 
     def start_and_wait(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         check(args)
@@ -96,7 +103,7 @@ def apply(
         **dict.fromkeys(clients, call_later),
     )
     missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE, PROFILER_SERVER) if not entry.found]
-    if not missing:
+    if not missing or not one_machine:
         return []
     return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
 
