@@ -66,7 +66,8 @@ def copy(source: int, destination: int) -> None:
 
 def main(homes: str, arguments: list[str]) -> int:
     """Run the command; returns ssh's exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: ssh ends without a word
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: os._exit(FAILED))  # ssh, too, ends with its own exit code and without a word
     destination, command = read_arguments(arguments)
     user, _, host = destination.rpartition("@")
     user = user or getpass.getuser()
