@@ -84,9 +84,9 @@ def server_command(keys: Keys, addresses: Sequence[str], port: int) -> list[str]
 def make_ssh(keys: Keys, hosts: Mapping[str, tuple[str, int]]) -> Path:
     """A folder for PATH, whose `ssh` knows these hosts: name -> (address, port)."""
     known = keys.folder / "known_hosts"
-    known.write_text("".join(f"[{address}]:{port} {keys.host_key()}\n" for address, port in hosts.values()))
+    known.write_text("".join(f"{name} {keys.host_key()}\n" for name in hosts))
     config = keys.folder / "ssh_config"
-    lines = [f"Host {name}\n HostName {address}\n Port {port}" for name, (address, port) in hosts.items()]
+    lines = [f"Host {name}\n HostName {address}\n Port {port}\n HostKeyAlias {name}" for name, (address, port) in hosts.items()]
     config.write_text(
         "\n".join(
             [
