@@ -39,6 +39,7 @@ _MODULES = {
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
+    "SSH": "machines.ssh",
     "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
+    from labkit.machines.ssh import SSH as SSH
     from labkit.notebook.doctor import doctor as doctor
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link

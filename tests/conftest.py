@@ -242,15 +242,14 @@ def _cached() -> set[psutil.Process]:
     starters = [] if notebook is None else list(notebook.starters.values())
     servers = [starter._process.pid for starter in starters if hasattr(starter, "_process")]
     relays = [starter._process.pid for starter in starters if type(starter).__name__ == "RelayStarter"]
-    agents = [child for relay in _existing(relays) for child in _children(relay)]
-    servers += [child.pid for agent in agents for child in (agent, *_children(agent))]
-    return _existing(servers + [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])])
+    found = {p for p in below(relays) if any("labkit.machines" in _command(one) for one in (p, _existing_parent(p)) if one)}
+    return found | _existing(servers + [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])])
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return list(process.children())
-    return []
+def _existing_parent(process: psutil.Process) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        return process.parent()
+    return None
 
 
 def _existing(pids: list[int]) -> set[psutil.Process]:

@@ -88,7 +88,6 @@ class RankProcess:
         clock: converts times of its machine to this process's.
     """
 
-    place: Place | None = None
     clock: Clock = Clock()
 
     def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:

@@ -152,6 +152,7 @@ class _Agent:
 
     async def serve(self) -> None:
         """Serve the relay until the line ends, or nothing is heard any more; then end all ranks."""
+        self.line.announce()
         writing = asyncio.ensure_future(self.line.write())
         working = [asyncio.ensure_future(work()) for work in (self._look, self._sample, self._hear)]
         self._send(HELLO, Facts.here())

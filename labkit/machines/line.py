@@ -18,10 +18,12 @@ from typing import Final, NamedTuple
 
 from labkit.ipc.pickling import shared_memory
 
-__all__ = ["PART_BYTES", "READ_BYTES", "Block", "Kind", "Large", "Line"]
+__all__ = ["BEGIN", "PART_BYTES", "READ_BYTES", "Block", "Kind", "Large", "Line"]
 
 PART_BYTES: Final = 1 << 18  # a slow line of 2 MB/s delays an urgent block by an eighth of a second for each part under way
 READ_BYTES: Final = 1 << 22  # how much may wait to be parsed
+# The agent's first bytes. A shell that reads its user's settings may print before them.
+BEGIN: Final = b"\0labkit agent\n"
 _HEADER: Final = struct.Struct("<BIQ")  # kind, number, size in bytes
 _PART: Final = struct.Struct("<QQ")  # offset, and size of the whole, in bytes
 
@@ -114,6 +116,19 @@ class Line:
         if self._at >= len(data):
             self._large.popleft()
             self._at = 0
+
+    def announce(self) -> None:
+        """Write the agent's first bytes."""
+        self._writer.write(BEGIN)
+
+    async def begin(self) -> str:
+        """Wait for the agent's first bytes; return what the machine has printed before them, or before its end."""
+        try:
+            return (await self._reader.readuntil(BEGIN))[: -len(BEGIN)].decode(errors="replace")
+        except asyncio.IncompleteReadError as error:
+            return error.partial.decode(errors="replace")
+        except (asyncio.LimitOverrunError, OSError):
+            return ""
 
     async def blocks(self) -> AsyncIterator[Block]:
         """Yield the blocks that arrive, until the connection ends."""

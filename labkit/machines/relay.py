@@ -56,6 +56,7 @@ __all__ = ["relay"]
 SILENT_S: Final = 4.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
 ASK_EVERY_S: Final = 0.25  # between two such questions
 FIRST_READINGS: Final = 16  # of a clock, at once: the first ones take longer
+LONGEST_NOISE: Final = 300  # characters
 OWN_PAUSE_S: Final = 1.0  # a longer pause between two looks is this process's own: machines were not silent, but not heard
 _TIME: Final = struct.Struct("<q")
 _TIMES: Final = struct.Struct("<qq")
@@ -177,6 +178,7 @@ class _Machine:
             self.segments.tidy()
 
     async def _hear(self) -> None:
+        printed = await self.line.begin()
         async for kind, number, data in self.line.blocks():
             self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
             if kind is Kind.CLOCK:
@@ -210,7 +212,8 @@ class _Machine:
                     rank.frames.taken(TAKEN.unpack(data)[0])
                 elif kind is Kind.GONE:
                     rank.frames.afterwards(rank.gone)
-        self.lose(await self._connection.ended() or "the connection to it has ended")
+        how = await self._connection.ended() or "the connection to it has ended"
+        self.lose(how if hasattr(self, "facts") or not printed.strip() else f"{how} It printed: {printed.strip()[-LONGEST_NOISE:]}")
 
 
 class _Relay:

@@ -18,9 +18,7 @@ from labkit.machines.line import READ_BYTES
 __all__ = ["SSH"]
 
 CONNECT_S: Final = 10  # for ssh to connect
-OPTIONS: Final = (
-    "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ControlPath=none", "-o", "LogLevel=ERROR",
-)  # fmt: skip
+OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 _HINTS: Final = {
     "Permission denied": "Set up a key, so that `ssh {name} true` works without a password (ssh-keygen, ssh-copy-id {name}).",
     "Host key verification failed": "Connect once by hand, `ssh {name}`, and confirm the key of that machine.",

@@ -41,7 +41,7 @@ class Looked:
     """A deadlock monitor of two ranks whose threads are given by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reader = SimpleNamespace(unnoted=0, pending=list)
+        reader = SimpleNamespace(unnoted=0, dropped=0, pending=list)
         process = SimpleNamespace(status=lambda: Status("sleeping", exiting=False, cpu_s=0.0))
         members = [SimpleNamespace(rank=i, name=f"rank {i}", reader=reader, process=process) for i in (0, 1)]
         pool: Any = SimpleNamespace(members=members, kind=SimpleNamespace(certain_after_s=0.5), options=None, lost={})

@@ -7,6 +7,5 @@ import time
 
 if os.environ.get("GROUP_RANK") == "1":
     _true = time.perf_counter_ns
-    _began_ns = _true()
-    time.perf_counter_ns = lambda: (now := _true()) + 3_600 * 10**9 + (now - _began_ns) // 50_000
+    time.perf_counter_ns = lambda: (now := _true()) + 3_600 * 10**9 + now // 50_000  # the same in all its processes
     socket.gethostname = lambda: "another"
