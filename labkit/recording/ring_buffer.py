@@ -375,7 +375,9 @@ class RingReader:
         A slot is free if its `start_ns` is 0. One that was freed or taken during the copy is free in it.
         """
         started = self._slots["start_ns"]
-        before, rows = started.copy(), self._slots.copy()
+        before = started.copy()
+        # As bytes: numpy does not copy those between fields, and a caller compares rows with earlier ones as a whole.
+        rows = self._numpy.frombuffer(self.buffer, "u1", self._slots.nbytes, PENDING_AT).copy().view(self._slots.dtype)
         rows["start_ns"][(rows["start_ns"] != before) | (rows["start_ns"] != started)] = 0
         return rows
 

@@ -2,6 +2,7 @@
 
 import mmap
 import random
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit.recording import ring_buffer
+from labkit.recording import ring_buffer, ring_copy
 from labkit.recording.clock import Clock
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_copy import TOGETHER, RingCopy, RingTap
@@ -46,8 +47,8 @@ class Copied:
         pending = {p.match: p.name for p in self.reader.pending()}
         rows = self.reader.read()
         names = self.reader.names()
-        records = {row["match"]: names[row["name"]] for row in rows}
-        recorded |= records.keys()
+        records = {int(row["match"]): names[row["name"]] for row in rows}
+        recorded.update(records)
         known |= pending | records
         return known.keys() - pending.keys() - recorded
 
@@ -118,7 +119,7 @@ def test_a_copy_is_equal_but_for_its_times(copied: Copied, limit_bytes: int) -> 
     assert len(rows) > 1000
     assert rows.tolist() == shifted(copied.original.read()).tolist()
     assert copied.reader.names() == copied.original.names()
-    assert len(slots) > 10
+    assert len(slots) > 3
     assert as_given(copied.reader.pending()) == shifted_pending(copied.original.pending())
     assert copied.reader.alive_ns == copied.original.alive_ns - AHEAD_NS
     assert not copied.tap.behind
@@ -173,7 +174,8 @@ def test_an_operation_is_pending_or_recorded_at_any_time(copied: Copied, limit_b
     del copied.tap._reader.read, copied.tap._reader.newest, copied.tap._reader.slots  # no more meanwhile
     copied.send_all(ALL)
     assert not copied.missing(known, recorded)
-    assert recorded > set(range(1, number + 1)) & recorded
+    assert known.keys() - recorded == slots.keys()
+    assert len(recorded) > 500
     assert {p.match for p in copied.reader.pending()} == slots.keys()
 
 
@@ -217,16 +219,26 @@ def test_names_arrive_before_the_records_that_refer_to_them(copied: Copied) -> N
     assert copied.reader.names() == copied.original.names()
 
 
-def test_a_name_that_the_rank_is_writing_is_not_missed(copied: Copied) -> None:
-    """Python's `struct` clears the number of bytes before it writes the new one."""
+@pytest.mark.parametrize("first", [True, False])
+def test_names_are_complete_while_the_rank_writes_one(copied: Copied, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Python's `struct` clears their size before it writes the new one, and the tap may see that."""
     copied.writer.write("first", COMPUTE, 1, 2)
     copied.send()
     copied.writer.write("second", COMPUTE, 3, 4)
+    results = [0, 0]
 
-    class Flickering(memoryview if False else object):  # type: ignore[misc]
-        pass
+    class Cleared:
+        @staticmethod
+        def unpack_from(letters: str, buffer: Any, at: int = 0) -> tuple[Any, ...]:
+            if not at and len(results) == 1 + first:
+                return (results.pop(),)
+            if not at:
+                results.pop()
+            return struct.unpack_from(letters, buffer, at)
 
+    monkeypatch.setattr(ring_copy, "struct", Cleared)
     copied.send()
+    assert not results
     assert copied.reader.names()[-1] == "second"
 
 
@@ -330,10 +342,11 @@ def test_a_reader_that_the_copy_laps_counts_what_it_lost(copied: Copied) -> None
 
 @pytest.mark.parametrize("ahead", [1, 100, TOGETHER, 3 * TOGETHER])
 def test_records_wrap_around_the_end_of_the_ring(copied: Copied, ahead: int) -> None:
-    for number in range(1, CAPACITY + 1 - ahead):
-        copied.writer.write("step", STEP, number, number + 7)
-    copied.send_all()
-    copied.reader.read()
+    for count in (CAPACITY // 2, CAPACITY - CAPACITY // 2 - ahead):
+        for number in range(count):
+            copied.writer.write("step", STEP, number, number + 7)
+        copied.send_all()
+        copied.reader.read()
     for number in range(2 * ahead):
         copied.writer.write("step", STEP, number + 1, number + 8)
     copied.send_all()
