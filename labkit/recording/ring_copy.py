@@ -50,7 +50,7 @@ __all__ = ["RingCopy", "RingTap"]
 RECORD_WORDS: Final = RECORD_BYTES // WORD.size
 SLOT_WORDS: Final = PENDING.size // WORD.size
 WAIT_WORDS: Final = -(-PENDING_WAIT.size // WORD.size)  # those that change while an operation is pending
-# Records that are invalid at the same time while they are written: a reader close to being lapped loses these.
+# Records that are invalid at the same time while they are written. A reader that is almost lapped loses them.
 TOGETHER: Final = 4096
 
 
@@ -126,7 +126,6 @@ class RingTap:
         newest = reader.newest()
         records = reader.read()
         started, before = slots[:, -1], self._slots[:, -1]
-        slots[started == 0] = 0
         if reader.next_record <= newest:
             ended = (before != 0) & (started != before)
             slots[ended] = self._slots[ended]
@@ -200,10 +199,10 @@ class RingCopy:
             slot = self._next & (CAPACITY - 1)
             count = min(len(rows), TOGETHER, CAPACITY - slot)
             these, rows = rows[:count], rows[count:]
-            written = self._records[slot : slot + count]
-            written[:, -1] = 0
-            written[:] = these
-            written[:, -1] = self._numpy.arange(self._next, self._next + count)
+            written = slice(slot, slot + count)
+            self._records[written, -1] = 0
+            self._records[written] = these
+            self._records[written, -1] = self._numpy.arange(self._next, self._next + count)
             self._next += count
 
     def _change(self, rows: Any) -> None:

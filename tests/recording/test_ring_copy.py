@@ -277,7 +277,7 @@ def _message_without_anything(tap: RingTap) -> bytes:
 
 
 class Observed:
-    """An array; after each write to it, something is checked."""
+    """Rows of words; something is checked after each write to them, and in the middle of each write of whole rows."""
 
     def __init__(self, rows: Any, check: Callable[[], None]) -> None:
         self.rows, self.check = rows, check
@@ -286,6 +286,10 @@ class Observed:
         return self.rows[which]
 
     def __setitem__(self, which: Any, values: Any) -> None:
+        if isinstance(which, slice):
+            half = self.rows.shape[1] // 2
+            self.rows[which, :half] = values[:, :half]
+            self.check()
         self.rows[which] = values
         self.check()
 
@@ -421,11 +425,31 @@ def test_another_thread_reads_the_copy_while_it_is_written(
     assert copied.reader.pending() == []
 
 
+def test_at_each_step_records_are_whole_or_invalid_and_few_are_invalid(copied: Copied) -> None:
+    rows, written = np.zeros((CAPACITY // 4 + 1, record_dtype().itemsize // 8), np.int64), 0
+    invalid: list[int] = []
+
+    def check() -> None:
+        found = RingReader(copied.reader.buffer, max(written + 1 - CAPACITY, 1)).read().view(np.int64).reshape(-1, rows.shape[1])
+        assert (found[:, 0] == found[:, -1]).all()
+        assert (found[:, 1] == found[:, -1]).all()
+        invalid.append(int((copied.reader._commits == 0).sum()))
+
+    copied.copy._times = []
+    for _ in range(9):
+        rows[:, 0] = rows[:, 1] = np.arange(written + 1, written + 1 + len(rows))
+        if written > 7 * len(rows):  # the ring is full
+            copied.copy._records = Observed(copied.copy._records, check)
+        copied.copy._write(rows.copy())
+        written += len(rows)
+    assert 0 < max(invalid) <= TOGETHER
+
+
 def test_a_reader_that_is_lapped_meanwhile_reads_only_whole_records(copied: Copied, threads: list[threading.Thread]) -> None:
     rows = np.zeros(CAPACITY // 2, record_dtype())
     template = rows.view(np.int64).reshape(len(rows), -1)
     done = threading.Event()
-    rounds = 40
+    rounds = 12
 
     def copying() -> None:
         for number in range(rounds * len(rows) // TOGETHER):
