@@ -50,7 +50,11 @@ class Message:
 
 
 def messages(trace: Trace) -> list[Message]:
-    """The messages and remote procedure calls whose two ends are both in the trace."""
+    """The messages and remote procedure calls whose two ends are both in the trace.
+
+    Where the ranks' clocks differ, a message may seem to arrive before it was sent. It is left as it is if their error
+    explains that.
+    """
     data, names, ready = trace.columns.data, trace.columns.names, trace.ready()
     complete = (data["kind"] == COMMUNICATION) & (data["peer"] >= 0) & (data["group"] != 0) & (data["flags"] & OPEN == 0)
     ends: dict[tuple[int, int], dict[OperationType, int]] = {}
@@ -72,7 +76,13 @@ def messages(trace: Trace) -> list[Message]:
         elif REPLY in both and len(both) > 1:
             call = next(i for kind, i in both.items() if kind is not REPLY)
             found += _call_and_reply(trace, call, both[REPLY])
-    return [m for m in found if m.source != m.destination and trace.start_ns <= m.sent_ns <= m.arrived_ns <= trace.end_ns]
+    return [
+        m
+        for m in found
+        if m.source != m.destination
+        and m.sent_ns <= m.arrived_ns + trace.clock_error_ns
+        and all(trace.start_ns <= time_ns <= trace.end_ns for time_ns in (m.sent_ns, m.arrived_ns))
+    ]
 
 
 def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:

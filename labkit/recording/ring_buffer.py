@@ -5,7 +5,7 @@ memory at any time, even while the rank is blocked in C++ or after it was killed
 
     header (64 bytes)    bytes in use in the names area; how many operations found no pending slot; when the rank was
                          last known to be alive; which names found no room (`NO_ROOM`); how many of its threads serve
-                         calls
+                         calls; in a copy on another machine, how many records were lost before they reached it
     pending (1024 slots) operations issued and not yet completed: what a stuck or killed rank was doing
     names (1 MiB)        interned strings: names, lines of code, process groups
     records              a ring; record i is in slot i % capacity and is complete once its commit field is i
@@ -51,6 +51,7 @@ from labkit.recording.ring_layout import (  # fmt: skip
     IN_FLIGHT,
     LINES_LIMIT,
     LONGEST_NAME,
+    LOST_AT,
     NAMES_AT,
     NAMES_BYTES,
     NO_ROOM,
@@ -301,7 +302,7 @@ class RingReader:
         self._words = numpy.frombuffer(buffer, numpy.int64, CAPACITY * words, RECORDS_AT).reshape(CAPACITY, words)
         self._commits = self._words[:, COMMIT_OFFSET // WORD.size]
         self._next = first
-        self.dropped = 0  # records overwritten before they were read
+        self._overwritten = 0  # records overwritten before they were read
         self._names: list[str] = []
         self._names_read = 0
 
@@ -335,6 +336,12 @@ class RingReader:
         return [kind for place, kind in enumerate(NO_ROOM) if bits >> place & 1] if bits else []
 
     @property
+    def dropped(self) -> int:
+        """How many records were overwritten before they were read, here or where this ring was copied from."""
+        lost: int = WORD.unpack_from(self.buffer, LOST_AT)[0]
+        return self._overwritten + lost
+
+    @property
     def next_record(self) -> int:
         """The number of the next record to read."""
         return self._next
@@ -361,6 +368,27 @@ class RingReader:
             if before and before == row["start_ns"] == started[slot]:  # otherwise it was freed, and perhaps reused, meanwhile
                 found.append(pending_of(row, self.names(), thread=int(row["thread"])))
         return sorted(found, key=lambda p: p.start_ns)
+
+    def slots(self) -> Any:
+        """Return a copy of all slots for pending operations, as an array of `pending_dtype()`.
+
+        A slot is free if its `start_ns` is 0. One that was freed or taken during the copy is free in it.
+        """
+        started = self._slots["start_ns"]
+        before = started.copy()
+        # As bytes: numpy does not copy those between fields, and a caller compares rows with earlier ones as a whole.
+        rows = self._numpy.frombuffer(self.buffer, "u1", self._slots.nbytes, PENDING_AT).copy().view(self._slots.dtype)
+        rows["start_ns"][(rows["start_ns"] != before) | (rows["start_ns"] != started)] = 0
+        return rows
+
+    def newest(self) -> int:
+        """Return the number of a finished record behind which none was finished, or was so only during this call.
+
+        If `next_record` is not beyond it after `read`, then finished records lie behind one that is not finished.
+        """
+        newest = self._newest(max(self._next - 1, self._commit_at(self._next)))
+        others = range(newest + 1, newest + 1 + IN_FLIGHT)
+        return max((number for number in others if self._commit_at(number) >= number), default=newest)
 
     def read(self) -> Any:
         """Return a copy of the records completed since the last call, as an array of `record_dtype()`.
@@ -398,7 +426,7 @@ class RingReader:
         others = records["kind"] != COMMUNICATION
         for name, default in self._defaults:
             records[name][others] = default
-        self.dropped += last + 1 - self._next - len(records)
+        self._overwritten += last + 1 - self._next - len(records)
         self._next = last + 1
         return records
 

@@ -13,11 +13,11 @@ from typing import Any, Final
 from labkit.recording.schema import FIELDS, PENDING_FIELDS, Flag, Head, OfRank, Tail
 
 __all__ = [
-    "ALIVE_AT", "CAPACITY", "COMMIT_OFFSET", "COMMUNICATION_RECORD", "DTYPES", "HEADWAY", "IN_FLIGHT", "LINES_LIMIT",
-    "LONGEST_NAME", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PENDING", "PENDING_AT", "PENDING_SLOTS",
-    "PENDING_START", "PENDING_WAIT", "RECORDS_AT", "RECORD_BYTES", "RECORD_FIELDS", "RING_BYTES", "SCALARS_LIMIT",
-    "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD", "TAIL_FIELDS", "UNNOTED_AT",
-    "WAIT_RECORD", "WORD",
+    "ALIVE_AT", "CAPACITY", "COMMIT_OFFSET", "COMMUNICATION_RECORD", "DTYPES", "HEADER_BYTES", "HEADWAY", "IN_FLIGHT",
+    "LINES_LIMIT", "LONGEST_NAME", "LOST_AT", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PENDING",
+    "PENDING_AT", "PENDING_SLOTS", "PENDING_START", "PENDING_WAIT", "RECORDS_AT", "RECORD_BYTES", "RECORD_FIELDS",
+    "RING_BYTES", "SCALARS_LIMIT", "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD",
+    "TAIL_FIELDS", "UNNOTED_AT", "WAIT_RECORD", "WORD",
     "pending_dtype", "record_dtype",
 ]  # fmt: skip
 
@@ -79,6 +79,7 @@ UNNOTED_AT: Final = 4
 ALIVE_AT: Final = 8
 NO_ROOM_AT: Final = 16
 SERVING_AT: Final = 20
+LOST_AT: Final = 24
 NAMES_BYTES: Final = 1 << 20
 LONGEST_NAME: Final = 1000  # bytes; longer names are cut
 # A student's program may create any number of span names. The names of operations, groups and lines must still find

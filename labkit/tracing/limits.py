@@ -128,7 +128,7 @@ def limit_of(trace: Trace) -> Finding:
     whole = np.array([[part.start_ns, part.end_ns]], np.int64)
     under_way_ns = length(difference(intersection(_waits(calls), whole), anybody))
     served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
-    late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks)
+    late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks, part.clock_error_ns)
     latencies = _latencies(part, rows, transfer)
     latency_ns = float(np.median(latencies)) if len(rows) else 0.0
     of_latency = float(np.where(rows["nbytes"] <= SMALL_BYTES, transfer, np.minimum(transfer, latencies)).sum())
@@ -282,8 +282,11 @@ def _collectives(part: Trace, rows: Any) -> NDArray[np.bool_]:
     return found
 
 
-def _late(rows: Any, ranks: int) -> tuple[int, float, float]:
-    """Which rank comes last to these collectives: its number, its share of the others' waiting, by how much, in ns."""
+def _late(rows: Any, ranks: int, clock_error_ns: int) -> tuple[int, float, float]:
+    """Which rank comes last to these collectives: its number, its share of the others' waiting, by how much, in ns.
+
+    Waiting for less than the error between the ranks' clocks does not count.
+    """
     shared = rows[rows["group"] != 0]
     shared = shared[np.lexsort((shared["start_ns"], shared["match"], shared["group"]))]
     if not len(shared):
@@ -298,7 +301,9 @@ def _late(rows: Any, ranks: int) -> tuple[int, float, float]:
     number = np.repeat(np.arange(len(first)), last - first + 1)
     members = np.concatenate([np.arange(a, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)])
     came_last = shared["rank"][last]
-    waited = np.bincount(came_last, np.bincount(number, shared["start_ns"][last][number] - shared["start_ns"][members]), ranks)
+    waits = shared["start_ns"][last][number] - shared["start_ns"][members]
+    waits[waits < clock_error_ns] = 0
+    waited = np.bincount(came_last, np.bincount(number, waits), ranks)
     worst = int(waited.argmax())
     gaps = (shared["start_ns"][last] - shared["start_ns"][first])[came_last == worst]
     return worst, float(waited[worst] / max(waited.sum(), 1)), float(np.median(gaps)) if len(gaps) else 0.0

@@ -94,6 +94,8 @@ class Trace:
         replayed: whether `labkit.replay` computed it; figures say so.
         simulated: the number of ranks that `labkit.simulate` simulated, of which `ranks` are shown; 0 for a run.
         cores: how many cores the ranks shared; 0 if unknown, as on several machines.
+        clock_error_ns: a bound on the error between the clocks of the ranks' machines; 0 on one machine. A shorter time
+            between two ranks does not count as waiting.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
             for spans given as `Columns`; None if there are none.
 
@@ -121,14 +123,16 @@ class Trace:
         replayed: bool = False,
         simulated: int = 0,
         cores: float = 0.0,
+        clock_error_ns: int = 0,
         waits: Any = None,
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
         lost = tuple(dropped) or (0,) * len(ranks)
         self.info = TraceInfo(
-            tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed=replayed, simulated=simulated, cores=cores
-        )
+            tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed=replayed, simulated=simulated, cores=cores,
+            clock_error_ns=clock_error_ns,
+        )  # fmt: skip
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -190,6 +194,11 @@ class Trace:
     def cores(self) -> float:
         """The number of cores that the ranks shared; 0 if unknown."""
         return self.info.cores
+
+    @property
+    def clock_error_ns(self) -> int:
+        """A bound on the error between the clocks of the ranks' machines; 0 on one machine."""
+        return self.info.clock_error_ns
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -336,7 +345,7 @@ class Trace:
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
         of_rank, blocked = self._is(rank, COMMUNICATION) & ~self.columns.around, self.blocked(rank)
-        rows, ready = self.columns.data[of_rank], self.columns.ready_ns[of_rank]
+        rows, ready = self.columns.data[of_rank], self.ready()[of_rank]
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
         transfer = union(ready, rows["end_ns"])
         waiting = difference(blocked, transfer)
@@ -355,8 +364,12 @@ class Trace:
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
     def ready(self) -> NDArray[np.int64]:
-        """Return for each span when its last rank had arrived, in ns: its own start if its rank was last."""
-        return self.columns.ready_ns
+        """Return for each span when its last rank had arrived, in ns: its own start if its rank was last.
+
+        A rank that waited for less than `clock_error_ns` may have been the last. The operation then counts as ready
+        when the rank began to wait, or at its start if it did not wait.
+        """
+        return self._ready_ns
 
     @public_api
     def save(self, path: str | Path) -> Path:
@@ -420,6 +433,15 @@ class Trace:
         part = Trace(columns, scalars, **self.info.arguments(), **others)
         part.labelled = self.labelled
         return part
+
+    @cached_property
+    def _ready_ns(self) -> NDArray[np.int64]:
+        if not self.clock_error_ns:
+            return self.columns.ready_ns
+        data, ready = self.columns.data, self.columns.ready_ns
+        since = np.maximum(data["start_ns"], data["wait_start_ns"])
+        uncertain = (ready > since) & (ready - since < self.clock_error_ns)
+        return np.where(uncertain, since, ready)
 
     @cached_property
     def labelled(self) -> frozenset[int]:

@@ -28,6 +28,7 @@ class TraceInfo:
     replayed: bool = False
     simulated: int = 0
     cores: float = 0.0
+    clock_error_ns: int = 0
 
     def arguments(self) -> dict[str, Any]:
         """Return the facts by name, as arguments of `Trace`."""
@@ -57,9 +58,12 @@ class TraceInfo:
         cores = entries.get("cores", 0.0)
         if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 <= cores < math.inf:
             raise TraceFileError("its number of cores is not a number")
+        clock_error_ns = entries.get("clock_error_ns", 0)
+        if not is_list([clock_error_ns], int) or clock_error_ns < 0:
+            raise TraceFileError("it does not say by how much the clocks of its machines may differ")
         link = None if entries.get("link") is None else _link(entries["link"], simulated or len(ranks))
         facts = (tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link)
-        return cls(*facts, replayed=replayed, simulated=simulated, cores=float(cores))
+        return cls(*facts, replayed=replayed, simulated=simulated, cores=float(cores), clock_error_ns=clock_error_ns)
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:

@@ -12,6 +12,7 @@ mpl.use("agg")
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
+import labkit as lab
 from labkit.plots.message_arrows import Message, messages
 from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
@@ -135,3 +136,27 @@ def test_eight_ranks_are_readable_at_1000_pixels():
     heads = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
     assert len(captions) == 12
     assert min(text.zorder for text in captions) > max(arrow.zorder for arrow in heads)
+
+
+@pytest.mark.parametrize(("error_ms", "drawn"), [(0, 0), (1, 0), (2, 1)])
+def test_a_message_that_arrives_before_it_was_sent_is_drawn_as_it_is_if_the_clocks_explain_it(error_ms, drawn):
+    book = Book()
+    book.travel(0, "send", 6, 8, peer=1, group="0 to 1", match=1)
+    book.travel(1, "recv", 1, 4.5, peer=0, group="0 to 1", match=1)  # it arrived 1.5 ms before it was sent
+    trace = book.trace(2, start_ns=0, clock_error_ns=error_ms * MS)
+    assert arrows(timeline(trace)) == [(6, 0.75, 4.5, 1.75)][:drawn]
+    assert messages(trace) == [Message(0, 6 * MS, 1, int(4.5 * MS), span=1)][:drawn]
+    for other in (trace.between(0, 5 * MS), trace.between(5 * MS, 8 * MS)):
+        assert messages(other) == [], "one of its ends is outside"
+
+
+def test_a_call_that_is_served_before_it_is_issued_does_no_harm():
+    trace = remote_calls()
+    spans = [dataclasses.replace(s, start_ns=s.start_ns - 2 * MS, end_ns=s.end_ns - 2 * MS) if s.rank == 1 else s for s in trace]
+    early = Trace(spans, ranks=trace.ranks, clock_error_ns=3 * MS)
+    assert len(messages(early)) == 8
+    assert any(m.arrived_ns < m.sent_ns for m in messages(early))
+    assert len(arrows(timeline(early))) == 8
+    assert lab.traffic(early)
+    assert early.to_chrome()["traceEvents"]
+    assert len(messages(Trace(spans, ranks=trace.ranks))) == 6

@@ -139,6 +139,6 @@ def test_a_line_that_leads_elsewhere_is_changed_in_front_of_what_was_converted()
         later = BEGAN + 20 * MS
         if convert_before:
             clock.here(later)
-        clock.read(BEGAN + MS, BEGAN + MS, BEGAN + MS)
+        clock.read(BEGAN, BEGAN, BEGAN)
         assert clock.here(later) - later == (10 * MS if convert_before else 0)
         assert clock.error_ns == (10 * MS if convert_before else 0), "until the line is right again"

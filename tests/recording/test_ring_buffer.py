@@ -465,3 +465,45 @@ def test_a_pending_operation_that_is_half_written_is_not_seen(writer: RingWriter
     at = ring_buffer.PENDING_AT + slot * ring_buffer.PENDING.size
     ring_buffer.PENDING.pack_into(memory, at, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0)  # all but the start, which comes last
     assert reader.pending() == []
+
+
+@pytest.mark.parametrize("before_the_copy", [True, False])
+def test_a_slot_that_changes_while_all_are_copied_is_free_in_the_copy(
+    writer: RingWriter, reader: RingReader, monkeypatch: pytest.MonkeyPatch, before_the_copy: bool
+) -> None:
+    kept, slot = writer.pend("isend", 10, match=1), writer.pend("irecv", 20, match=2)
+
+    class Meanwhile:
+        @staticmethod
+        def frombuffer(*args: Any) -> Any:
+            copy = np.frombuffer(*args).copy()
+            writer.unpend(slot)
+            writer.pend("broadcast", 30, match=3)
+            return np.frombuffer(*args) if before_the_copy else copy
+
+    monkeypatch.setattr(reader, "_numpy", Meanwhile)
+    assert {int(i): rows["match"][i] for rows in [reader.slots()] for i in np.flatnonzero(rows["start_ns"])} == {kept: 1}
+    monkeypatch.undo()
+    assert reader.slots()[slot]["match"] == 3
+
+
+def test_a_finished_record_behind_an_unfinished_one_is_noticed(writer: RingWriter, reader: RingReader, memory: mmap.mmap) -> None:
+    assert reader.newest() == 0
+    write(writer, 3)
+    assert reader.newest() == 3
+    number, _ = writer.next_slot()
+    assert (reader.newest(), len(reader.read()), reader.next_record) == (3, 3, number)
+    assert reader.newest() == 3, "nothing is behind it yet"
+    write(writer, 1)
+    assert (reader.newest(), len(reader.read()), reader.next_record) == (5, 0, number)
+    write(writer, 1000)
+    assert reader.newest() > number
+    finish(memory, number, 1, 8)
+    assert (reader.newest(), len(reader.read())) == (1005, 1002)
+    write(writer, CAPACITY + 100)  # the reader is lapped
+    assert reader.newest() == CAPACITY + 1105
+
+
+def test_what_a_copy_lacks_counts_as_dropped(reader: RingReader, memory: mmap.mmap) -> None:
+    struct.pack_into("<q", memory, ring_buffer.LOST_AT, 1 << 40)
+    assert reader.dropped == 1 << 40

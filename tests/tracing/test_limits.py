@@ -306,3 +306,11 @@ def test_reading_the_profiler_is_not_computing():
         book.compute(rank, READING, 50, 100)
     found = limit_of(book.trace(2))
     assert (found.compute, found.reading) == pytest.approx((0.6, 0.4))
+
+
+@pytest.mark.parametrize(("error_ms", "late_rank", "share"), [(0, 1, 1.0), (6.9, 1, 1.0), (7.1, 0, 0.0)])
+def test_a_rank_that_is_later_by_less_than_the_clocks_error_is_not_late(error_ms, late_rank, share):
+    trace = steps(all_reduces(1, 1 << 20, 1), compute=(3, 10))
+    found = limit_of(Trace(list(trace), ranks=trace.ranks, clock_error_ns=int(error_ms * 1e6)))
+    assert (found.late_rank, found.late_share) == (late_rank, share)
+    assert (found.waiting > 0, found.limit is Limit.LATE_RANK) == (bool(share), bool(share))

@@ -148,6 +148,22 @@ def test_waiting_for_a_slow_peer_is_idle_and_not_communication() -> None:
     assert slow == Share(1, 80, compute_ns=70, communication_ns=10, overlap_ns=0, idle_ns=0, waiting_ns=0)
 
 
+@pytest.mark.parametrize(("error_ns", "waiting_ns"), [(0, 50), (50, 50), (51, 0)])
+@pytest.mark.parametrize("issued", [5, 20], ids=["issued before", "issued then"])
+def test_waiting_for_less_than_the_clocks_error_is_communication(error_ns: int, waiting_ns: int, issued: int) -> None:
+    spans = [
+        compute(0, 0, 20), travel(0, issued, 80, wait=(20, 80), group="world", match=1),
+        compute(1, 0, 70), travel(1, 70, 80, wait=(70, 80), group="world", match=1),
+    ]  # fmt: skip
+    trace = Trace(spans, ranks=TWO, clock_error_ns=error_ns)
+    for part in (trace, trace.between(0, 80)):
+        assert part.clock_error_ns == error_ns
+        assert part.filter(kind="communication").ready().tolist() == [20 + waiting_ns, 70]
+        fast, slow = part.shares()
+        assert (fast.waiting_ns, fast.exposed_ns, fast.compute_ns) == (waiting_ns, 60 - waiting_ns, 20)
+        assert (slow.waiting_ns, slow.exposed_ns) == (0, 10)
+
+
 def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
     # An RPC worker serves two calls; each fetches something (0-20 and 5-60) and computes on it (20-50 and 60-70).
     spans = [
@@ -599,6 +615,7 @@ def some_rich_trace(rng: random.Random) -> Trace:
         spans, scalars, ranks=["master", "größer"], start_ns=start, end_ns=start + 10**13 + 7, dropped=[0, 3],
         notes=["rank 7 is missing"], profile=profile, nodes=[0, 1],
         link=Link(gbit_per_s=1, latency_us=50, name="slow"), replayed=True, cores=1.5,
+        clock_error_ns=120_000,
     )  # fmt: skip
 
 
@@ -606,10 +623,10 @@ def same(a: Trace, b: Trace) -> bool:
     def key(span: Span) -> Any:
         return dataclasses.astuple(span)
 
-    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes, a.link, a.replayed, a.cores
+    window = a.start_ns, a.end_ns, a.ranks, a.dropped, a.notes, a.nodes, a.link, a.replayed, a.cores, a.clock_error_ns
     return (
         sorted(a, key=key) == sorted(b, key=key) and sorted(a.scalars, key=repr) == sorted(b.scalars, key=repr)
-        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes, b.link, b.replayed, b.cores)
+        and window == (b.start_ns, b.end_ns, b.ranks, b.dropped, b.notes, b.nodes, b.link, b.replayed, b.cores, b.clock_error_ns)
         and sorted(a.profile, key=repr) == sorted(b.profile, key=repr)
     )  # fmt: skip
 
