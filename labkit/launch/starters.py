@@ -305,7 +305,9 @@ class SpawnStarter(Starter):
         self._spares: list[RankProcess] = []
         self._lock = threading.Lock()
         read_end, self._guard_pipe = os.pipe()
-        self._process = _python("labkit.launch.fork_server:guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL)
+        self._process = _python(
+            "labkit.launch.fork_server:guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL
+        )
         os.close(read_end)
 
     def warm(self, count: int) -> None:
@@ -359,7 +361,13 @@ class SpawnStarter(Starter):
     def _spawn(self) -> RankProcess:
         rank = self._new_rank()
         try:
-            child = _python("labkit.launch.fork_server:spawned", rank.far, [self._preload], self.environment | self._settings, subprocess.DEVNULL)
+            child = _python(
+                "labkit.launch.fork_server:spawned",
+                rank.far,
+                [self._preload],
+                self.environment | self._settings,
+                subprocess.DEVNULL,
+            )
         except BaseException:
             rank.close()
             raise

@@ -27,7 +27,6 @@ from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.machines.agent_requests import (
     HELLO,
     Answers,
-    AskRanks,
     EndRanks,
     Ends,
     Prepare,
@@ -179,7 +178,8 @@ class _Agent:
                 task = asyncio.ensure_future(self._handle(number, pickle.loads(data)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            elif (rank := self._ranks.get(number)) is not None:
+            elif number in self._ranks:
+                rank = self._ranks[number]
                 if kind is Kind.FRAME:
                     rank.frames.deliver(data)
                 elif kind is Kind.TAKEN:

@@ -87,8 +87,11 @@ def _interface(address: str) -> str:
     for name, own in psutil.net_if_addrs().items():
         if any(a.address.partition("%")[0] == address for a in own):
             return name
-    return next((n for n, own in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in own)), "") \
-        if address.startswith("127.") else ""
+    return (
+        next((n for n, own in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in own)), "")
+        if address.startswith("127.")
+        else ""
+    )
 
 
 def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:

@@ -68,7 +68,7 @@ class FramePort:
         frames: list[RawFrame] = []
         at = 0
         while len(self._data) - at >= HEADER_BYTES:
-            size, with_fd = frame_sizes(self._data[at : at + HEADER_BYTES])
+            size, with_fd = frame_sizes(bytes(self._data[at : at + HEADER_BYTES]))
             if len(self._data) - at < size:
                 break
             frames.append(RawFrame(bytes(self._data[at : at + size]), self._fds.popleft() if with_fd else -1))

@@ -201,7 +201,8 @@ class _Machine:
                 for of_rank, state in pickle.loads(data).items():
                     if of_rank in self.ranks:
                         self.ranks[of_rank].state_is(state)
-            elif (rank := self.ranks.get(number)) is not None:
+            elif number in self.ranks:
+                rank = self.ranks[number]
                 if kind is Kind.RECORDS:
                     rank.recorded(data)
                 elif kind is Kind.OUTPUT:
@@ -213,7 +214,9 @@ class _Machine:
                 elif kind is Kind.GONE:
                     rank.frames.afterwards(rank.gone)
         how = await self._connection.ended() or "the connection to it has ended"
-        self.lose(how if hasattr(self, "facts") or not printed.strip() else f"{how} It printed: {printed.strip()[-LONGEST_NOISE:]}")
+        self.lose(
+            how if hasattr(self, "facts") or not printed.strip() else f"{how} It printed: {printed.strip()[-LONGEST_NOISE:]}"
+        )
 
 
 class _Relay:

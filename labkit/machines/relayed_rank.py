@@ -12,7 +12,7 @@ from typing import Protocol
 from labkit.machines.forwarding import TAKEN, Forwarding, Segments
 from labkit.machines.frame_port import FramePort
 from labkit.machines.line import Kind, Large, Line
-from labkit.machines.states import STATE_BYTES, RankState, write_state
+from labkit.machines.states import STATE_BYTES, UNREPORTED, RankState, write_state
 from labkit.recording.clock import Clock
 from labkit.recording.ring_copy import RingCopy
 from labkit.recording.ring_layout import RING_BYTES
@@ -48,7 +48,7 @@ class RelayedRank:
         os.set_blocking(self._output, False)
         self._loop = asyncio.get_running_loop()
         self._copy = RingCopy(self._memory, machine.clock)
-        self._state, self._offset_ns, self._error_ns = RankState(), 0, 0
+        self._state, self._offset_ns, self._error_ns = UNREPORTED, 0, 0
         self._prints = bytearray()
         self._waiting = self._gone = False
         port = FramePort(socket.socket(fileno=connection))

@@ -11,7 +11,7 @@ from labkit.launch.rank_process import Status
 from labkit.launch.resource_usage import Load
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["STATE_BYTES", "RankState", "read_state", "write_state"]
+__all__ = ["STATE_BYTES", "UNREPORTED", "RankState", "read_state", "write_state"]
 
 # The word for the state, exiting, CPU seconds, memory in bytes, GPU load, offset and error of the clock in ns.
 _STATE: Final = struct.Struct("<16s?dqiqq")
@@ -27,8 +27,11 @@ class RankState:
         load: the resources that it uses.
     """
 
-    status: Status = Status("sleeping", exiting=False, cpu_s=0.0)
-    load: Load = Load()
+    status: Status
+    load: Load
+
+
+UNREPORTED: Final = RankState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
 
 
 def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int) -> None:
@@ -54,7 +57,7 @@ def read_state(memory: int) -> tuple[RankState, int, int]:
     """
     data = os.pread(memory, _STATE.size, RING_BYTES)
     if len(data) < _STATE.size:  # the relay has not mapped it yet
-        return RankState(), 0, 0
+        return UNREPORTED, 0, 0
     word, exiting, cpu_s, nbytes, busy, offset_ns, error_ns = _STATE.unpack(data)
     status = Status(word.rstrip(b"\0").decode(), exiting, cpu_s)
     return RankState(status, Load(nbytes, None if busy < 0 else busy)), offset_ns, error_ns
