@@ -108,10 +108,10 @@ def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> str:
     Args:
         code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
         oom_kills: where the OOM killer was active at that moment; see `OOMKillCounters.recent`.
-        lost: how the loss of its machine was noticed.
+        lost: the name of its machine, and how the loss was noticed.
     """
     if code is None:
-        return f"its machine is lost: {lost}"
+        return f"its machine {lost}"
     if code >= 0:
         return f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
     name = _signal_name(code)

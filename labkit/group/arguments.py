@@ -67,7 +67,7 @@ def check_machines(on: Any, options: Options) -> None:
         raise TypeError(f"on={on!r}: expected machines, as in on=lab.SSH('pc1', 'pc2')")
     on.check(len(options.names))
     if options.link is not None:
-        raise ValueError(f"link={options.link!r}: labkit emulates links only between ranks of this machine, and on={on} has a real one")
+        raise ValueError(f"link={options.link!r}: links are emulated only between ranks of this machine; on={on} has real ones")
 
 
 def default_threads(ranks: int) -> int:

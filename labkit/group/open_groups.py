@@ -33,8 +33,8 @@ class Notebook:
 
     Attributes:
         groups: the open groups.
-        starters: the starters of ranks: on this machine by preloaded modules, start method and LABKIT_NETWORK; on others
-            by runtime and engine.
+        starters: the starters of ranks: on this machine by preloaded modules, start method and LABKIT_NETWORK; on
+            others by runtime and engine.
     """
 
     def __init__(self) -> None:

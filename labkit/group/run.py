@@ -164,7 +164,8 @@ class Execution:
             if any(result is not None for result in self._results.values()):
                 self._failures |= self._exits
             if not self._failures:
-                self._pool.catch_up()  # ranks that only serve have sent nothing since their last record
+                if self._serving or len(self._on) < len(self._members) or self._pool.kind.serving_threads:
+                    self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
             doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]

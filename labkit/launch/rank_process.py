@@ -56,7 +56,7 @@ class End:
     Args:
         code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
         crash: if it crashed in C code, the frames of the thread that did, outermost first.
-        lost: if its machine is lost, how labkit noticed that.
+        lost: if its machine is lost, its name, and how the loss was noticed.
         oom_kills: on another machine, what its kernel's OOM killer has done there lately, in words.
     """
 

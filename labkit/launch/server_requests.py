@@ -93,9 +93,9 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Not yet a reply: what the request is waiting for."""
+    """Not yet a reply: the request is waiting for something, which the text names."""
 
-    what: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

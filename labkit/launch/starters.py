@@ -246,7 +246,7 @@ class ServerStarter(Starter):
                 raise self._death()
             got, reply = pickle.loads(data)
             if got == number and isinstance(reply, Waits):
-                self.waiting_for = reply.what
+                self.waiting_for = reply.text
                 continue
             self.importing &= got != READY
             if got == number:  # otherwise the reply to a request that was interrupted

@@ -1,7 +1,7 @@
 """The agent: starts ranks on its machine, and passes on what the notebook and they send each other.
 
-It is run as `python -m labkit.machines.agent`, with the relay at its stdin and stdout. It ends, and its ranks with it, when
-the connection does, or when it has heard nothing of the relay for `LOST_S`.
+It is run as `python -m labkit.machines.agent`, with the relay at its stdin and stdout. It ends, and its ranks with it,
+when the connection does, or when it has heard nothing of the relay for `LOST_S`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Engine`: what `on=` takes: it gives the connections to the agents of machines, and knows how many ranks each gets."""
+"""`Engine`: what `on=` takes: it connects the agents of machines, and decides how many ranks each machine gets."""
 
 from __future__ import annotations
 

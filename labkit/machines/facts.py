@@ -73,7 +73,7 @@ class Facts:
 
 
 def _address() -> str:
-    """The address at which the machine that started this process has reached it; else its first one that is no loopback."""
+    """The address at which this machine was reached by ssh; else its first one that is no loopback."""
     if ADDRESS in os.environ:
         return os.environ[ADDRESS]
     connection = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, and this machine's

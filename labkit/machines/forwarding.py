@@ -1,8 +1,8 @@
 """`Forwarding`: passes the frames of one rank on, from its socket to the line and back; the same in relay and agent.
 
 Large data goes apart from its frame. A frame waits for its data, and later ones of the rank for the frame; everything
-else goes on. How much is under way is bounded: after `WINDOW_BYTES`, the socket is not read until the far side has passed
-something on, so that a rank or the notebook blocks as it does on one machine.
+else goes on. How much is under way is bounded: after `WINDOW_BYTES`, the socket is not read until the far side has
+passed something on, so that a rank or the notebook blocks as it does on one machine.
 """
 
 from __future__ import annotations

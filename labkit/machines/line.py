@@ -1,4 +1,4 @@
-"""`Line`: a connection between the relay and an agent, over any pair of streams: blocks of bytes, the urgent ones first.
+"""`Line`: a connection between the relay and an agent over a pair of streams: blocks of bytes, urgent ones first.
 
 Large data, such as arguments and results, is cut into parts that are sent between other blocks. Otherwise a machine
 that receives 512 MiB would seem to be silent meanwhile.

@@ -258,8 +258,8 @@ class _Relay:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock, self._receive)
 
-        def say(what: str) -> None:
-            self._send(READY, Waits(what))
+        def say(text: str) -> None:
+            self._send(READY, Waits(text))
 
         try:
             names = await self._engine.machines(say)
@@ -308,7 +308,7 @@ class _Relay:
     async def _serve_request(self, number: int, request: notebooks.Request, fds: list[int]) -> None:
         try:
             if isinstance(request, notebooks.Fork):
-                reply: notebooks.Reply = await self._fork(request, fds, lambda what: self._send(number, Waits(what)))
+                reply: notebooks.Reply = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
             elif isinstance(request, notebooks.Ask):
                 reply = await self._ask(request)
             else:
@@ -433,7 +433,7 @@ class _Relay:
             if isinstance(reply, Ends):
                 ends |= reply.ends
             elif isinstance(reply, LostError):
-                ends |= {number: End(None, lost=machine.lost) for number in by_machine[machine]}
+                ends |= {number: End(None, lost=f"{machine.name} is lost: {machine.lost}") for number in by_machine[machine]}
         for machine, numbers in by_machine.items():
             for number in numbers:
                 self._where.pop(number, None)

@@ -160,6 +160,6 @@ class RelayStarter(ServerStarter):
             try:
                 ended = self._ask(Reap([process.number for process in processes]))
             except LabError as error:  # the relay has ended, and so have the agents and their ranks
-                return {process.number: End(None, lost=str(error)) for process in processes}
+                return {process.number: End(None, lost=f"is lost: {error}") for process in processes}
         assert isinstance(ended, Ended)
         return ended.ends

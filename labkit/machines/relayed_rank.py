@@ -1,4 +1,4 @@
-"""`RelayedRank`: the relay's side of one rank: the far ends of what the notebook holds, which it fills from the line."""
+"""`RelayedRank`: the relay's side of one rank: the far ends of what the notebook holds, filled from the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SSH`: machines that `ssh` reaches without a password; the agent's stdin and stdout are the connection, so no port opens."""
+"""`SSH`: machines that `ssh` reaches without a password; no port opens, since stdin and stdout are the connection."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SSH(Engine):
     """Machines that `ssh` reaches without a password.
 
     Args:
-        machines: their names, as for `ssh`; the ranks are spread evenly, the first ones on the first machine. Or one dict
-            of names and numbers of ranks.
+        machines: their names, as for `ssh`; the ranks are spread evenly, the first ones on the first machine. Or one
+            dict of names and numbers of ranks.
         python: the path of Python on the machines; default: the notebook's.
 
     Example:
