@@ -148,6 +148,12 @@ def test_a_message_that_arrives_before_it_was_sent_is_drawn_as_it_is_if_the_cloc
     assert messages(trace) == [Message(0, 6 * MS, 1, int(4.5 * MS), span=1)][:drawn]
     for other in (trace.between(0, 5 * MS), trace.between(5 * MS, 8 * MS)):
         assert messages(other) == [], "one of its ends is outside"
+    book = Book()
+    book.travel(0, "send", 1, 4, peer=1, group="0 to 1", match=1)
+    book.travel(1, "recv", 1, 8, peer=0, group="0 to 1", match=1)
+    trace = book.trace(2, start_ns=0, clock_error_ns=error_ms * MS)
+    assert len(messages(trace)) == 1
+    assert messages(trace.between(0, 5 * MS)) == messages(trace.between(3 * MS, 8 * MS)) == []
 
 
 def test_a_call_that_is_served_before_it_is_issued_does_no_harm():
