@@ -34,13 +34,14 @@ def places(on: Sequence[str], interface: str = "lo") -> list[Place]:
 
 @contextlib.contextmanager
 def started_on(*on: str, interface: str = "lo") -> Iterator[None]:
-    """Have the ranks that are started inside the `with` block believe that they are on these machines."""
+    """Have ranks that start inside the `with` block, in groups of this size, believe that they are on these machines."""
     start = ForkStarter.start
 
     def start_there(self: ForkStarter, count: int) -> list[RankProcess]:
         ranks = start(self, count)
-        for rank, place in zip(ranks, places(on, interface), strict=True):
-            rank.place = place
+        if count == len(on):
+            for rank, place in zip(ranks, places(on, interface), strict=True):
+                rank.place = place
         return ranks
 
     with pytest.MonkeyPatch.context() as patch:

@@ -99,7 +99,7 @@ def test_a_program_may_meet_at_any_machine_of_its_group(three: lab.Group, host: 
 
         method = f"tcp://{host}:29500"
         dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=method, rank=2 - int(os.environ["RANK"]), world_size=3)
+        dist.init_process_group("gloo", init_method=method, rank=(int(os.environ["RANK"]) + 1) % 3, world_size=3)
         value = torch.tensor(float(dist.get_rank()))
         dist.broadcast(value, src=2)
         return value.item()

@@ -46,9 +46,8 @@ def test_on_the_notebooks_machine_a_missing_folder_is_an_error() -> None:
 def test_a_missing_folder_is_replaced_until_the_rank_ends(tmp_path: Path) -> None:
     folder = WorkingFolder(THERE)
     (note,) = folder.enter(NOWHERE)
-    assert note == (
-        f"pc2 has no folder {NOWHERE}: each rank there works in a temporary folder of its own; files of the notebook are not there."
-    )
+    instead = "each rank there works in a temporary folder of its own; files of the notebook are not there."
+    assert note == f"pc2 has no folder {NOWHERE}: {instead}"
     own = Path.cwd()
     assert own.name.startswith(PREFIX)
     Path("file").touch()
