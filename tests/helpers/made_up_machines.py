@@ -34,7 +34,7 @@ def places(on: Sequence[str], interface: str = "lo") -> list[Place]:
 
 @contextlib.contextmanager
 def started_on(*on: str, interface: str = "lo") -> Iterator[None]:
-    """Have ranks that start inside the `with` block, in groups of this size, believe that they are on these machines."""
+    """Have ranks that start inside the `with` block in groups of this size believe that they are on these machines."""
     start = ForkStarter.start
 
     def start_there(self: ForkStarter, count: int) -> list[RankProcess]:
