@@ -12,8 +12,8 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
-from labkit.ipc.protocol import Changes
-from labkit.worker.edited_modules import Imports
+from labkit.ipc.protocol import Changes, ImportedModule
+from labkit.worker.edited_modules import Imports, _digest, edited
 from labkit.worker.process_state import ProcessState
 
 
@@ -145,6 +145,23 @@ def test_only_differences_are_changes(tmp_path: Path, monkeypatch: pytest.Monkey
     changes = ProcessState.now().since(before)
     assert changes is not None
     assert (changes.folder, changes.path) == (str(tmp_path), ("new",))
+
+
+@pytest.mark.parametrize("machine", ["", "pc2"])
+def test_a_module_is_edited_if_its_content_is_another(machine: str, tmp_path: Path) -> None:
+    """A copy on another machine has the same content and its own time of modification."""
+    file = tmp_path / "mine.py"
+    file.write_text("word = 'old'\n")
+    imported = ImportedModule("mine", str(file), 1_000_000_000, _digest(str(file)), machine)
+    assert edited([imported]) == []
+    file.write_text("word = 'new'\n")
+    (line,) = edited([imported])
+    assert line.startswith("mine.py was edited at ")
+    assert ("the ranks on pc2 have another version" in line) is bool(machine)
+    os.utime(file, ns=(1_000_000_000, 1_000_000_000))
+    assert edited([imported]) == [], "a file of the same time is not read"
+    file.unlink()
+    assert edited([imported]) == []
 
 
 @pytest.fixture
