@@ -21,7 +21,7 @@ from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 
-__all__ = ["Records"]
+__all__ = ["Records", "nodes_of"]
 
 _Who = TypeVar("_Who")  # a rank's number or its name
 
@@ -37,8 +37,10 @@ class Records:
 
     def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
         self._link, self._cores = link, cores
-        self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else ()
-        self._members = [m.name for m in members]
+        self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else nodes_of(members)
+        self._clocks = [(m.process.place, m.process.clock) for m in members]
+        self._clock_error_ns = 0
+        self._members = [m.label for m in members]
         self._readers = [m.reader for m in members]
         self._chunks: list[list[Any]] = [[] for _ in members]
         self._dropped = [r.dropped for r in self._readers]
@@ -81,6 +83,9 @@ class Records:
         self._names = [list(r.names()) for r in self._readers]
         self._dropped = [r.dropped - before for r, before in zip(self._readers, self._dropped, strict=True)]
         self._readers = []
+        errors = {place.node: clock.error_ns for place, clock in self._clocks if place is not None}
+        self._clock_error_ns = sum(sorted(errors.values())[-2:]) if len(errors) > 1 else 0  # each is that to this machine
+        self._clocks = []
 
     def part(self, new: list[list[Any]]) -> Trace:
         """Return a downsampled trace of some records, for the live picture.
@@ -214,9 +219,16 @@ class Records:
         joined = [np.concatenate(c) if c else np.empty(0, record_dtype()) for c in self._chunks]
         others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes}
         others |= {"nodes": self._nodes, "link": self._link, "cores": self._cores}
+        others["clock_error_ns"] = self._clock_error_ns
         trace = from_records(joined, self._names, self._members, **others | self._interrupted)
         trace.scalars += tuple(self._ended)
         return trace
+
+
+def nodes_of(members: Sequence[Member]) -> tuple[int, ...]:
+    """The number of the machine of each rank; () if all are on one machine."""
+    places = [m.process.place for m in members]
+    return tuple(p.node for p in places if p is not None) if any(p is not None and p.nodes > 1 for p in places) else ()
 
 
 def _failed(chunk: Any) -> Any:

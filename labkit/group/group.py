@@ -61,7 +61,7 @@ class Group:
             cells share) or "bare" (processes only).
         devices: None or "auto" uses the GPUs if there are any, else the CPU; "cpu"; "cuda".
         devices_per_rank: logical devices of each TensorFlow rank.
-        threads: compute threads per rank; default: the cores divided among the ranks, at least 1.
+        threads: compute threads per rank; default: the cores of its machine divided among its ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.
         start: "fork" or "spawn"; default: the method that is safe on this system.
         link: the `labkit.Link` or `Network` to emulate between ranks (never faster than the real one); torch, RPC only.
@@ -110,7 +110,7 @@ class Group:
             runtime=runtime,
             devices="auto" if devices is None else devices,
             devices_per_rank=devices_per_rank,
-            threads=default_threads(len(self.names)) if threads is None else threads,
+            threads=default_threads(len(self.names)) if threads is None and on is None else threads,
             timeout_s=timeout_s,
             start=default_start() if start is None else start,
             link=link,

@@ -21,6 +21,7 @@ class Member:
     """A rank while its process is alive: the process, and what the notebook knows about it.
 
     Attributes:
+        label: its name in pictures; where ranks are on several machines, with that of its machine.
         unshown: the output that it printed while no run was in progress.
         unseen: what it displayed, and its warnings, while no run was in progress.
         known_files: the student's files whose names, and perhaps lines, the rank has.
@@ -33,6 +34,8 @@ class Member:
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
         self.rank, self.name, self.process = rank, name, process
+        several = process.place is not None and process.place.nodes > 1
+        self.label = f"{name} · {process.place.machine}" if several and process.place else name
         self.channel = Channel(process.sock)
         self.reader = RingReader(process.ring)
         self.unshown = b""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
@@ -169,6 +169,12 @@ class RankPool:
             for name in self._starter.environment.keys() | os.environ.keys()
             if os.environ.get(name) != self._starter.environment.get(name)
         }
+        by_machine: dict[str, tuple[float, list[int]]] = {}
+        for member in self.members:
+            place = member.process.place
+            machine, cores = ("", self.cores) if place is None else (place.machine, place.cores)
+            by_machine.setdefault(machine, (cores, []))[1].append(member.rank)
+        self.cores = sum(cores for cores, _ in by_machine.values())
         shared_link = None if self.options.link is None else Payload(b"", fd=shared_memory(SHARED_LINK_BYTES))
         assert self._copied is not None
         config = protocol.RankConfig(
@@ -179,7 +185,7 @@ class RankPool:
             environment=changes,
             rich=notebook_shell() is not None,
             starts_rpc=self._starts_rpc,
-            shares_cores=len(self.options.names) > self.cores,
+            shares_cores=any(len(ranks) > cores for cores, ranks in by_machine.values()),
             payload=shared_link,
         )
         for member in self.members:
@@ -222,6 +228,15 @@ class RankPool:
         """Send a request to every rank, outside a run, wait for all replies and return them in rank order."""
         self.tell(request)
         return self._answers(reply)
+
+    def profiled(self) -> list[list[Any]]:
+        """Stop torch's profiler; return the events of each rank, with times of this process's clock."""
+        replies = self.exchange(protocol.Profile(begin=False), protocol.Profiled)
+        heres = [member.process.clock.here for member in self.members]
+        return [
+            [(*names, here(start_ns), here(end_ns)) for *names, start_ns, end_ns in reply.events]
+            for reply, here in zip(replies, heres, strict=True)
+        ]
 
     def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
         """Send the notebook's new `logging` and warnings settings to the ranks; return notes for the student."""

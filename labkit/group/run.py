@@ -156,7 +156,7 @@ class Execution:
                 self._output.take(member.rank, member.unseen.pop(0))
         if self._picture is not None:
             title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
-            self._picture.begin(self._names, title, self._start_ns, self._on)
+            self._picture.begin(tuple(m.label for m in self._members), title, self._start_ns, self._on)
         self._deadline_s = deadline_s
         self._looked_s = self._pictured_s = time.monotonic()
         try:
@@ -192,7 +192,7 @@ class Execution:
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        profiled = [m.events for m in self._pool.exchange(protocol.Profile(begin=False), protocol.Profiled)] if profile else []
+        profiled = self._pool.profiled() if profile else []
         return Run(self._name, names, results, text, self._records, profiled)
 
     def pause_s(self) -> float | None:

@@ -30,7 +30,8 @@ class Options:
         runtime: one of `RUNTIMES`.
         devices: "auto", "cpu" or "cuda".
         devices_per_rank: the number of logical devices of a TensorFlow rank.
-        threads: the number of threads with which a rank's framework may compute.
+        threads: the number of threads with which a rank's framework may compute; None: the cores of its machine,
+            divided among the ranks there.
         timeout_s: the time limit of a run; None for no limit.
         start: "fork" or "spawn".
         link: the link or network to emulate between ranks; None for none.
@@ -45,7 +46,7 @@ class Options:
     runtime: str
     devices: str = "auto"
     devices_per_rank: int = 1
-    threads: int = 1
+    threads: int | None = 1
     timeout_s: float | None = None
     start: str = STARTS[0]
     link: Link | Network | None = None
@@ -55,8 +56,10 @@ class Options:
         if self.devices not in DEVICES:
             raise ValueError(f"devices={self.devices!r}: expected None or 'auto' (GPUs where there are some), 'cpu' or 'cuda'")
         check_above_0("devices_per_rank", self.devices_per_rank, whole=True)
-        check_above_0("threads", self.threads, whole=True)
-        self.devices_per_rank, self.threads = int(self.devices_per_rank), int(self.threads)  # perhaps numpy's
+        self.devices_per_rank = int(self.devices_per_rank)  # perhaps numpy's
+        if self.threads is not None:
+            check_above_0("threads", self.threads, whole=True)
+            self.threads = int(self.threads)
         if self.timeout_s is not None:
             check_above_0("timeout_s", self.timeout_s)
         if self.start not in STARTS:

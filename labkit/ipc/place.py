@@ -23,6 +23,7 @@ class Place:
         address: the address at which the other machines reach this one.
         interface: the network interface with that address; "" leaves the choice to the frameworks.
         names: all names and addresses of the group's machines.
+        cores: the cores that the ranks of its machine share; 0 where these are the notebook's.
     """
 
     machine: str = ""
@@ -33,6 +34,7 @@ class Place:
     address: str = LOOPBACK
     interface: str = ""
     names: frozenset[str] = frozenset()
+    cores: float = 0.0
 
     @classmethod
     def here(cls, rank: int, size: int) -> Place:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -406,11 +407,9 @@ class _Relay:
         layout = []
         for node, (machine, count) in enumerate(used):
             for local_rank in range(count):
-                place = Place(machine.name, node, len(used), local_rank, count, names=names)
+                place = Place(machine.name, node, len(used), local_rank, count, names=names, cores=machine.facts.cores)
                 if len(used) > 1:
-                    place = Place(
-                        machine.name, node, len(used), local_rank, count, machine.facts.address, machine.facts.interface, names
-                    )
+                    place = dataclasses.replace(place, address=machine.facts.address, interface=machine.facts.interface)
                 layout.append((machine, place))
         return layout
 

@@ -100,6 +100,11 @@ class Runtime:
         self.network, self.wait_for_release = network, wait_for_release
         self._initialization: Initialization | None = None  # set when torch is imported
 
+    @property
+    def threads(self) -> int:
+        """The number of threads with which the framework may compute."""
+        return self.options.threads or max(1, int(self.place.cores // self.place.local_size))
+
     def offer(self) -> Offer:
         """In the rank: return what the other ranks must know before they set up."""
         address = self.place.listening
@@ -198,7 +203,7 @@ class Runtime:
             "GROUP_WORLD_SIZE": str(place.nodes),
             "MASTER_ADDR": master.address,
             "MASTER_PORT": str(master.port),
-            "OMP_NUM_THREADS": str(self.options.threads),
+            "OMP_NUM_THREADS": str(self.threads),
             "LABKIT_RANK": str(rank_config.rank),  # so that `Group` can refuse to start inside a rank
         }
 

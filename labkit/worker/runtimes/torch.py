@@ -156,7 +156,7 @@ class Torch(Runtime):
         self._master = offers[0]
         self._torchrun_environment(self._master)
         self._choose_interfaces()
-        torch.set_num_threads(self.options.threads)
+        torch.set_num_threads(self.threads)
         own = self._own_devices()
         os.environ["LABKIT_DEVICES"] = ",".join(own)
         device = None

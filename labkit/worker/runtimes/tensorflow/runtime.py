@@ -80,10 +80,8 @@ class TensorFlow(Runtime):
 
             cpu = tf.config.list_physical_devices("CPU")[0]
             gpus = tf.config.list_physical_devices("GPU")
-        between = threads_between(self.options.threads, cluster)
-        own_threads = tf.compat.v1.ConfigProto(
-            intra_op_parallelism_threads=self.options.threads, inter_op_parallelism_threads=between
-        )
+        between = threads_between(self.threads, cluster)
+        own_threads = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=self.threads, inter_op_parallelism_threads=between)
         patches.apply()
         check = partial(config.check, self.options.jobs, rank_config.rank)
         notes = servers.apply(self.network, own_threads, self.wait_for_release, check, one_machine=self.place.nodes == 1)
@@ -101,7 +99,7 @@ class TensorFlow(Runtime):
             logical = [tf.config.LogicalDeviceConfiguration()] * self.options.devices_per_rank
             tf.config.set_logical_device_configuration(cpu, logical)
         # Both limits: concurrent operations use cores, as do the threads of one operation.
-        tf.config.threading.set_intra_op_parallelism_threads(self.options.threads)
+        tf.config.threading.set_intra_op_parallelism_threads(self.threads)
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
