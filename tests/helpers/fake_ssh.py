@@ -98,7 +98,9 @@ def main(homes: str, arguments: list[str]) -> int:
         env=environment,
         start_new_session=True,
     )
-    assert process.stdin and process.stdout and process.stderr
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
     stdin, *outputs = (os.dup(pipe.fileno()) for pipe in (process.stdin, process.stdout, process.stderr))
     for pipe in (process.stdin, process.stdout, process.stderr):
         pipe.close()

@@ -52,7 +52,7 @@ class Keys:
 
 
 def server_command(keys: Keys, addresses: Sequence[str], port: int) -> list[str]:
-    """The command of an sshd which lets in the client's key and nothing else, and ends with the process that starts it."""
+    """The command of an sshd which lets in the client's key only, and ends with the process that starts it."""
     config = keys.folder / f"sshd_config_{addresses[0]}"
     config.write_text(
         "\n".join(
@@ -118,7 +118,8 @@ def wait_for_port(address: str, port: int, limit_s: float, log: Path) -> None:
             socket.create_connection((address, port), timeout=1).close()
             return
         except OSError as error:
-            assert time.monotonic() < until, f"{address}:{port}: {error}; {log.read_text() if log.exists() else 'no log'}"
+            if time.monotonic() > until:
+                raise TimeoutError(f"{address}:{port}: {error}; {log.read_text() if log.exists() else 'no log'}") from error
             time.sleep(0.02)
 
 

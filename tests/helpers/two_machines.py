@@ -44,7 +44,7 @@ def missing_for_machines() -> str:
         return reason
     if not os.path.exists("/dev/net/tun"):
         return "needs /dev/net/tun"
-    tried = subprocess.run(_UNSHARE + ["--", "true"], capture_output=True, text=True, timeout=20, check=False)
+    tried = subprocess.run([*_UNSHARE, "--", "true"], capture_output=True, text=True, timeout=20, check=False)
     return f"cannot make namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -118,7 +118,9 @@ class TwoMachines:
 
 def _in(process: int, *command: str, check: bool = True) -> None:
     """Run a command in the network of a process."""
-    done = subprocess.run(["nsenter", f"--target={process}", "--net", *command], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["nsenter", f"--target={process}", "--net", *command], capture_output=True, text=True, timeout=20, check=False
+    )
     assert done.returncode == 0 or not check, (command, done.stderr)
 
 
@@ -161,7 +163,7 @@ def two_machines(folder: Path) -> Iterator[TwoMachines]:
         for name, address in addresses.items():
             machines.mend(name)
             # sshd cannot listen at its address before the machine has it; so only now does the machine go on.
-            (Path(f"/proc/{inits[name]}/root/run/go")).touch()
+            (Path("/proc") / str(inits[name]) / "root" / "run" / "go").touch()
             wait_for_port(address, SSH_PORT, START_LIMIT_S, keys.folder / f"sshd_log_{address}")
         yield machines
 
@@ -185,7 +187,17 @@ def _machine(name: str, sshd: list[str]) -> Iterator[int]:
         exec {" ".join(f"'{word}'" for word in sshd[sshd.index("TERM") + 1 :])}
     """
     process = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, f"--monotonic={AHEAD_S[name]}", f"--boottime={AHEAD_S[name]}", "sh", "-c", script],
+        [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            *_UNSHARE,
+            f"--monotonic={AHEAD_S[name]}",
+            f"--boottime={AHEAD_S[name]}",
+            "sh",
+            "-c",
+            script,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
