@@ -1,11 +1,10 @@
 """A network switch with cables that can be cut, delayed and limited, in a network namespace of its own.
 
 Run as a program in a fresh namespace (`unshare --net`). It makes one pair of TAP devices per machine, prints a line,
-and passes frames between the two ends of a pair. Each line of stdin is a new one-way delay in milliseconds; it ends with
-its stdin. Where the kernel has no netem, this is what delays: while a machine's cable leads through its TAP devices,
-every frame waits here.
-
-A frame begins with a virtio header, so that the kernel hands over up to 64 KiB of TCP at a time, not 1,500 bytes.
+and passes frames between the two ends of a pair. Each line of stdin is a new one-way delay in milliseconds; it ends
+with its stdin. Where the kernel has no netem, this is what delays: while a machine's cable leads through its TAP
+devices, every frame waits here. A frame begins with a virtio header, so that the kernel hands over up to 64 KiB of
+TCP at a time, not 1,500 bytes.
 """
 
 import collections
