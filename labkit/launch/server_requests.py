@@ -78,7 +78,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask a question about living ranks where they are. The reply is `Answered`."""
+    """Ask a question about living ranks where they are. The reply is `Answered`.
+
+    Without a question, the reply comes after all that they have recorded and printed so far.
+    """
 
     question: Any
     ranks: Sequence[int]

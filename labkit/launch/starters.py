@@ -189,7 +189,7 @@ class ServerStarter(Starter):
                     ranks += batch
                     forked = self._ask(request, [fd for rank in batch for fd in rank.far])
                     assert isinstance(forked, Forked)
-                    self.notes += forked.notes
+                    self.notes = [*forked.notes] if request.first == 0 else self.notes
                     for rank in batch:
                         rank.place = forked.places.get(rank.number)
                         rank.started(forked.pids[rank.number])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import pickle
 import struct
@@ -38,7 +39,7 @@ from labkit.machines.agent_requests import (
     StartRanks,
 )
 from labkit.machines.facts import Facts
-from labkit.machines.forwarding import TAKEN, WINDOW_BYTES, Forwarding
+from labkit.machines.forwarding import TAKEN, Forwarding
 from labkit.machines.frame_port import FramePort
 from labkit.machines.line import READ_BYTES, Kind, Large, Line
 from labkit.machines.states import RankState
@@ -52,7 +53,11 @@ LOST_S: Final = 6.0  # longer than the relay waits before it takes this machine 
 LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states
 RECORDS_BYTES: Final = 1 << 18  # of records in one block
-OUTPUT_BYTES: Final = 1 << 16
+OUTPUT_BYTES: Final = 1 << 16  # of prints in one block
+# What may wait on a slow line. A round trip of 40 ms still leaves 3 MB/s for the prints of a rank.
+OUTPUT_WINDOW: Final = 1 << 17  # of a rank's prints; then the rank waits, as for a full pipe
+BACKLOG_BYTES: Final = 1 << 18  # of all; then records wait in the rank's ring, which overwrites the oldest
+LONG_BACKLOG: Final = 1 << 16  # with more, the ends of ranks are reported before their last prints
 _TIME: Final = struct.Struct("<q")
 
 
@@ -69,7 +74,7 @@ class _Rank:
         self.number, self.process, self._line = number, process, agent.line
         self._tap = RingTap(process.ring)
         self.frames = Forwarding(
-            number, FramePort(process.sock), agent.line, None, agent.large, before=self.report, closed=self._closed
+            number, FramePort(process.sock), agent.line, None, agent.large, before=self._report_all, closed=self._closed
         )
         self._output_under_way = 0
         self._output_open = True
@@ -80,20 +85,29 @@ class _Rank:
 
     def look(self) -> None:
         """Send prints and records, unless the line is slow: then prints wait, and records are lost in the end."""
-        self._print(WINDOW_BYTES)
-        if self._line.backlog < WINDOW_BYTES and (news := self._tap.news(RECORDS_BYTES)):
+        self._print()
+        if self._line.backlog < BACKLOG_BYTES and (news := self._tap.news(RECORDS_BYTES)):
             self._line.send(Kind.RECORDS, self.number, news)
 
-    def report(self) -> None:
-        """Send all that the rank has printed and recorded so far."""
-        self._print(WINDOW_BYTES)
+    def report(self, most_bytes: float = math.inf) -> bool:
+        """Send all that the rank has printed and recorded so far, or at most so many bytes of records.
+
+        Returns:
+            whether these are all.
+        """
+        self._print()
         while news := self._tap.news(RECORDS_BYTES):
             self._line.send(Kind.RECORDS, self.number, news)
-            if not self._tap.behind:
-                break
+            most_bytes -= len(news)
+            if most_bytes <= 0:
+                return not self._tap.behind
+        return True
 
-    def _print(self, window_bytes: int) -> None:
-        while self._output_open and self._output_under_way < window_bytes:
+    def _report_all(self) -> None:
+        self.report()
+
+    def _print(self) -> None:
+        while self._output_open and self._output_under_way < OUTPUT_WINDOW:
             try:
                 data = os.read(self.process.output, OUTPUT_BYTES)
             except BlockingIOError:
@@ -116,18 +130,29 @@ class _Rank:
             self._ended()
 
     def _ended(self) -> None:
-        """Its process has ended: send what it has left."""
-        if not self._gone:
-            self._gone = True
-            if self.process.sentinel >= 0:
-                self._loop.remove_reader(self.process.sentinel)
+        """Its process has ended by itself: send what it has left."""
+        if self.forget():
             self.frames.read_all()
             self.report()
             self._line.send(Kind.GONE, self.number)
 
-    def close(self) -> None:
-        """Send what it has left, and close all that belongs to it."""
-        self._ended()
+    def forget(self) -> bool:
+        """Do not wait for its end any more; return whether it had not come yet."""
+        first, self._gone = not self._gone, True
+        if first and self.process.sentinel >= 0:
+            self._loop.remove_reader(self.process.sentinel)
+        return first
+
+    def close(self, *, ended_now: bool) -> None:
+        """Close all that belongs to it.
+
+        Args:
+            ended_now: whether its process was ended just now, so that it may have left something. On a slow line,
+                nobody waits for that.
+        """
+        if ended_now and self._line.backlog < LONG_BACKLOG:
+            self.frames.read_all()
+            self.report(BACKLOG_BYTES)
         self.frames.close()
         self.process.close()
 
@@ -231,16 +256,20 @@ class _Agent:
         mine = {number: self._ranks[number] for number in request.ranks if number in self._ranks}
         processes = [rank.process for rank in mine.values()]
         if isinstance(request, EndRanks):
+            living = [rank for rank in mine.values() if rank.forget()]
             ends = await asyncio.to_thread(self._starter.end, processes)
             kills = self._oom_kills.recent()
             for number, rank in mine.items():
-                rank.close()
+                rank.close(ended_now=rank in living)
                 self._ranks.pop(number, None)
             return Ends({n: dataclasses.replace(end, oom_kills=kills) for n, end in zip(mine, ends, strict=True)})
+        if request.question is None:
+            for rank in mine.values():
+                rank.report()
+            return Answers(dict.fromkeys(mine, True))
         answers = await asyncio.to_thread(request.question.answer, processes)
-        for rank in mine.values():
-            rank.report()
-        return Answers(dict(zip(mine, answers, strict=True)))
+        # A rank that records faster than the line carries has no answer: records that say otherwise would come later.
+        return Answers({n: one for n, one in zip(mine, answers, strict=True) if mine[n].report(RECORDS_BYTES)})
 
     def _prepare(self, runtime: str) -> Reply:
         kind = RUNTIMES[runtime]
@@ -250,7 +279,8 @@ class _Agent:
         return Ready()
 
     def _send(self, number: int, reply: Any) -> None:
-        self.line.send(Kind.CONTROL, number, pickle.dumps(reply))
+        urgent = isinstance(reply, Ends) and self.line.backlog > LONG_BACKLOG
+        self.line.send(Kind.CONTROL, number, pickle.dumps(reply), urgent=urgent)
 
 
 def main() -> None:

@@ -60,7 +60,10 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class AskRanks:
-    """Ask a `launch.starters.Question` about ranks. The reply, `Answers`, comes after all that they had recorded."""
+    """Ask a `launch.starters.Question` about ranks, or nothing but that all they have recorded so far comes first.
+
+    The reply is `Answers`, after what they had recorded.
+    """
 
     question: Any
     ranks: Sequence[int]
@@ -68,7 +71,7 @@ class AskRanks:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers, by number."""
+    """The answers, by number; without the ranks that had recorded more than can be sent now."""
 
     answers: Mapping[int, Any]
 

@@ -1,7 +1,8 @@
 """`Line`: a connection between the relay and an agent over a pair of streams: blocks of bytes, urgent ones first.
 
 Large data, such as arguments and results, is cut into parts that are sent between other blocks. Otherwise a machine
-that receives 512 MiB would seem to be silent meanwhile.
+that receives 512 MiB would seem to be silent meanwhile. For the same reason, the sockets and programs on the way must
+not hold more than the line carries in a moment: the far side reports what it has received, and the sender waits for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import mmap
 import os
 import struct
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from enum import IntEnum
@@ -24,6 +26,11 @@ PART_BYTES: Final = 1 << 18  # a slow line of 2 MB/s delays an urgent block by a
 READ_BYTES: Final = 1 << 22  # how much may wait to be parsed
 # The agent's first bytes. A shell that reads its user's settings may print before them.
 BEGIN: Final = b"\0labkit agent\n"
+REPORT_BYTES: Final = 1 << 16  # after so many, the far side reports them
+# Between these delays of a report, in seconds, what may be under way stays the same; below it doubles, above it halves.
+GOOD_S, BAD_S = 0.05, 0.15
+LEAST_BYTES, MOST_BYTES = 1 << 17, 1 << 24  # the limits of that
+_TOTAL: Final = struct.Struct("<Q")
 _HEADER: Final = struct.Struct("<BIQ")  # kind, number, size in bytes
 _PART: Final = struct.Struct("<QQ")  # offset, and size of the whole, in bytes
 
@@ -41,6 +48,7 @@ class Kind(IntEnum):
     FORGET = 7  # large data that no frame will need again; its number
     CLOCK = 8  # a question for the time there, or its answer; 0
     STATES = 9  # the states of ranks, pickled; 0
+    RECEIVED = 10  # how many bytes of other blocks have arrived so far; 0
 
 
 class Block(NamedTuple):
@@ -69,6 +77,10 @@ class Line:
         self._at = 0  # in the first of `_large`
         self._numbers = itertools.count(1)
         self._waiting = asyncio.Event()
+        self._sent = self._reported = 0  # bytes so far, and of these the ones that the far side has received
+        self._marks: deque[tuple[int, float]] = deque()  # how many had been sent, and when
+        self._most = LEAST_BYTES  # bytes under way
+        self._received = self._told = 0  # bytes so far, and the last report of them
         self.backlog = 0
 
     def send(self, kind: Kind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
@@ -94,17 +106,33 @@ class Line:
         while True:
             await self._waiting.wait()
             self._waiting.clear()
-            while self._urgent or self._ordered or self._large:
-                for queue in (self._urgent, self._ordered):
-                    if queue:
-                        block = queue.popleft()
+            while self._urgent or ((self._ordered or self._large) and self._sent - self._reported < self._most):
+                queue = self._urgent or self._ordered
+                if queue:
+                    block = queue.popleft()
+                    self._writer.write(block)
+                    if block[0] != Kind.RECEIVED:
                         self.backlog -= len(block)
-                        self._writer.write(block)
-                        await self._writer.drain()
-                        break
+                        self._count(len(block))
                 if self._large and not self._urgent:
                     self._write_part()
-                    await self._writer.drain()
+                await self._writer.drain()
+
+    def _count(self, nbytes: int) -> None:
+        self._sent += nbytes
+        self._marks.append((self._sent, time.monotonic()))
+
+    def _report(self, total: int) -> None:
+        """The far side has received so many bytes."""
+        self._reported = total
+        delay_s = 0.0
+        while self._marks and self._marks[0][0] <= total:
+            delay_s = time.monotonic() - self._marks.popleft()[1]
+        if delay_s > BAD_S:
+            self._most = max(self._most // 2, LEAST_BYTES)
+        elif delay_s < GOOD_S:
+            self._most = min(self._most * 2, MOST_BYTES)
+        self._waiting.set()
 
     def _write_part(self) -> None:
         number, data = self._large[0]
@@ -112,6 +140,7 @@ class Line:
         head = _PART.pack(self._at, len(data))
         self._writer.write(_HEADER.pack(Kind.PART, number, len(head) + len(part)) + head)
         self._writer.write(part)
+        self._count(_HEADER.size + len(head) + len(part))
         self._at += len(part)
         if self._at >= len(data):
             self._large.popleft()
@@ -135,9 +164,18 @@ class Line:
         while True:
             try:
                 kind, number, size = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-                yield Block(Kind(kind), number, await self._reader.readexactly(size))
+                data = await self._reader.readexactly(size)
             except (asyncio.IncompleteReadError, OSError):
                 return
+            if kind == Kind.RECEIVED:
+                self._report(*_TOTAL.unpack(data))
+                continue
+            self._received += _HEADER.size + size
+            if self._received >= self._told + REPORT_BYTES:
+                self._told = self._received
+                self._urgent.append(_HEADER.pack(Kind.RECEIVED, 0, _TOTAL.size) + _TOTAL.pack(self._told))
+                self._waiting.set()
+            yield Block(Kind(kind), number, data)
 
     def close(self) -> None:
         """Close the connection; what has not been written yet is lost."""

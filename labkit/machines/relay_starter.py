@@ -37,19 +37,6 @@ class _HasThread:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class _UpToNow:
-    """A question whose answer comes after all that ranks had recorded and printed before."""
-
-    def answer(self, processes: Sequence[RankProcess]) -> list[bool]:
-        """Return True for each."""
-        return [True] * len(processes)
-
-    def unknown(self) -> bool:
-        """Return False."""
-        return False
-
-
 class _MachinesClock(Clock):
     """The clock of a rank's machine, as the relay follows it.
 
@@ -139,17 +126,20 @@ class RelayStarter(ServerStarter):
 
     def ask(self, question: Question[_Answer], processes: Sequence[RankProcess]) -> Sequence[_Answer]:
         """Ask a question about living ranks where they are; return the answer for each."""
-        answers: Mapping[int, _Answer] = {}
-        if processes:
-            with self._lock:
-                answered = self._ask(Ask(question, [process.number for process in processes]))
-            assert isinstance(answered, Answered)
-            answers = answered.answers
+        answers = self._answers(question, processes)
         return [answers[p.number] if p.number in answers else question.unknown() for p in processes]
 
     def catch_up(self, processes: Sequence[RankProcess]) -> bool:
         """See `Starter`."""
-        return all(self.ask(_UpToNow(), processes))
+        return len(self._answers(None, processes)) == len(processes)
+
+    def _answers(self, question: Question[_Answer] | None, processes: Sequence[RankProcess]) -> Mapping[int, _Answer]:
+        if not processes:
+            return {}
+        with self._lock:
+            answered = self._ask(Ask(question, [process.number for process in processes]))
+        assert isinstance(answered, Answered)
+        return answered.answers
 
     def monitor(self, processes: Sequence[RankProcess], devices: str) -> _ReportedLoads:  # noqa: ARG002  # there it is known
         """See `Starter`."""
