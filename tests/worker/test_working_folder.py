@@ -121,6 +121,13 @@ def test_ranks_say_once_that_they_lack_the_notebooks_folder(
 
 
 @pytest.mark.processes
+def test_a_program_that_misses_its_files_fails_after_the_remark(elsewhere: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(lab.RankError, match=r"data\.csv"):
+        elsewhere.run(open, "data.csv")
+    assert capsys.readouterr().out.count(f"pc1 has no folder {NOWHERE}") == 1
+
+
+@pytest.mark.processes
 def test_variables_of_a_machine_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> list[Any]:
         return [os.environ.get(name) for name in ("PATH", "LABKIT_TEST_FIRST", "LABKIT_TEST_LATER")]
