@@ -85,7 +85,7 @@ class _Rank:
 
     def look(self) -> None:
         """Send prints and records, unless the line is slow: then prints wait, and records are lost in the end."""
-        self._print()
+        self._print(OUTPUT_WINDOW)
         if self._line.backlog < BACKLOG_BYTES and (news := self._tap.news(RECORDS_BYTES)):
             self._line.send(Kind.RECORDS, self.number, news)
 
@@ -95,7 +95,7 @@ class _Rank:
         Returns:
             whether these are all.
         """
-        self._print()
+        self._print(math.inf)  # a pipe's capacity at most
         while news := self._tap.news(RECORDS_BYTES):
             self._line.send(Kind.RECORDS, self.number, news)
             most_bytes -= len(news)
@@ -106,8 +106,8 @@ class _Rank:
     def _report_all(self) -> None:
         self.report()
 
-    def _print(self) -> None:
-        while self._output_open and self._output_under_way < OUTPUT_WINDOW:
+    def _print(self, window_bytes: float) -> None:
+        while self._output_open and self._output_under_way < window_bytes:
             try:
                 data = os.read(self.process.output, OUTPUT_BYTES)
             except BlockingIOError:
@@ -262,6 +262,9 @@ class _Agent:
             for number, rank in mine.items():
                 rank.close(ended_now=rank in living)
                 self._ranks.pop(number, None)
+            if not self._ranks:  # nobody needs large data any more, and the relay does not send the rest of it
+                self.line.drop_large()
+                self.large.clear()
             return Ends({n: dataclasses.replace(end, oom_kills=kills) for n, end in zip(mine, ends, strict=True)})
         if request.question is None:
             for rank in mine.values():

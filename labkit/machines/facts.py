@@ -37,6 +37,7 @@ class Facts:
         boot: identifies the machine since its last boot; see `recording.clock_sync.machine`.
         address: the address at which the other machines reach it.
         interface: the network interface with that address; "" if none has it.
+        addresses: all its addresses, without those of the loopback.
         python: the path of Python.
         versions: by package, "Python" included, the version; none of a package that is not installed.
         layout: identifies the layout of rings, which both sides must have.
@@ -49,6 +50,7 @@ class Facts:
     boot: str
     address: str
     interface: str
+    addresses: tuple[str, ...]
     python: str
     versions: dict[str, str]
     layout: str
@@ -67,8 +69,8 @@ class Facts:
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
         memory = psutil.virtual_memory().available
         return cls(
-            socket.gethostname(), machine(), address, _interface(address), sys.executable, versions, layout, usable_cores(),
-            memory, gpu_count(),
+            socket.gethostname(), machine(), address, _interface(address), _addresses(), sys.executable, versions, layout,
+            usable_cores(), memory, gpu_count(),
         )  # fmt: skip
 
 
@@ -79,8 +81,12 @@ def _address() -> str:
     connection = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, and this machine's
     if len(connection) == 4:
         return connection[2].partition("%")[0]
-    found = [a.address for own in psutil.net_if_addrs().values() for a in own if a.family == socket.AF_INET]
-    return next((address for address in found if not address.startswith("127.")), LOOPBACK)
+    return next(iter(_addresses()), LOOPBACK)
+
+
+def _addresses() -> tuple[str, ...]:
+    own = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
+    return tuple(address for address in own if not address.startswith("127."))
 
 
 def _interface(address: str) -> str:

@@ -71,8 +71,8 @@ class Segments:
                 if fd >= 0:
                     os.close(fd)
 
-    def close(self) -> None:
-        """Close the descriptors."""
+    def clear(self) -> None:
+        """Forget all; the far side does so, too."""
         for _, fd, _ in self._known.values():
             if fd >= 0:
                 os.close(fd)

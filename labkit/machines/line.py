@@ -97,6 +97,11 @@ class Line:
         self._waiting.set()
         return number
 
+    def drop_large(self) -> None:
+        """Do not send the rest of large data."""
+        self._large.clear()
+        self._at = 0
+
     async def write(self) -> None:
         """Write what is sent, until the connection ends.
 
@@ -243,8 +248,9 @@ class Large:
             del self._missing[number], self._uses[number]
             self._forgotten.remove(number)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Free all data."""
         for fd in self._fds.values():
             os.close(fd)
-        self._fds.clear()
+        for kept in (self._fds, self._missing, self._uses, self._forgotten):
+            kept.clear()

@@ -151,11 +151,16 @@ class _Machine:
         """End the agent."""
         self.line.close()
         self._connection.close()
-        self.segments.close()
-        self.large.close()
+        self.drop_data()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+
+    def drop_data(self) -> None:
+        """Send no more large data, and forget what was sent: without ranks, nobody needs it. So does the agent."""
+        self.line.drop_large()
+        self.segments.clear()
+        self.large.clear()
 
     def _ask_time(self) -> None:
         self.line.send(Kind.CLOCK, 0, _TIME.pack(time.perf_counter_ns()), urgent=True)
@@ -209,11 +214,11 @@ class _Machine:
                 elif kind is Kind.OUTPUT:
                     rank.printed(data)
                 elif kind is Kind.FRAME:
-                    rank.frames.deliver(data)
+                    rank.framed(data)
                 elif kind is Kind.TAKEN:
                     rank.frames.taken(TAKEN.unpack(data)[0])
                 elif kind is Kind.GONE:
-                    rank.frames.afterwards(rank.gone)
+                    rank.framed(None)
         how = await self._connection.ended() or "the connection to it has ended"
         self.lose(
             how if hasattr(self, "facts") or not printed.strip() else f"{how} It printed: {printed.strip()[-LONGEST_NOISE:]}"
@@ -403,7 +408,7 @@ class _Relay:
             raise LabError(f"no machine is left. {'. '.join(lost)}")
         counts = self._engine.counts(total, [machine.name for machine in living])
         used = [(machine, count) for machine, count in zip(living, counts, strict=True) if count]
-        names = frozenset(n for m, _ in used for n in (m.name, m.facts.host, m.facts.address))
+        names = frozenset(n for m, _ in used for n in (m.name, m.facts.host, m.facts.address, *m.facts.addresses))
         layout = []
         for node, (machine, count) in enumerate(used):
             for local_rank in range(count):
@@ -438,6 +443,8 @@ class _Relay:
                 self._where.pop(number, None)
                 if (rank := machine.ranks.pop(number, None)) is not None:
                     rank.close()
+            if not machine.ranks:
+                machine.drop_data()
         return notebooks.Ended(ends)
 
     def _by_machine(self, ranks: Sequence[int]) -> dict[_Machine, list[int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.machine_variables import AT_IMPORT
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Answered, Ask, Ended, Reap
@@ -120,6 +121,7 @@ class RelayStarter(ServerStarter):
         super().__init__(ring_bytes, make_shared)
         self.ready_limit_s = engine.ready_limit_s
         self._run("labkit.machines.relay:relay", [pickle.dumps(engine), runtime, os.getpid()], self.environment)
+        self.environment = dict(AT_IMPORT)  # agents do not inherit it, but ranks get what has changed since
 
     def _new_rank(self) -> RankProcess:
         return RelayedRankProcess(self, next(self._numbers), self._ring_bytes, self._make_shared)

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -50,6 +51,8 @@ class RelayedRank:
         self._copy = RingCopy(self._memory, machine.clock)
         self._state, self._offset_ns, self._error_ns = UNREPORTED, 0, 0
         self._prints = bytearray()
+        self._printed = self._written = 0  # bytes of prints, that have come, and that the pipe has taken
+        self._held: deque[tuple[int, bytes | None]] = deque()  # frames, None for its end, and `_printed` when each came
         self._waiting = self._gone = False
         port = FramePort(socket.socket(fileno=connection))
         self.frames = Forwarding(number, port, machine.line, machine.segments, machine.large, closed=lambda: closed(number))
@@ -71,7 +74,21 @@ class RelayedRank:
     def printed(self, data: bytes) -> None:
         """Pass on what it has printed."""
         self._prints += data
+        self._printed += len(data)
         self._write()
+
+    def framed(self, data: bytes | None) -> None:
+        """Pass on a frame, or its end, after the prints that have come before it."""
+        self._held.append((self._printed, data))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._held and self._held[0][0] <= self._written:
+            _, data = self._held.popleft()
+            if data is None:
+                self.frames.afterwards(self.gone)
+            else:
+                self.frames.deliver(data)
 
     def _write(self) -> None:
         done = 0
@@ -81,11 +98,14 @@ class RelayedRank:
         except BlockingIOError:
             pass
         except OSError:  # the notebook has closed the pipe
-            self._prints.clear()
+            done = len(self._prints)
         if done:
             self._line.send(Kind.TAKEN, self._number, TAKEN.pack(0, done), urgent=True)
             del self._prints[:done]
-        self._wait_for_room(bool(self._prints))
+            self._written += done
+            self._pass_on()
+        if not self._gone:
+            self._wait_for_room(bool(self._prints))
 
     def _wait_for_room(self, wait: bool) -> None:
         if wait and not self._waiting:

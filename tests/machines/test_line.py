@@ -18,7 +18,10 @@ def run(scenario: Callable[[Line, Line], Awaitable[None]]) -> None:
         for sock in socket.socketpair():
             reader, writer = await asyncio.open_connection(sock=sock, limit=READ_BYTES)
             ends.append(Line(reader, writer))
+        writing = [asyncio.ensure_future(end.write()) for end in ends]
         await asyncio.wait_for(scenario(*ends), 60)
+        for task in writing:
+            task.cancel()
         for end in ends:
             end.close()
 
@@ -39,9 +42,7 @@ def test_blocks_arrive_in_order_and_urgent_ones_first() -> None:
         near.send(Kind.OUTPUT, 3, b"first")
         near.send(Kind.RECORDS, 3, b"second")
         near.send(Kind.CLOCK, 0, b"now", urgent=True)
-        writing = asyncio.ensure_future(near.write())
         blocks = await received(far, 3)
-        writing.cancel()
         assert blocks == [(Kind.CLOCK, 0, b"now"), (Kind.OUTPUT, 3, b"first"), (Kind.RECORDS, 3, b"second")]
         assert near.backlog == 0
 
@@ -53,7 +54,7 @@ def test_other_blocks_pass_large_data() -> None:
 
     async def scenario(near: Line, far: Line) -> None:
         number = near.send_large(memoryview(data))
-        writing = asyncio.ensure_future(near.write())
+        reports = asyncio.ensure_future(received(near, 1))  # the far end says how much it has received
         large, blocks = Large(), []
         async for kind, of, part in far.blocks():
             if kind is Kind.PART:
@@ -65,10 +66,10 @@ def test_other_blocks_pass_large_data() -> None:
                 blocks.append("clock")
             if large.complete(number):
                 break
-        writing.cancel()
+        reports.cancel()
         assert "clock" in blocks[:10]
         assert large.read(number) == data
-        large.close()
+        large.clear()
 
     run(scenario)
 
@@ -92,10 +93,8 @@ def test_what_a_login_shell_prints_is_not_part_of_the_line() -> None:
     async def scenario(near: Line, far: Line) -> None:
         near._writer.write(b"Welcome to pc1!\n" + BEGIN)
         near.send(Kind.GONE, 1)
-        writing = asyncio.ensure_future(near.write())
         assert await far.begin() == "Welcome to pc1!\n"
         assert await received(far, 1) == [(Kind.GONE, 1, b"")]
-        writing.cancel()
 
     run(scenario)
 
