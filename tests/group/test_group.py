@@ -351,7 +351,7 @@ def test_shares_of_gpus() -> None:
 
 def test_gpus_are_only_queried_if_a_picture_shows_them(four: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    monkeypatch.setattr("labkit.group.run.gpus_of", lambda ranks, _: looks.append(ranks) or [[]] * ranks)
+    monkeypatch.setattr("labkit.launch.starters.gpus_of", lambda ranks, _: looks.append(ranks) or [[]] * ranks)
     assert four.run(rank).results == [0, 1, 2, 3]
     assert not looks
     assert four.watch(rank).results == [0, 1, 2, 3]

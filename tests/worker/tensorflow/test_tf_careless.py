@@ -20,6 +20,7 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.collector import Records
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
+from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import record_dtype
 from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
@@ -243,7 +244,8 @@ def test_the_last_action_of_a_dead_rank_is_not_labkits(spans: list[str], last: s
     rows = np.zeros(len(spans), record_dtype())
     rows["name"] = range(len(spans))
     reader = SimpleNamespace(dropped=0, read=lambda: rows, names=lambda: spans)
-    records = Records([SimpleNamespace(name="rank 0", reader=reader)])  # type: ignore[list-item]
+    process = SimpleNamespace(place=None, clock=Clock())
+    records = Records([SimpleNamespace(label="rank 0", reader=reader, process=process)])  # type: ignore[list-item]
     records.drain()
     assert records.last_span(0) == last
 
