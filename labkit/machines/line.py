@@ -80,7 +80,7 @@ class Line:
         self._sent = self._reported = 0  # bytes so far, and of these the ones that the far side has received
         self._marks: deque[tuple[int, float]] = deque()  # how many had been sent, and when
         self._most = LEAST_BYTES  # bytes under way
-        self._received = self._told = 0  # bytes so far, and the last report of them
+        self._received = self._last_report = 0  # bytes so far, and the last report of them
         self.backlog = 0
 
     def send(self, kind: Kind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
@@ -176,9 +176,9 @@ class Line:
                 self._report(*_TOTAL.unpack(data))
                 continue
             self._received += _HEADER.size + size
-            if self._received >= self._told + REPORT_BYTES:
-                self._told = self._received
-                self._urgent.append(_HEADER.pack(Kind.RECEIVED, 0, _TOTAL.size) + _TOTAL.pack(self._told))
+            if self._received >= self._last_report + REPORT_BYTES:
+                self._last_report = self._received
+                self._urgent.append(_HEADER.pack(Kind.RECEIVED, 0, _TOTAL.size) + _TOTAL.pack(self._last_report))
                 self._waiting.set()
             yield Block(Kind(kind), number, data)
 
