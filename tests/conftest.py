@@ -162,6 +162,8 @@ def _processes() -> set[psutil.Process]:
     for pid in set(psutil.pids()) - foreign:
         try:
             process = psutil.Process(pid)
+            if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
+                continue  # on a machine made of namespaces, whose own tests look there
             if process.environ().get(SESSION) == str(os.getpid()) and pid != os.getpid():
                 found.add(process)
             else:
@@ -169,9 +171,12 @@ def _processes() -> set[psutil.Process]:
         except psutil.ZombieProcess:
             if _parent(pid) == os.getpid():
                 found.add(process)
-        except psutil.AccessDenied:  # another user's
+        except (psutil.AccessDenied, PermissionError):  # another user's
             foreign.add(pid)
-        except psutil.NoSuchProcess:  # it has ended; or it is a thread of the kernel, which has no environment
+        except (
+            psutil.NoSuchProcess,
+            FileNotFoundError,
+        ):  # it has ended; or it is a thread of the kernel, which has no environment
             if _parent(pid) == KERNEL_THREADS_PARENT:
                 foreign.add(pid)
     return found
@@ -241,8 +246,9 @@ def _cached() -> set[psutil.Process]:
     notebook = _notebook()
     starters = [] if notebook is None else list(notebook.starters.values())
     servers = [starter._process.pid for starter in starters if hasattr(starter, "_process")]
-    relays = [starter._process.pid for starter in starters if type(starter).__name__ == "RelayStarter"]
-    found = {p for p in below(relays) if any("labkit.machines" in _command(one) for one in (p, _existing_parent(p)) if one)}
+    found = set()
+    if any(type(starter).__name__ == "RelayStarter" for starter in starters):  # what sshd starts is not below the relay
+        found = {p for p in _processes() if any("labkit.machines" in _command(q) for q in (p, _existing_parent(p)) if q)}
     return found | _existing(servers + [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])])
 
 

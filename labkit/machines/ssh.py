@@ -12,6 +12,7 @@ from typing import Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
+from labkit.errors.wrong_calls import public_api
 from labkit.machines.engines import AGENT, Connection, Engine
 from labkit.machines.line import READ_BYTES
 
@@ -46,6 +47,7 @@ class SSH(Engine):
     ranks: tuple[int, ...] = field(default=())
     python: str = sys.executable
 
+    @public_api
     def __init__(self, *machines: str | Mapping[str, int], python: str | None = None) -> None:
         counts: Mapping[str, int] = {}
         if len(machines) == 1 and isinstance(machines[0], Mapping):

@@ -14,13 +14,15 @@ from pathlib import Path
 
 __all__ = ["Keys", "SshServer", "make_ssh", "missing_for_ssh", "server_command", "ssh_server", "wait_for_port"]
 
+# Not PATH, in which tests put stand-ins for ssh.
+PROGRAMS = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 START_LIMIT_S = 20.0  # sshd listens after some 20 ms
 SESSION = "LABKIT_TEST_SESSION"
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # an sshd that root starts insists on it
 
 
 def _find(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    return shutil.which(program, path=PROGRAMS)
 
 
 def missing_for_ssh() -> str:
@@ -105,7 +107,7 @@ def make_ssh(keys: Keys, hosts: Mapping[str, tuple[str, int]]) -> Path:
     folder = keys.folder / "bin"
     folder.mkdir()
     ssh = folder / "ssh"
-    ssh.write_text(f"#!/bin/sh\nexec {shutil.which('ssh')} -F '{config}' \"$@\"\n")
+    ssh.write_text(f"#!/bin/sh\nexec {_find('ssh')} -F '{config}' \"$@\"\n")
     ssh.chmod(0o755)
     return folder
 
