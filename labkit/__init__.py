@@ -40,6 +40,7 @@ _MODULES = {
     "Run": "group.run",
     "doctor": "notebook.doctor",
     "SSH": "machines.ssh",
+    "Slurm": "machines.slurm",
     "Group": "notebook.watched_group",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
+    from labkit.machines.slurm import Slurm as Slurm
     from labkit.machines.ssh import SSH as SSH
     from labkit.notebook.doctor import doctor as doctor
     from labkit.notebook.lessons import reset_lesson as reset_lesson

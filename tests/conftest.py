@@ -162,24 +162,26 @@ def _processes() -> set[psutil.Process]:
     for pid in set(psutil.pids()) - foreign:
         try:
             process = psutil.Process(pid)
-            if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-                continue  # on a machine made of namespaces, whose own tests look there
-            if process.environ().get(SESSION) == str(os.getpid()) and pid != os.getpid():
+            if process.environ().get(SESSION) == str(os.getpid()) and pid != os.getpid() and not _elsewhere(pid):
                 found.add(process)
             else:
                 foreign.add(pid)
         except psutil.ZombieProcess:
             if _parent(pid) == os.getpid():
                 found.add(process)
-        except (psutil.AccessDenied, PermissionError):  # another user's
+        except psutil.AccessDenied:  # another user's
             foreign.add(pid)
-        except (
-            psutil.NoSuchProcess,
-            FileNotFoundError,
-        ):  # it has ended; or it is a thread of the kernel, which has no environment
+        except psutil.NoSuchProcess:  # it has ended; or it is a thread of the kernel, which has no environment
             if _parent(pid) == KERNEL_THREADS_PARENT:
                 foreign.add(pid)
     return found
+
+
+def _elsewhere(pid: int) -> bool:
+    """Whether a process is on a machine made of namespaces; the tests of these look for what is left there."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
+    return False
 
 
 def _parent(pid: int) -> int | None:

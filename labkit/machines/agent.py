@@ -58,6 +58,8 @@ OUTPUT_BYTES: Final = 1 << 16  # of prints in one block
 OUTPUT_WINDOW: Final = 1 << 17  # of a rank's prints; then the rank waits, as for a full pipe
 BACKLOG_BYTES: Final = 1 << 18  # of all; then records wait in the rank's ring, which overwrites the oldest
 LONG_BACKLOG: Final = 1 << 16  # with more, the ends of ranks are reported before their last prints
+# By these variables, libraries take an agent or a rank for a task of the job step that has started the agent.
+_OF_A_STEP: Final = ("SLURM_", "PMI_", "PMIX_")
 _TIME: Final = struct.Struct("<q")
 
 
@@ -289,6 +291,8 @@ class _Agent:
 def main() -> None:
     """Run the agent on this process's stdin and stdout."""
     raise_limit()
+    for name in [name for name in os.environ if name.startswith(_OF_A_STEP)]:
+        del os.environ[name]
     # What Python or a library prints must not get between the blocks.
     streams = [os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)]
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -81,7 +81,11 @@ def _address() -> str:
     connection = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, and this machine's
     if len(connection) == 4:
         return connection[2].partition("%")[0]
-    return next(iter(_addresses()), LOOPBACK)
+    own = _addresses()
+    with contextlib.suppress(OSError, KeyError):  # a name by which Slurm knows this node; it may have several networks
+        if (address := socket.gethostbyname(os.environ["SLURMD_NODENAME"])) in own:
+            return address
+    return next(iter(own), LOOPBACK)
 
 
 def _addresses() -> tuple[str, ...]:
