@@ -39,6 +39,7 @@ _MODULES = {
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
+    "Ray": "machines.ray",
     "SSH": "machines.ssh",
     "Slurm": "machines.slurm",
     "Group": "notebook.watched_group",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
+    from labkit.machines.ray import Ray as Ray
     from labkit.machines.slurm import Slurm as Slurm
     from labkit.machines.ssh import SSH as SSH
     from labkit.notebook.doctor import doctor as doctor

@@ -40,7 +40,8 @@ class Records:
         self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else nodes_of(members)
         self._clocks = [(m.process.place, m.process.clock) for m in members]
         self._clock_error_ns = 0
-        self._members = [m.label for m in members]
+        self._members = [m.name for m in members]
+        self._labels = [m.label for m in members]
         self._readers = [m.reader for m in members]
         self._chunks: list[list[Any]] = [[] for _ in members]
         self._dropped = [r.dropped for r in self._readers]
@@ -97,7 +98,7 @@ class Records:
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
         sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
         joined = [np.concatenate(n) if n else np.empty(0, record_dtype()) for n in sampled]
-        trace = from_records(joined, names, self._members)
+        trace = from_records(joined, names, self._labels)
         trace.scalars += tuple(self._ended)
         return trace
 
@@ -220,7 +221,7 @@ class Records:
         others: dict[str, Any] = {"dropped": self._dropped, "profile": profile, "notes": notes}
         others |= {"nodes": self._nodes, "link": self._link, "cores": self._cores}
         others["clock_error_ns"] = self._clock_error_ns
-        trace = from_records(joined, self._names, self._members, **others | self._interrupted)
+        trace = from_records(joined, self._names, self._labels, **others | self._interrupted)
         trace.scalars += tuple(self._ended)
         return trace
 

@@ -37,10 +37,12 @@ class Engine(ABC):
     Attributes:
         ready_limit_s: how long it may take until the machines can be used: an engine with a queue takes long.
         connect_limit_s: how long one machine may take to answer once it is asked.
+        again_limit_s: the same for a machine that was lost, before each start of ranks.
     """
 
     ready_limit_s: float = 180.0
     connect_limit_s: float = 30.0
+    again_limit_s: float = 10.0
 
     @abstractmethod
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
@@ -54,12 +56,20 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def connect(self, machine: str) -> Connection:
+    async def connect(self, machine: str, limit_s: float) -> Connection:
         """Start an agent on a machine, and connect it.
+
+        Args:
+            machine: the machine's name.
+            limit_s: how long that may take, in seconds; whoever calls it does not wait for longer.
 
         Raises:
             LabError: that is not possible; the message says why, and what to do.
         """
+
+    def notes(self) -> Sequence[str]:
+        """Return remarks for the student, once the machines are connected."""
+        return ()
 
     def counts(self, ranks: int, machines: Sequence[str]) -> list[int]:
         """Return the number of ranks for each of some machines; by default, as even as possible.

@@ -241,6 +241,7 @@ class _Relay:
         self._layout: list[tuple[_Machine, Place]] = []  # of the group that is being started, by rank
         self._here = Facts.here()
         self._ended = asyncio.Event()
+        self._notes: list[str] = []  # for the student, on the next start
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, notebook: int) -> None:
@@ -269,7 +270,9 @@ class _Relay:
 
         try:
             names = await self._engine.machines(say)
-            made = await asyncio.gather(*(self._connect(name) for name in names), return_exceptions=True)
+            made = await asyncio.gather(
+                *(self._connect(name, self._engine.connect_limit_s) for name in names), return_exceptions=True
+            )
             failed = {n: one for n, one in zip(names, made, strict=True) if not isinstance(one, _Machine)}
             for name, error in failed.items():
                 if not isinstance(error, LostError | LabError):
@@ -284,12 +287,12 @@ class _Relay:
             self._send(READY, Failed(str(error)))
             self._ended.set()
         else:
+            self._notes += self._engine.notes()
             self._send(READY, None)
 
-    async def _connect(self, name: str) -> _Machine:
-        limit_s = self._engine.connect_limit_s
+    async def _connect(self, name: str, limit_s: float) -> _Machine:
         try:
-            connection = await asyncio.wait_for(self._engine.connect(name), limit_s)
+            connection = await asyncio.wait_for(self._engine.connect(name, limit_s), limit_s)
         except TimeoutError:
             raise LostError(f"it did not answer within {limit_s:.0f} s") from None
         machine = _Machine(name, connection)
@@ -348,7 +351,8 @@ class _Relay:
         notes: list[str] = []
         try:
             if request.first == 0:
-                notes = await self._reach_lost(say)
+                notes = [*self._notes, *await self._reach_lost(say)]
+                self._notes = []
                 self._layout = self._places(request.total)
             layout = dict(zip(request.ranks, self._layout[request.first :], strict=False))
             by_machine: dict[_Machine, list[int]] = {}
@@ -379,7 +383,7 @@ class _Relay:
         say(f"connecting to {listed(lost)} again")
 
         async def again(name: str) -> _Machine:
-            machine = await self._connect(name)
+            machine = await self._connect(name, self._engine.again_limit_s)
             await machine.ask(Prepare(self._runtime))
             return machine
 

@@ -103,7 +103,7 @@ class Slurm(Engine):
         self._job, nodes = line
         return nodes
 
-    async def connect(self, machine: str) -> Connection:
+    async def connect(self, machine: str, limit_s: float) -> Connection:  # noqa: ARG002  # the command is killed
         """See `Engine`."""
         command = ["srun", f"--jobid={self._job}", *STEP, f"--nodelist={machine}", self._python, "-u", "-m", AGENT]
         return await over_command(machine, command, _explain)

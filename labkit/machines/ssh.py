@@ -85,7 +85,7 @@ class SSH(Engine):
         say(f"connecting to {', '.join(self.names)}")
         return self.names
 
-    async def connect(self, machine: str) -> Connection:
+    async def connect(self, machine: str, limit_s: float) -> Connection:  # noqa: ARG002  # the command is killed
         """See `Engine`."""
         command = f"exec {shlex.quote(self.python)} -u -m {AGENT}"
         return await over_command(machine, ["ssh", *OPTIONS, "--", machine, command], self._explain)

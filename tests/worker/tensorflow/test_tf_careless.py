@@ -245,7 +245,7 @@ def test_the_last_action_of_a_dead_rank_is_not_labkits(spans: list[str], last: s
     rows["name"] = range(len(spans))
     reader = SimpleNamespace(dropped=0, read=lambda: rows, names=lambda: spans)
     process = SimpleNamespace(place=None, clock=Clock())
-    records = Records([SimpleNamespace(label="rank 0", reader=reader, process=process)])  # type: ignore[list-item]
+    records = Records([SimpleNamespace(name="rank 0", label="rank 0", reader=reader, process=process)])  # type: ignore[list-item]
     records.drain()
     assert records.last_span(0) == last
 
