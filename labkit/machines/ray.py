@@ -33,6 +33,7 @@ __all__ = ["Ray"]
 
 PIECE_BYTES: Final = 1 << 18  # of the stream, in one call
 CALLS: Final = 8  # under way at once to an actor
+HEAD: Final = "node:__internal_head__"  # a resource that Ray gives the head node only
 ENDED_S: Final = 1.0  # for an actor to say why its agent has ended
 TOKEN_OFF: Final = (
     "this Ray cluster has no token authentication, so whoever can reach it can run programs on it "
@@ -97,7 +98,7 @@ class Ray(Engine):
 
     Args:
         address: "host:6379"; default: the environment variable RAY_ADDRESS, or the cluster of this node.
-        nodes: how many nodes to use, in Ray's order; default: all.
+        nodes: how many nodes to use, the head node first; default: all.
 
     Raises:
         LabError: Ray is not installed.
@@ -173,6 +174,7 @@ def _named() -> dict[str, str]:
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
+    alive.sort(key=lambda node: (HEAD not in node["Resources"], node["NodeName"], node["NodeManagerPort"]))
     names = [node["NodeName"] for node in alive]
     return {
         name if names.count(name) == 1 else f"{name}-{names[:i].count(name) + 1}": node["NodeID"]
