@@ -77,6 +77,7 @@ class _Machine:
     Attributes:
         facts: what the agent has said about it.
         ranks: the ranks there, by number.
+        offset_ns: what is added to a time there, by the last reading of its clock.
         lost: how its loss was noticed; "" while it answers.
     """
 
@@ -87,6 +88,7 @@ class _Machine:
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
         self.ranks: dict[int, RelayedRank] = {}
+        self.offset_ns = 0
         self.lost = ""
         self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
         self._number = HELLO
@@ -190,9 +192,9 @@ class _Machine:
             if kind is Kind.CLOCK:
                 asked_ns, there_ns = _TIMES.unpack(data)
                 self.clock.read(asked_ns, there_ns, time.perf_counter_ns())
-                offset_ns = self.clock.here(there_ns) - there_ns
+                self.offset_ns = self.clock.here(there_ns) - there_ns
                 for rank in self.ranks.values():
-                    rank.clock_is(offset_ns, self.clock.error_ns)
+                    rank.clock_is(self.offset_ns, self.clock.error_ns)
             elif kind is Kind.PART:
                 self.large.add(number, data)
                 if self.large.complete(number):

@@ -28,6 +28,7 @@ class _Machine(Protocol):
     segments: Segments
     large: Large
     clock: Clock
+    offset_ns: int
 
 
 class RelayedRank:
@@ -49,7 +50,8 @@ class RelayedRank:
         os.set_blocking(self._output, False)
         self._loop = asyncio.get_running_loop()
         self._copy = RingCopy(self._memory, machine.clock)
-        self._state, self._offset_ns, self._error_ns = UNREPORTED, 0, 0
+        self._state = UNREPORTED
+        self.clock_is(machine.offset_ns, machine.clock.error_ns)
         self._prints = bytearray()
         self._printed = self._written = 0  # bytes of prints, that have come, and that the pipe has taken
         self._held: deque[tuple[int, bytes | None]] = deque()  # frames, None for its end, and `_printed` when each came

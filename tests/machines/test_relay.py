@@ -146,6 +146,17 @@ def test_of_two_failures_the_earlier_one_is_the_cause_whatever_the_clocks_say(fo
     assert at_ns[2] < at_ns[0]
 
 
+def test_the_clocks_are_known_from_the_first_moment(two: lab.SSH) -> None:
+    def f() -> None:
+        raise ValueError(os.environ["RANK"])
+
+    with lab.Group(4, runtime="bare", on=two, timeout_s=200) as group:
+        with pytest.raises(lab.RankError) as caught:
+            group.run(f)
+        assert all(abs(f.at_ns - time.perf_counter_ns()) < 60e9 for f in caught.value.failures)
+        assert group.run(int).trace.clock_error_ns > 0
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_is_killed(four: lab.Group, rank: int) -> None:
     def f(victim: int) -> None:
