@@ -49,7 +49,7 @@ from labkit.worker.runtimes.registry import RUNTIMES
 
 __all__ = ["main"]
 
-LOST_S: Final = 6.0  # longer than the relay waits before it takes this machine for lost
+LOST_S: Final = 5.0  # longer than the relay waits before it takes this machine for lost
 LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states
 RECORDS_BYTES: Final = 1 << 18  # of records in one block
