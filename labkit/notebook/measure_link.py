@@ -43,8 +43,8 @@ def measure_link(
     operations can be compared: with a perfect model, all would give the same link. The latency of a remote call is
     mostly CPU time of RPC.
 
-    A group with a `labkit.Network` has two links: `inside` is measured among the ranks of the first node, `between`
-    among the first ranks of all nodes.
+    A group with a `labkit.Network`, or with ranks on several machines, has two links: `inside` is measured among the
+    ranks of the first node that has several, `between` among the first ranks of all nodes.
 
     Args:
         group: a group of at least two ranks with runtime "torch" or "rpc".
@@ -54,7 +54,8 @@ def measure_link(
 
     Returns:
         the fits, which a notebook shows as a table; see `.link`, `["all_reduce"]` and `.plot()`. For a network with
-        several ranks on a node, the fits of both levels beside the emulated links; see also `.inside` and `.between`.
+        several ranks on a node, the fits of both levels, beside the emulated links if these are emulated; see also
+        `.inside` and `.between`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -77,15 +78,28 @@ def measure_link(
     if len(sizes) < 2 or any(not isinstance(n, numbers.Integral) or n < FLOAT for n in sizes) or not operations:
         raise ValueError(f"measure_link(sizes={sizes}): expected at least two sizes from {FLOAT} bytes, and an operation")
     plan = list(operations), sorted(map(int, sizes))
-    network = group.link
-    if not isinstance(network, Network) or not 1 < network.nodes < len(group):
-        return _measured(group, *plan, list(range(len(group))))
-    among = {"inside": network.ranks_of(0), "between": [network.ranks_of(node)[0] for node in range(network.nodes)]}
-    return MeasuredNetwork(network, **{level: _measured(group, *plan, ranks) for level, ranks in among.items()})
+    network = group.link if isinstance(group.link, Network) else None
+    nodes = network.nodes_among(len(group)) if network is not None else group.run(_nothing).trace.nodes if group.on else ()
+    of_nodes = [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))]
+    inside = next((ranks for ranks in of_nodes if len(ranks) > 1), [])
+    one_clock = network is not None or len(of_nodes) < 2
+    if len(of_nodes) < 2 or not inside:
+        return _measured(group, *plan, list(range(len(group))), one_clock=one_clock)
+    return MeasuredNetwork(
+        network,
+        inside=_measured(group, *plan, inside, one_clock=True),
+        between=_measured(group, *plan, [ranks[0] for ranks in of_nodes], one_clock=one_clock),
+        nodes=len(of_nodes),
+        ranks=len(group),
+    )
 
 
-def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list[int]) -> MeasuredLink:
-    """Measure among some ranks, in ascending order."""
+def _nothing() -> None:
+    """In a rank: let the notebook know where the ranks are."""
+
+
+def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list[int], *, one_clock: bool) -> MeasuredLink:
+    """Measure among some ranks, in ascending order; on several machines, each rank has a clock of its own."""
     parts = len(ranks) if group.runtime == "torch" else 1
     sizes = sorted({FLOAT * parts * _elements(size, parts) for size in sizes})
     if len(sizes) < 2:
@@ -103,19 +117,25 @@ def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list
         nbytes, seconds = [], []
         for size, *times in zip(*([m[1:] for m in of_rank if m[0] == operation] for of_rank in of_ranks), strict=True):
             nbytes.append(size[0])
-            seconds.append(_median_s(operation, [size[1:], *(t[1:] for t in times)]))
+            seconds.append(_median_s(operation, [size[1:], *(t[1:] for t in times)], one_clock=one_clock))
         if len(nbytes) < 2:
             raise LabError(f"measure_link: {operation} of {nbytes} bytes takes too long for larger ones; give smaller sizes")
         fits.append(fit(operation, 2 if operation in BETWEEN_TWO else len(ranks), nbytes, seconds))
     return MeasuredLink(tuple(fits))
 
 
-def _median_s(operation: str, of_ranks: list[Any]) -> float:
-    """Return the median time of the repetitions, each from the last rank's start to the last rank's end."""
+def _median_s(operation: str, of_ranks: list[Any], *, one_clock: bool) -> float:
+    """Return the median time of the repetitions, each from the last rank's start to the last rank's end.
+
+    Without a common clock, the shortest time of a rank counts, which is that of the last one to start.
+    """
     if operation in BETWEEN_TWO:
         of_ranks = of_ranks[:1]
     repetitions = zip(*(zip(begins, ends, strict=True) for begins, ends in of_ranks), strict=True)
-    times = [max(end for _, end in each) - max(begin for begin, _ in each) for each in repetitions]
+    if one_clock:
+        times = [max(end for _, end in each) - max(begin for begin, _ in each) for each in repetitions]
+    else:
+        times = [min(end - begin for begin, end in each) for each in repetitions]
     return float(statistics.median(times)) / 1e9 / (2 if operation in BETWEEN_TWO else 1)
 
 

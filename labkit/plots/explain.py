@@ -93,7 +93,7 @@ def explain(run: HasTrace | Trace) -> Explanation:
     """
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
-    cores = None if isinstance(run, Trace) or trace.origin else usable_cores()  # a trace may be another machine's
+    cores = None if isinstance(run, Trace) or trace.origin else trace.cores or usable_cores()  # a trace may be another machine's
     machine, busy = ("", False) if cores is None else _machine(len(trace.ranks), cores)
     sentences = [*_sentences(finding, trace.ranks, cores, busy, _overlap(trace)), _predicted(trace, finding), machine]
     return Explanation(" ".join(filter(None, sentences)), finding)

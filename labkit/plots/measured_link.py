@@ -118,19 +118,22 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """The result of `labkit.measure_link` for a group with a `labkit.Network`: a `MeasuredLink` for each level.
+    """The result of `labkit.measure_link` for a group on several nodes: a `MeasuredLink` for each level.
 
     `.inside` and `.between` are the levels, `.link` is the network for predictions, `.plot()` draws the figure.
 
     Args:
-        network: the network that the group emulates.
+        network: the `labkit.Network` that the group emulates; None for real machines.
         inside: what was measured among the ranks of the first node.
         between: what was measured among the first ranks of all nodes.
+        nodes, ranks: the numbers of nodes and of ranks.
     """
 
-    network: Network
+    network: Network | None
     inside: MeasuredLink
     between: MeasuredLink
+    nodes: int
+    ranks: int
 
     def __getitem__(self, level: str) -> MeasuredLink:
         if level not in LEVELS:
@@ -144,10 +147,13 @@ class MeasuredNetwork:
     @property
     def link(self) -> Network:
         """The network with the fitted latency and bandwidth of each level."""
-        return Network(nodes=self.network.nodes, inside=self.inside.link, between=self.between.link, ranks=self.network.ranks)
+        return Network(nodes=self.nodes, inside=self.inside.link, between=self.between.link, ranks=self.ranks)
 
-    def plot(self) -> Axes:
-        """Draw both levels: measured times as points, fits as lines, and the times over the emulated links dashed.
+    def plot(self, expected: Network | None = None) -> Axes:
+        """Draw both levels: measured times as points, fits as lines, and the times over the expected links dashed.
+
+        Args:
+            expected: the network to compare with; default: the emulated one, if there is one.
 
         Returns:
             the upper Axes, of the level inside; the other Axes of its figure is that between.
@@ -159,20 +165,25 @@ class MeasuredNetwork:
         with labkit_style():
             figure = new_figure(figsize=(WIDTH_IN, 8.2), layout="constrained")
             axes = figure.subplots(2, sharex=True)
+            model = expected or self.network
             for ax, level in zip(axes, LEVELS, strict=True):
-                _draw_level(ax, self[level], level, getattr(self.network, level))
+                _draw_level(ax, self[level], level, None if model is None else getattr(model, level))
             axes[0].set_xlabel("")
         each = "; ".join(f"{level}, {fit.operation}: {', '.join(fit.in_short)}" for level in LEVELS for fit in self[level])
         upper: Axes = axes[0]
         return describe(upper, f"Time by size, measured and fitted, inside the nodes and between them. {each}.")
 
     def _rows(self) -> list[list[str]]:
-        rows = [["level", "operation", "ranks", "latency α", "emulated", "bandwidth B", "emulated", "off by (median)", "at most"]]
+        emulated = ["emulated"] if self.network is not None else []
+        head = ["level", "operation", "ranks", "latency α", *emulated, "bandwidth B", *emulated, "off by (median)", "at most"]
+        rows = [head]
         for level in LEVELS:
-            link: Link = getattr(self.network, level)
-            given = in_words(link.latency_s, "s"), in_words(link.gbit_per_s * 1e9, "bit/s")
+            given: list[list[str]] = [[], []]
+            if self.network is not None:
+                link: Link = getattr(self.network, level)
+                given = [[in_words(link.latency_s, "s")], [in_words(link.gbit_per_s * 1e9, "bit/s")]]
             for fit in self[level]:
-                found = [value for pair in zip(fit.in_short, given, strict=True) for value in pair]
+                found = [value for fitted, others in zip(fit.in_short, given, strict=True) for value in (fitted, *others)]
                 rows.append([level, fit.operation, str(fit.ranks), *found, f"{fit.error:.0%}", f"{fit.worst:.0%}"])
         return rows
 
@@ -183,16 +194,18 @@ class MeasuredNetwork:
         return _table_in_markdown(self._rows())
 
 
-def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link) -> None:
+def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None) -> None:
     measured.plot(ax)
-    for number, fit in enumerate(measured):
+    for number, fit in enumerate(measured if link is not None else ()):
+        assert link is not None
         sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100).tolist()
         times = [link.seconds(fit.operation, n, fit.ranks) for n in sizes]
         ax.plot(sizes, times, color=INK, linewidth=1, linestyle="dashed", label=f"over {link}" if not number else "_")
         ax.set_ylim(bottom=min(ax.get_ylim()[0], min(times) / 2))
     where = "inside a node" if level == "inside" else "between nodes"
     ranks = max(fit.ranks for fit in measured)
-    ax.set_title(f"{where}, {ranks} ranks: measured (points), fitted (lines), over the emulated link (dashed)")
+    dashed = "" if link is None else ", over the expected link (dashed)"
+    ax.set_title(f"{where}, {ranks} ranks: measured (points), fitted (lines){dashed}")
     ax.legend(loc="upper left", ncols=1 if len(measured.fits) < 3 else 2)
 
 

@@ -92,8 +92,11 @@ def test_the_table() -> None:
 
 def test_a_repetition_lasts_from_the_last_start_to_the_last_end() -> None:
     of_ranks: Any = [[[0, 100, 200], [90, 190, 990]], [[10, 110, 210], [60, 160, 260]]]
-    assert _median_s("all_reduce", of_ranks) == 80e-9
-    assert _median_s("send", of_ranks) == 45e-9  # rank 0's round trip
+    assert _median_s("all_reduce", of_ranks, one_clock=True) == 80e-9
+    assert _median_s("send", of_ranks, one_clock=True) == 45e-9  # rank 0's round trip
+    hour = 3_600 * 10**9
+    of_ranks[1] = [[at + hour for at in times] for times in of_ranks[1]]  # another machine's clock
+    assert _median_s("all_reduce", of_ranks, one_clock=False) == 50e-9  # the time of rank 1, which began last
 
 
 def test_the_picture() -> None:
@@ -148,7 +151,7 @@ def test_both_levels_of_a_network() -> None:
         MeasuredLink(tuple(fit(name, 2, SIZES, times(name, 2, link)) for name in ("send", "all_reduce")))
         for link in (Link(gbit_per_s=8, latency_us=50), NETWORK.between)
     )
-    measured = MeasuredNetwork(NETWORK, inside, between)
+    measured = MeasuredNetwork(NETWORK, inside, between, NETWORK.nodes, 4)
     assert repr(measured).splitlines() == [
         "level    operation   ranks  latency α  emulated  bandwidth B  emulated     off by (median)  at most",
         "inside   send        2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%",

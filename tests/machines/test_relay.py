@@ -284,6 +284,29 @@ def test_a_rank_that_returns_early_is_named(gloo: lab.Group) -> None:
     assert [(f.rank, f.cause) for f in caught.value.failures] == [(2, Cause.DEADLOCK)]
 
 
+def test_links_are_measured_inside_machines_and_between_them(gloo: lab.Group) -> None:
+    """The clocks of the machines differ by an hour."""
+    measured = lab.measure_link(gloo, operations=["send", "all_reduce"], sizes=[64, 1 << 16])
+    assert [fit.ranks for fit in measured] == [2, 2, 2, 2]
+    assert all(0 < s < 10 for fit in measured for s in fit.seconds)
+    assert (measured.link.nodes, measured.link.ranks) == (2, 4)
+
+
+def test_traffic_tells_what_crosses_machines(gloo: lab.Group, plain: None) -> None:
+    def f() -> None:
+        import torch
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        if rank == 0:
+            dist.send(torch.zeros(1_000_000, dtype=torch.uint8), 3)
+        elif rank == 3:
+            dist.recv(torch.zeros(1_000_000, dtype=torch.uint8), 0)
+
+    axes = lab.traffic(gloo.run(f))
+    assert "1.00 MB between nodes" in axes.get_title(loc="left") + axes.get_title()
+
+
 def test_cells_share_names(four: lab.Group) -> None:
     four.run_cell("x = 5", "<cell 1>", "cell 1")
     assert four.run_cell("print(x + 1)", "<cell 2>", "cell 2").output.splitlines() == [f"[rank {i}] 6" for i in range(4)]
