@@ -51,7 +51,7 @@ from labkit.launch.descendants import (
     end_other_sessions,
     kill_groups,
 )
-from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reaped, Reply, Request
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
 from labkit.recording.fork_isolation import keep_from_forks
 from labkit.worker import network_namespace
 from labkit.worker.network_namespace import Network
@@ -168,6 +168,7 @@ class _Server:
     def _reply(self, request: Request, received: Sequence[int]) -> Reply:
         if isinstance(request, Fork):
             return self._fork(request.ranks, received)
+        assert isinstance(request, Reap), "the other requests are for relays"
         self._reap([number for number in request.ranks if number in self._ranks])
         return Reaped({number: self._codes.pop(number) for number in request.ranks if number in self._codes})
 

@@ -15,7 +15,7 @@ from labkit.launch.rank_process import End
 
 __all__ = [
     "BATCH", "LONGEST_BYTES", "READY", "Answered", "Ask", "Ended", "Failed", "Fork", "Forked", "Reap", "Reaped", "Reply",
-    "Request", "Waits",
+    "Request", "Survey", "Surveyed", "Waits",
 ]  # fmt: skip
 
 BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
@@ -95,6 +95,18 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """Ask a relay about its machines. The reply is `Surveyed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What is known of each machine: a `machines.facts.KnownMachine`."""
+
+    machines: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Waits:
     """Not yet a reply: the request is waiting for something, which the text names."""
 
@@ -108,5 +120,5 @@ class Failed:
     reason: str
 
 
-Request = Fork | Reap | Ask
-Reply = Forked | Reaped | Ended | Answered | Failed | Waits
+Request = Fork | Reap | Ask | Survey
+Reply = Forked | Reaped | Ended | Answered | Surveyed | Failed | Waits

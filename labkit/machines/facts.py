@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,7 @@ from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
 
-__all__ = ["ADDRESS", "Facts", "check_versions"]
+__all__ = ["ADDRESS", "Facts", "KnownMachine", "check_versions", "differences"]
 
 ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
 _FRAMEWORKS: Final = ("torch", "tensorflow")
@@ -74,6 +74,23 @@ class Facts:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class KnownMachine:
+    """What the relay knows of a machine.
+
+    Args:
+        name: its name.
+        facts: what its agent has said.
+        round_trip_ns: the shortest round trip to its agent so far, in ns.
+        clock_error_ns: a bound on the error of its clock, in ns.
+    """
+
+    name: str
+    facts: Facts
+    round_trip_ns: int
+    clock_error_ns: int
+
+
 def _address() -> str:
     """The address at which this machine was reached by ssh; else its first one that is no loopback."""
     if ADDRESS in os.environ:
@@ -113,20 +130,23 @@ def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Fact
         machines: for each machine, its name and facts.
 
     Raises:
-        LabError: a machine lacks a package, or has another version.
+        LabError: machines lack a package, or have another version.
     """
-    for name, facts in machines:
-        for needed in filter(None, ("Python", "labkit", package)):
-            ours, theirs = here.versions.get(needed), facts.versions.get(needed)
-            if ours == theirs and (needed != "labkit" or here.layout == facts.layout):
-                continue
-            other = f"{needed} {theirs}" if theirs else f"no {needed}"
-            remedy = f"On {name}: {facts.python} -m pip install {needed}=={ours}."
-            if needed == "Python":
-                remedy = f"Name a Python {ours} there with python=..."
-            elif ours == theirs:
-                other, remedy = f"another state of labkit {theirs}", "Install the same one on both."
-            raise LabError(
-                f"{name} has {other}, and this notebook {needed} {ours}: they must be the same, since functions and results "
-                f"travel between them. {remedy}"
-            )
+    found = [line for name, facts in machines for line in differences(package, here, name, facts)]
+    if found:
+        raise LabError("\n".join(found))
+
+
+def differences(package: str, here: Facts, name: str, facts: Facts) -> Iterator[str]:
+    """Yield a line for each package that a machine lacks or has in another version; as for `check_versions`."""
+    for needed in filter(None, ("Python", "labkit", package)):
+        ours, theirs = here.versions.get(needed), facts.versions.get(needed)
+        if ours == theirs and (needed != "labkit" or here.layout == facts.layout):
+            continue
+        other = f"{needed} {theirs}" if theirs else f"no {needed}"
+        remedy = f"On {name}: {facts.python} -m pip install {needed}=={ours}"
+        if needed == "Python":
+            remedy = f"Name a Python {ours} there with python=..."
+        elif ours == theirs:
+            other, remedy = f"another state of labkit {theirs}", "Install the same one on both."
+        yield f"{name} has {other}, and this notebook {needed} {ours}: they must be the same. {remedy}"

@@ -19,6 +19,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, NoReturn
@@ -45,7 +46,7 @@ from labkit.machines.agent_requests import (
     StartRanks,
 )
 from labkit.machines.engines import Connection, Engine
-from labkit.machines.facts import Facts, check_versions
+from labkit.machines.facts import Facts, KnownMachine, check_versions
 from labkit.machines.forwarding import TAKEN, Segments
 from labkit.machines.line import Kind, Large, Line
 from labkit.machines.relayed_rank import RelayedRank
@@ -88,7 +89,7 @@ class _Machine:
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
         self.ranks: dict[int, RelayedRank] = {}
-        self.offset_ns = 0
+        self.offset_ns, self._round_trip_ns = 0, sys.maxsize
         self.lost = ""
         self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
         self._number = HELLO
@@ -111,6 +112,11 @@ class _Machine:
         self.facts = facts
         for _ in range(FIRST_READINGS):
             self._ask_time()
+
+    @property
+    def known(self) -> KnownMachine:
+        """What is known of it."""
+        return KnownMachine(self.name, self.facts, self._round_trip_ns, self.clock.error_ns)
 
     async def ask(self, request: Request) -> Reply:
         """Send the agent a request, and return its reply.
@@ -191,7 +197,9 @@ class _Machine:
             self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
             if kind is Kind.CLOCK:
                 asked_ns, there_ns = _TIMES.unpack(data)
-                self.clock.read(asked_ns, there_ns, time.perf_counter_ns())
+                heard_ns = time.perf_counter_ns()
+                self.clock.read(asked_ns, there_ns, heard_ns)
+                self._round_trip_ns = min(self._round_trip_ns, heard_ns - asked_ns)
                 self.offset_ns = self.clock.here(there_ns) - there_ns
                 for rank in self.ranks.values():
                     rank.clock_is(self.offset_ns, self.clock.error_ns)
@@ -276,10 +284,11 @@ class _Relay:
                 *(self._connect(name, self._engine.connect_limit_s) for name in names), return_exceptions=True
             )
             failed = {n: one for n, one in zip(names, made, strict=True) if not isinstance(one, _Machine)}
-            for name, error in failed.items():
+            for error in failed.values():
                 if not isinstance(error, LostError | LabError):
                     raise error
-                raise LabError(f"{name} cannot be used: {error}")
+            if failed:
+                raise LabError("\n".join(f"{name} cannot be used: {error}" for name, error in failed.items()))
             self._machines = {one.name: one for one in made if isinstance(one, _Machine)}
             package = RUNTIMES[self._runtime].package
             check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
@@ -322,6 +331,9 @@ class _Relay:
                 reply: notebooks.Reply = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
             elif isinstance(request, notebooks.Ask):
                 reply = await self._ask(request)
+            elif isinstance(request, notebooks.Survey):
+                known = [machine.known for machine in self._machines.values() if not machine.lost]
+                reply = notebooks.Surveyed(known)
             else:
                 reply = await self._reap(request.ranks)
         except (LabError, LostError, OSError) as error:

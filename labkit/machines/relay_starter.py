@@ -12,9 +12,10 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.machine_variables import AT_IMPORT
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.resource_usage import Load
-from labkit.launch.server_requests import Answered, Ask, Ended, Reap
+from labkit.launch.server_requests import Answered, Ask, Ended, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.machines.engines import Engine
+from labkit.machines.facts import KnownMachine
 from labkit.machines.states import read_state
 from labkit.recording.clock import Clock
 
@@ -146,6 +147,18 @@ class RelayStarter(ServerStarter):
     def monitor(self, processes: Sequence[RankProcess], devices: str) -> _ReportedLoads:  # noqa: ARG002  # there it is known
         """See `Starter`."""
         return _ReportedLoads(processes)
+
+    def survey(self) -> Sequence[KnownMachine]:
+        """Return what is known of each machine, once all are connected.
+
+        Raises:
+            LabError: a machine cannot be used; as for `start`.
+        """
+        with self._lock:
+            self._wait_until_ready()
+            surveyed = self._ask(Survey())
+        assert isinstance(surveyed, Surveyed)
+        return surveyed.machines
 
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
         with self._lock:

@@ -24,7 +24,10 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
+from labkit.errors.wrong_calls import public_api
+from labkit.machines.engines import Engine
 from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Report, collect, report
+from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
 
 __all__ = ["TABLE", "Gpus", "doctor"]
@@ -33,15 +36,19 @@ DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 SHARED_MEMORY_WANTED: Final = 2**30  # with a container's default of 64 MiB, NCCL and DataLoader die of SIGBUS
 
 
-def doctor() -> Report:
+@public_api
+def doctor(on: Engine | None = None) -> Report:
     """Report what this machine can run (cores, memory, GPUs, torch, TensorFlow, Jupyter), and how to install the rest.
 
     Takes a few seconds, because separate processes import torch and TensorFlow.
 
+    Args:
+        on: machines, as for `labkit.Group`: report what these have, and what is missing there, instead.
+
     Returns:
         the report; a notebook shows its text.
     """
-    return report(TABLE, collect(TABLE))
+    return report(TABLE, collect(TABLE)) if on is None else machines_report(on)
 
 
 def _find_python() -> str:

@@ -307,6 +307,14 @@ def test_traffic_tells_what_crosses_machines(gloo: lab.Group, plain: None) -> No
     assert "1.00 MB between nodes" in axes.get_title(loc="left") + axes.get_title()
 
 
+def test_doctor_describes_the_machines(two: lab.SSH, ssh_python: str) -> None:
+    found = lab.doctor(on=two)
+    assert found.ok
+    assert [f.subject for f in found.findings] == ["pc1"] * 3 + ["pc2"] * 3 + ["ports"]
+    found = lab.doctor(on=lab.SSH("pc1", "unknown", "locked", python=ssh_python))
+    assert [(f.ok, f.found.split()[0]) for f in found.findings] == [(False, "unknown"), (False, "locked")]
+
+
 def test_cells_share_names(four: lab.Group) -> None:
     four.run_cell("x = 5", "<cell 1>", "cell 1")
     assert four.run_cell("print(x + 1)", "<cell 2>", "cell 2").output.splitlines() == [f"[rank {i}] 6" for i in range(4)]
