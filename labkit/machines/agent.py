@@ -28,8 +28,12 @@ from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.machines.agent_requests import (
     HELLO,
     Answers,
+    Connect,
+    Connected,
     EndRanks,
     Ends,
+    Listen,
+    Listening,
     Prepare,
     Ready,
     Refused,
@@ -37,11 +41,12 @@ from labkit.machines.agent_requests import (
     Request,
     Started,
     StartRanks,
-)
+)  # fmt: skip
 from labkit.machines.facts import Facts
 from labkit.machines.forwarding import TAKEN, Forwarding
 from labkit.machines.frame_port import FramePort
 from labkit.machines.line import READ_BYTES, Kind, Large, Line
+from labkit.machines.reachability import listen_for_a_moment, unreached
 from labkit.machines.states import RankState
 from labkit.recording.ring_copy import RingTap
 from labkit.recording.ring_layout import RING_BYTES
@@ -249,6 +254,10 @@ class _Agent:
     async def _reply(self, request: Request) -> Reply:
         if isinstance(request, Prepare):
             return await asyncio.to_thread(self._prepare, request.runtime)
+        if isinstance(request, Listen):
+            return Listening(await listen_for_a_moment(Facts.here().address))
+        if isinstance(request, Connect):
+            return Connected(await unreached(request.targets))
         assert self._starter is not None, "a starter comes first"
         if isinstance(request, StartRanks):
             processes = await asyncio.to_thread(self._starter.start, len(request.ranks))

@@ -9,7 +9,10 @@ from typing import Any, Final
 from labkit.launch.rank_process import End
 from labkit.machines.facts import Facts
 
-__all__ = ["HELLO", "Answers", "AskRanks", "EndRanks", "Ends", "Prepare", "Ready", "Refused", "StartRanks", "Started"]
+__all__ = [
+    "HELLO", "Answers", "AskRanks", "Connect", "Connected", "EndRanks", "Ends", "Listen", "Listening", "Prepare", "Ready",
+    "Refused", "StartRanks", "Started",
+]  # fmt: skip
 
 HELLO: Final = 0  # the number of the first reply, which answers no request: the `Facts`
 
@@ -77,11 +80,37 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
+class Listen:
+    """Accept connections of other machines for a moment. The reply is `Listening` or `Refused`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The port, at the machine's address."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect to other machines: name, address and port of each. The reply is `Connected`."""
+
+    targets: Sequence[tuple[str, str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The names and addresses of those that cannot be reached."""
+
+    failed: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """It could not be done, for this reason."""
 
     reason: str
 
 
-Request = Prepare | StartRanks | EndRanks | AskRanks
-Reply = Facts | Ready | Started | Ends | Answers | Refused
+Request = Prepare | Listen | Connect | StartRanks | EndRanks | AskRanks
+Reply = Facts | Ready | Listening | Connected | Started | Ends | Answers | Refused

@@ -49,6 +49,7 @@ from labkit.machines.engines import Connection, Engine
 from labkit.machines.facts import Facts, KnownMachine, check_versions
 from labkit.machines.forwarding import TAKEN, Segments
 from labkit.machines.line import Kind, Large, Line
+from labkit.machines.reachability import check_reachability
 from labkit.machines.relayed_rank import RelayedRank
 from labkit.recording.clock import Clock
 from labkit.worker.runtimes.registry import RUNTIMES
@@ -249,6 +250,7 @@ class _Relay:
         self._machines: dict[str, _Machine] = {}  # by name, in the engine's order
         self._where: dict[int, _Machine] = {}  # by rank
         self._layout: list[tuple[_Machine, Place]] = []  # of the group that is being started, by rank
+        self._met: set[_Machine] = set()  # those that can connect to one another
         self._here = Facts.here()
         self._ended = asyncio.Event()
         self._notes: list[str] = []  # for the student, on the next start
@@ -368,6 +370,10 @@ class _Relay:
                 notes = [*self._notes, *await self._reach_lost(say)]
                 self._notes = []
                 self._layout = self._places(request.total)
+                used = list(dict.fromkeys(machine for machine, _ in self._layout))
+                if len(used) > 1 and not self._met.issuperset(used):
+                    await check_reachability(used)
+                    self._met.update(used)
             layout = dict(zip(request.ranks, self._layout[request.first :], strict=False))
             by_machine: dict[_Machine, list[int]] = {}
             for number, (machine, _) in layout.items():

@@ -177,3 +177,18 @@ def test_nothing_is_left_on_any_machine_when_the_notebook_is_killed(
         while (left := ours_on(machines, name) - others) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left
+
+
+def test_machines_that_cannot_connect_to_each_other(machines: TwoMachines, ssh_python: str) -> None:
+    """Each reaches the notebook, and a firewall stops what goes from pc1 to pc2."""
+    python = Path(ssh_python).with_name("other_python")
+    python.write_text(Path(ssh_python).read_text())  # another path, so that the agents are new ones
+    python.chmod(0o755)
+    block = ("ip", "route", "add", "blackhole", f"{machines.addresses['pc2']}/32")
+    subprocess.run(machines.command("pc1", *block), check=True)
+    try:
+        group = lab.Group(2, runtime="bare", on=lab.SSH("pc1", "pc2", python=str(python)), timeout_s=200)
+        with group, pytest.raises(lab.LabError, match=f"pc1 cannot connect to pc2, at {machines.addresses['pc2']}"):
+            group.run(int)
+    finally:
+        subprocess.run(machines.command("pc1", "ip", "route", "del", *block[3:]), check=True)

@@ -289,7 +289,7 @@ def test_links_are_measured_inside_machines_and_between_them(gloo: lab.Group) ->
     measured = lab.measure_link(gloo, operations=["send", "all_reduce"], sizes=[64, 1 << 16])
     assert [fit.ranks for fit in measured] == [2, 2, 2, 2]
     assert all(0 < s < 10 for fit in measured for s in fit.seconds)
-    assert (measured.link.nodes, measured.link.ranks) == (2, 4)
+    assert (measured.nodes, measured.ranks) == (2, 4)
 
 
 def test_traffic_tells_what_crosses_machines(gloo: lab.Group, plain: None) -> None:
