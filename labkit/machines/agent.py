@@ -247,8 +247,10 @@ class _Agent:
     async def _handle(self, number: int, request: Request) -> None:
         try:
             reply = await self._reply(request)
-        except (LabError, OSError) as error:
+        except LabError as error:
             reply = Refused(str(error))
+        except Exception as error:  # noqa: BLE001  # the relay waits for this reply
+            reply = Refused(f"{type(error).__name__}: {error}")
         self._send(number, reply)
 
     async def _reply(self, request: Request) -> Reply:

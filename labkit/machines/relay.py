@@ -296,8 +296,9 @@ class _Relay:
             check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
             say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
             await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
-        except (LabError, LostError) as error:
-            self._send(READY, Failed(str(error)))
+        except Exception as error:  # noqa: BLE001  # the notebook waits for this reply
+            known = isinstance(error, LabError | LostError)
+            self._send(READY, Failed(str(error) if known else f"{type(error).__name__}: {error}"))
             self._ended.set()
         else:
             self._notes += self._engine.notes()
@@ -338,8 +339,10 @@ class _Relay:
                 reply = notebooks.Surveyed(known)
             else:
                 reply = await self._reap(request.ranks)
-        except (LabError, LostError, OSError) as error:
+        except (LabError, LostError) as error:
             reply = Failed(str(error))
+        except Exception as error:  # noqa: BLE001  # as above
+            reply = Failed(f"{type(error).__name__}: {error}")
         self._send(number, reply)
 
     def _send(self, number: int, reply: notebooks.Reply | None) -> None:

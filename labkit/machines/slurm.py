@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
+import re
+import secrets
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
-from labkit.launch.fork_server import PR_SET_PDEATHSIG
 from labkit.machines.command import over_command
 from labkit.machines.engines import AGENT, Connection, Engine
 
@@ -21,8 +22,9 @@ __all__ = ["Slurm"]
 QUEUE_S: Final = 7 * 86400.0  # a job may wait for days; Stop ends that
 # Each agent gets all that the job has on its node: cores, memory, GPUs; its ranks share these.
 STEP: Final = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=0")
-# A job that labkit asks for ends when the shell's stdin does, which is when the relay ends, however that ends.
-HOLD: Final = 'echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat >&2'
+# A job that labkit asks for, queued or running, ends when the guard's stdin does: when the relay ends, however it does.
+# Not by a signal to `salloc`: one that has its nodes may then run on for ever, without a job.
+GUARD: Final = 'cat; exec scancel --quiet --name="$1"'
 
 
 class Slurm(Engine):
@@ -61,7 +63,7 @@ class Slurm(Engine):
         self._python = python or sys.executable
         self._allocation = "" if nodes is not None else os.environ.get("SLURM_JOB_ID", "")
         self._job = self._allocation
-        self._process: asyncio.subprocess.Process | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def _key(self) -> tuple[object, ...]:
         return self._asked, self._python, self._allocation
@@ -90,18 +92,18 @@ class Slurm(Engine):
         return listed.split()
 
     async def _ask_for_nodes(self) -> str:
-        pipe = asyncio.subprocess.PIPE
-        command = ["salloc", "--job-name=labkit", *self._asked, "sh", "-c", HOLD]
-        process = await _started(*command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_end_with_parent)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._process = process  # its stdin stays open as long as this process lives
-        line = (await process.stdout.readline()).decode().split()
-        if not line:
-            said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-            raise LabError(f"Slurm gives no nodes: {said[-1] if said else 'salloc ended'}")
-        self._job, nodes = line
-        return nodes
+        """Ask for nodes, and return them once the job has them."""
+        if shutil.which("salloc") is None:
+            raise LabError("there is no salloc here: this is no machine of a cluster with Slurm")
+        name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"
+        self._guard = subprocess.Popen(["sh", "-c", GUARD, "sh", name], stdin=subprocess.PIPE, start_new_session=True)  # noqa: ASYNC220
+        command = ["salloc", "--no-shell", f"--job-name={name}", *self._asked]
+        said = (await (await _started(*command, stderr=asyncio.subprocess.PIPE)).communicate())[1].decode(errors="replace")
+        granted = re.search(r"Granted job allocation (\d+)", said)
+        if granted is None:
+            raise LabError(f"Slurm gives no nodes: {said.strip().splitlines()[-1] if said.strip() else 'salloc ended'}")
+        self._job = granted[1]
+        return (await _output("squeue", "--noheader", f"--jobs={self._job}", "--format=%N")).strip()
 
     async def connect(self, machine: str, limit_s: float) -> Connection:  # noqa: ARG002  # the command is killed
         """See `Engine`."""
@@ -112,11 +114,6 @@ class Slurm(Engine):
 def _explain(_: str, said: str, code: int) -> str:
     lines = said.strip().splitlines()
     return (lines[-1] if lines else f"srun ended with exit code {code}").rstrip(".") + "."
-
-
-def _end_with_parent() -> None:
-    """In a child: end with the parent, so that a job does not wait in the queue for nobody."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _started(*command: str, **streams: Any) -> asyncio.subprocess.Process:

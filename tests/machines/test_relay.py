@@ -114,7 +114,7 @@ def test_kept_results_hold_no_descriptors(four: lab.Group) -> None:
     kept = [four.run(np.zeros, 1 << 20).results for _ in range(3)]
     before = len(os.listdir("/dev/fd"))
     kept += [four.run(np.zeros, 1 << 20).results for _ in range(10)]
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) <= before
 
 
 def test_an_error_comes_with_the_students_line(four: lab.Group) -> None:
