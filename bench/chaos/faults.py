@@ -12,12 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+import psutil
+
 from bench.chaos import healthy_programs
 
-__all__ = ["FAULTS", "RUNTIMES", "Fault", "Round", "work"]
+__all__ = ["FAULTS", "FROZEN_S", "RUNTIMES", "Fault", "Round", "work"]
 
 RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # number of ranks
 LIMIT_S: Final = 60.0  # a rank that waits longer than this for its fault has missed it
+FROZEN_S: Final = 7.0  # for which a machine is frozen: longer than labkit waits for it
 FLOOD_LINES: Final = 200_000
 SIGNALS: Final = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM", "SIGFPE", "SIGILL", "SIGHUP")
 
@@ -31,15 +34,18 @@ class Fault:
         expect: the expected report: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the
             victim and the one that it waits for, or differs from), "words" (a `LabError` that says which object),
             "stop" (the prompt is back), "line" (the same, and the victim's line says what is wrong), "gone" (the
-            notebook's process is killed), "nothing" (nothing is wrong, and nothing is reported).
+            notebook's process is killed), "machine" (a `RankError` that names a rank of the victim's machine, and says
+            that this is lost), "nothing" (nothing is wrong, and nothing is reported).
         runtimes: those that it is tried with.
         weight: how often it is drawn.
+        machines: whether it needs ranks on two machines.
     """
 
     name: str
     expect: str
     runtimes: tuple[str, ...] = tuple(RUNTIMES)
     weight: float = 1.0
+    machines: bool = False
 
 
 TORCH: Final = ("torch",)
@@ -78,6 +84,10 @@ FAULTS: Final = {
         Fault("healthy: DDP", "nothing", TORCH, 0.7),
         Fault("healthy: FSDP2", "nothing", TORCH, 0.7),
         Fault("healthy: DTensor", "nothing", TORCH, 0.7),
+        Fault("agent killed", "machine", weight=2, machines=True),
+        Fault("machine frozen", "machine", weight=2, machines=True),
+        Fault("cable out", "machine", weight=2, machines=True),
+        Fault("healthy: cable out for 2 s", "nothing", MORTAL, 2, machines=True),
     )
 }
 
@@ -93,6 +103,7 @@ class Round:
         size: how many ranks.
         victim: the rank that goes wrong.
         delay_s: delay of the fault from the beginning.
+        machines: how many machines the ranks are on; 0: they are on the notebook's own.
     """
 
     seed: int
@@ -103,26 +114,32 @@ class Round:
     size: int
     victim: int
     delay_s: float
+    machines: int = 0
 
     @classmethod
-    def of(cls, seed: int, number: int) -> Round:
+    def of(cls, seed: int, number: int, machines: int = 0) -> Round:
         """The round of that number."""
         random = Random(f"{seed} {number}")
-        names = list(FAULTS)
+        names = [name for name, fault in FAULTS.items() if machines or not fault.machines]
         fault = random.choices(names, [FAULTS[name].weight for name in names])[0]
         possible = FAULTS[fault].runtimes
         # A TensorFlow rank, and a spawned one, take seconds to start: they are drawn less often.
         runtime = random.choices(possible, [0.2 if name == "tensorflow" else 1.0 for name in possible])[0]
         spawned = {"bare": 0.3, "torch": 0.06, "rpc": 0.04, "tensorflow": 0.0}[runtime]
-        start = "spawn" if random.random() < spawned else "fork"
+        start = "spawn" if random.random() < spawned and not machines else "fork"
         size = RUNTIMES[runtime]
         # Long enough for TensorFlow's ranks to start and work.
         delay_s = random.uniform(0, 2.5 if runtime == "tensorflow" else 0.4)
-        return cls(seed, number, fault, runtime, start, size, random.randrange(size), delay_s)
+        return cls(seed, number, fault, runtime, start, size, random.randrange(size), delay_s, machines)
 
     def facing(self) -> tuple[int, int]:
         """The victim and its counterpart."""
         return (0, 1) if self.runtime == "rpc" else (self.victim, (self.victim + 1) % self.size)
+
+    def beside(self) -> range:
+        """The ranks of the victim's machine; the first of two machines has one more if their number is odd."""
+        first = -(-self.size // 2)
+        return range(first) if self.victim < first else range(first, self.size)
 
     def name_of(self, rank: int) -> str:
         """What the group calls a rank."""
@@ -132,9 +149,16 @@ class Round:
 def work(turn: Round, folder: str) -> Any:
     """What every rank calls in a round: the victim fails, the others keep working with it."""
     moment = Path(folder, os.environ["RANK"])
-    if turn.fault.startswith("healthy: ") and turn.fault != "healthy: a slow rank":
+    if turn.fault.removeprefix("healthy: ") in healthy_programs.HEALTHY:
         return healthy_programs.HEALTHY[turn.fault.removeprefix("healthy: ")](turn.size, turn.victim)
     step = {"torch": _torch_step, "rpc": _rpc_step, "tensorflow": _tensorflow_step(turn), "bare": _bare_step}[turn.runtime]
+    if turn.fault == "healthy: cable out for 2 s":
+        if int(os.environ["RANK"]) == turn.victim:
+            threading.Timer(turn.delay_s, _pull_for_2_s).start()
+        for _ in range(40):
+            step(turn)
+            time.sleep(0.1)
+        return 1.0
     if turn.fault == "healthy: a slow rank":
         step(turn)
         time.sleep(1.3 if int(os.environ["RANK"]) == turn.victim else 0)
@@ -146,7 +170,7 @@ def work(turn: Round, folder: str) -> Any:
         return _TOGETHER[turn.fault](turn)
     if int(os.environ["RANK"]) != turn.victim or FAULTS[turn.fault].expect in ("stop", "gone"):
         return _work_on(step, turn, lambda: False)
-    if turn.fault in ("os._exit", "freeze", *SIGNALS):  # at any moment, also in the middle of C++
+    if turn.fault in ("os._exit", "freeze", *SIGNALS, *_MACHINES):  # at any moment, also in the middle of C++
         threading.Timer(turn.delay_s, _inject, (turn.fault, moment)).start()
         return _work_on(step, turn, lambda: False)
     until = time.monotonic() + turn.delay_s
@@ -165,6 +189,9 @@ def _inject(fault: str, moment: Path) -> None:
     moment.write_text(str(time.perf_counter_ns()))
     if fault == "os._exit":
         os._exit(7)
+    if fault in _MACHINES:
+        _MACHINES[fault]()
+        return
     os.kill(os.getpid(), signal.SIGSTOP if fault == "freeze" else signal.Signals[fault])
 
 
@@ -229,6 +256,38 @@ def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
 
     return step
 
+
+# Faults of a machine. A rank's parent is the fork server, and its parent the agent; the parent of that is the stand-in
+# for ssh: as long as that is stopped, nothing passes.
+
+
+def _agent() -> psutil.Process:
+    return psutil.Process(os.getppid()).parent() or psutil.Process()
+
+
+def _cable() -> psutil.Process:
+    return _agent().parent() or psutil.Process()
+
+
+def _pull_for_2_s() -> None:
+    cable = _cable()
+    cable.suspend()
+    time.sleep(2)
+    cable.resume()
+
+
+def _freeze_for_a_while() -> None:
+    agent = _agent()
+    agent.suspend()
+    time.sleep(FROZEN_S)
+    agent.resume()
+
+
+_MACHINES: Final[dict[str, Callable[[], None]]] = {
+    "agent killed": lambda: _agent().kill(),
+    "machine frozen": _freeze_for_a_while,
+    "cable out": lambda: _cable().suspend(),
+}
 
 # Faults between ranks.
 

@@ -51,6 +51,8 @@ def named(turn: Round, reported: dict[str, Any]) -> bool:
     kind, expect = reported["kind"], FAULTS[turn.fault].expect
     if expect == "rank":
         return bool(kind == "RankError" and reported["rank"] == turn.victim)
+    if expect == "machine":
+        return bool(kind == "RankError" and reported["rank"] in turn.beside() and "is lost: " in reported["text"])
     if expect == "pair":
         concerned = set(re.findall(r"\b(?:rank |worker)\d+", reported["sentence"]))
         if turn.fault.startswith("another"):  # the victim, and any of those that did it right

@@ -6,6 +6,7 @@ state after the next run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -17,10 +18,12 @@ from types import FrameType
 from typing import Any, Final
 
 import numpy as np
+import psutil
 
 import labkit as lab
 from bench.chaos.faults import FAULTS, Round, work
 from labkit.group.open_groups import notebook
+from labkit.machines.relay_starter import RelayStarter
 
 SPARE_FILES: Final = 5  # descriptors that a spare rank holds: they come and go in the background
 
@@ -66,7 +69,8 @@ def main(commands: int, answers: int) -> None:
 def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], stop: Stop, say: Callable[..., None]) -> None:
     key = turn.runtime, turn.start
     if key not in groups:
-        groups[key] = lab.Group(turn.size, runtime=turn.runtime, start=turn.start)
+        on = lab.SSH("pc1", "pc2", python=os.environ["CHAOS_PYTHON"]) if turn.machines else None
+        groups[key] = lab.Group(turn.size, runtime=turn.runtime, start=turn.start, on=on)
     group = groups[key]
     group.run(os.getpid)
     say(**_inventory())
@@ -133,6 +137,12 @@ def _sum() -> float:
     return float(one)
 
 
+def _command(process: psutil.Process | None) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()) if process is not None else ""
+    return ""
+
+
 def _inventory() -> dict[str, Any]:
     """The processes that may exist, and the open files of this process."""
     gc.collect()
@@ -146,7 +156,15 @@ def _inventory() -> dict[str, Any]:
             files.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
         except FileNotFoundError:  # the listing's own descriptor
             continue
-    kept = [os.getpid(), *(starter._process.pid for starter in starters), *spares, *ranks]
+    relays = [psutil.Process(starter._process.pid) for starter in starters if isinstance(starter, RelayStarter)]
+    # What connects agents, these, and their fork servers; their ranks are in `ranks`.
+    agents = [
+        p.pid
+        for relay in relays
+        for p in relay.children(recursive=True)
+        if any("labkit.machines" in _command(q) for q in (p, p.parent()))
+    ]
+    kept = [os.getpid(), *(starter._process.pid for starter in starters), *spares, *ranks, *agents]
     return {"kept": kept, "files": len(files) - SPARE_FILES * len(spares)}
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import machine
-from bench.chaos.faults import FAULTS, RUNTIMES, Round
+from bench.chaos.faults import FAULTS, FROZEN_S, RUNTIMES, Round
 from bench.chaos.judge import Outcome, closing_line, named, rows
 from bench.chaos.leftovers import MARK, Traces
 
@@ -63,7 +63,9 @@ class Arena:
         pressed_ns = self._press(turn)
         reported = self._answer()
         after = self._answer()
-        left, _ = self.traces.left(after["kept"], files, GONE_LIMIT_S)
+        # What is left on a frozen machine ends when it continues.
+        limit_s = GONE_LIMIT_S + FROZEN_S * (turn.fault == "machine frozen")
+        left, _ = self.traces.left(after["kept"], files, limit_s)
         if after["files"] > before["files"]:
             left.append(f"{after['files'] - before['files']} open files")
         moment_ns = pressed_ns or self._moment(turn) or (start_ns if turn.fault == "unpicklable argument" else None)
@@ -87,7 +89,7 @@ class Arena:
         reads, self._commands = os.pipe()
         self._from, writes = os.pipe()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        variables = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": path}
+        variables = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": path} | self._machines(path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.chaos.notebook_process", str(reads), str(writes)],
             env=os.environ | variables,
@@ -100,6 +102,19 @@ class Arena:
         os.close(reads)
         os.close(writes)
         self._answers = b""
+
+    def _machines(self, path: str) -> dict[str, str]:
+        """Variables for a stand-in for ssh, whose machines are this one, and for their Python."""
+        folder = Path(self._mark) / "bin"
+        folder.mkdir(exist_ok=True)
+        fake_ssh = ROOT / "tests" / "helpers" / "fake_ssh.py"
+        for name, text in (
+            ("ssh", f'exec {sys.executable} {fake_ssh} {folder} "$@"'),
+            ("python", f'export {MARK}="{self._mark}" PYTHONPATH="{path}"; exec {sys.executable} "$@"'),
+        ):
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / name).chmod(0o755)
+        return {"PATH": f"{folder}:{os.environ['PATH']}", "CHAOS_PYTHON": str(folder / "python")}
 
     def _send(self, turn: Round) -> None:
         os.write(self._commands, (json.dumps([str(self._moments), dataclasses.asdict(turn)]) + "\n").encode())
@@ -175,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300, help="how many (default: 300)")
     parser.add_argument("--seed", type=int, default=7, help="the same seed draws the same rounds (default: 7)")
     parser.add_argument("--round", type=int, metavar="N", help="this round alone")
+    parser.add_argument("--machines", type=int, default=0, choices=(0, 2), help="2: ranks on two machines, made of this one")
     parser.add_argument("--jobs", type=int, default=2, help="how many notebooks at a time (default: 2)")
     parser.add_argument("--only", nargs="+", metavar="FAULT", choices=list(FAULTS), help="of the rounds, those with these faults")
     parser.add_argument("--runtimes", nargs="+", choices=list(RUNTIMES), default=list(RUNTIMES), help="and in these runtimes")
@@ -183,7 +199,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
     print("\n".join(f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]), "\n")
     numbers = range(arguments.rounds) if arguments.round is None else [arguments.round]
-    turns = [Round.of(arguments.seed, number) for number in numbers]
+    turns = [Round.of(arguments.seed, number, arguments.machines) for number in numbers]
     turns = [t for t in turns if t.fault in (arguments.only or FAULTS) and t.runtime in arguments.runtimes]
     outcomes = play(turns, arguments.jobs)
     print(rows(outcomes), "\n")
@@ -232,9 +248,9 @@ def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
 
 
 def _story(outcome: Outcome) -> str:
-    turn = outcome.turn
+    turn, machines = outcome.turn, " --machines 2" * bool(outcome.turn.machines)
     lines = [
-        f"FAILED --seed {turn.seed} --round {turn.number}: {turn.fault}, {turn.runtime}, {turn.start}",
+        f"FAILED --seed {turn.seed} --round {turn.number}{machines}: {turn.fault}, {turn.runtime}, {turn.start}",
         f"  {turn.name_of(turn.victim)}, after {turn.delay_s:.3f} s",
         f"  the next run: {outcome.problem or 'succeeded'}",
         f"  reported {'correctly' if outcome.named else 'WRONGLY'}: {outcome.reported}",
