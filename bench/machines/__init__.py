@@ -1,0 +1,1 @@
+"""Groups on several machines, beside other tools on the same two."""

@@ -1,0 +1,5 @@
+"""`python -m bench.machines`."""
+
+from bench.machines.rows import main
+
+main()

@@ -1,0 +1,126 @@
+"""Two machines, made of this computer, as each engine reaches them; `tests/helpers/` makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import labkit as lab
+
+__all__ = ["PLACES", "Place", "place"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+HELPERS: Final = ROOT / "tests" / "helpers"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where ranks run.
+
+    Args:
+        on: what the group gets as `on`.
+        lose: makes the second machine disappear; None if that is not possible here.
+        address: of a Ray cluster; "" for the other engines.
+    """
+
+    on: Any
+    lose: Callable[[], object] | None = None
+    address: str = ""
+
+
+def _python(folder: Path) -> str:
+    """A Python that finds this labkit, also where the environment is an empty one."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@contextlib.contextmanager
+def _variables(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _here(_: Path) -> Iterator[Place]:
+    yield Place(None)
+
+
+@contextlib.contextmanager
+def _ssh(folder: Path) -> Iterator[Place]:
+    from two_machines import two_machines
+
+    with two_machines(folder) as machines, _variables(PATH=f"{machines.bin}:{os.environ['PATH']}"):
+        yield Place(lab.SSH("pc1", "pc2", python=_python(folder)), lambda: machines.cut("pc2"))
+
+
+@contextlib.contextmanager
+def _slurm(folder: Path) -> Iterator[Place]:
+    from slurm_cluster import slurm_cluster
+
+    with slurm_cluster(folder / "slurm") as config, _variables(SLURM_CONF=str(config)):
+        yield Place(lab.Slurm(nodes=2, time="20", python=_python(folder)))
+
+
+@contextlib.contextmanager
+def _ray(_: Path) -> Iterator[Place]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, str(HELPERS / "ray_cluster.py")]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as cluster:
+        assert cluster.stdin is not None
+        assert cluster.stdout is not None
+        stdin, address = cluster.stdin, cluster.stdout.readline().strip()
+
+        def remove() -> None:
+            stdin.write("remove\n")
+            stdin.flush()
+
+        try:
+            yield Place(lab.Ray(address), remove, address)
+        finally:
+            stdin.close()
+
+
+def _missing(name: str) -> str:
+    """Why an engine cannot be measured here; "" if it can."""
+    sys.path.append(str(HELPERS))
+    from slurm_cluster import missing_for_slurm
+    from two_machines import missing_for_machines
+
+    if name == "ssh":
+        return missing_for_machines()
+    return missing_for_slurm() if name == "slurm" else ""
+
+
+@contextlib.contextmanager
+def place(name: str) -> Iterator[Place]:
+    """Make the machines of an engine.
+
+    Raises:
+        RuntimeError: they cannot be made here; the text says why.
+    """
+    if reason := _missing(name):
+        raise RuntimeError(reason)
+    with tempfile.TemporaryDirectory() as folder, PLACES[name](Path(folder)) as made:
+        yield made
+
+
+PLACES: Final[dict[str, Callable[[Path], contextlib.AbstractContextManager[Place]]]] = {
+    "this machine": _here,
+    "ssh": _ssh,
+    "slurm": _slurm,
+    "ray": _ray,
+}
