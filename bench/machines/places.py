@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -35,6 +36,13 @@ class Place:
     address: str = ""
 
 
+def _helper(name: str) -> Any:
+    """A helper of the tests."""
+    if str(HELPERS) not in sys.path:
+        sys.path.append(str(HELPERS))
+    return importlib.import_module(name)
+
+
 def _python(folder: Path) -> str:
     """A Python that finds this labkit, also where the environment is an empty one."""
     script = folder / "python"
@@ -61,17 +69,13 @@ def _here(_: Path) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _ssh(folder: Path) -> Iterator[Place]:
-    from two_machines import two_machines
-
-    with two_machines(folder) as machines, _variables(PATH=f"{machines.bin}:{os.environ['PATH']}"):
+    with _helper("two_machines").two_machines(folder) as machines, _variables(PATH=f"{machines.bin}:{os.environ['PATH']}"):
         yield Place(lab.SSH("pc1", "pc2", python=_python(folder)), lambda: machines.cut("pc2"))
 
 
 @contextlib.contextmanager
 def _slurm(folder: Path) -> Iterator[Place]:
-    from slurm_cluster import slurm_cluster
-
-    with slurm_cluster(folder / "slurm") as config, _variables(SLURM_CONF=str(config)):
+    with _helper("slurm_cluster").slurm_cluster(folder / "slurm") as config, _variables(SLURM_CONF=str(config)):
         yield Place(lab.Slurm(nodes=2, time="20", python=_python(folder)))
 
 
@@ -96,13 +100,9 @@ def _ray(_: Path) -> Iterator[Place]:
 
 def _missing(name: str) -> str:
     """Why an engine cannot be measured here; "" if it can."""
-    sys.path.append(str(HELPERS))
-    from slurm_cluster import missing_for_slurm
-    from two_machines import missing_for_machines
-
     if name == "ssh":
-        return missing_for_machines()
-    return missing_for_slurm() if name == "slurm" else ""
+        return str(_helper("two_machines").missing_for_machines())
+    return str(_helper("slurm_cluster").missing_for_slurm()) if name == "slurm" else ""
 
 
 @contextlib.contextmanager
