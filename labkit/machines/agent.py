@@ -311,7 +311,7 @@ def main() -> None:
     os.dup2(2, 1)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(*streams))
-    os._exit(0)  # at once: threads may still wait for ranks, which have ended
+    os._exit(1)  # interrupted
 
 
 async def _serve(source: Any, target: Any) -> None:
@@ -320,6 +320,7 @@ async def _serve(source: Any, target: Any) -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, target)
     await _Agent(Line(reader, asyncio.StreamWriter(transport, protocol, reader, loop))).serve()
+    os._exit(0)  # here: the end of the loop would wait for threads, which may wait for ranks that have ended
 
 
 if __name__ == "__main__":

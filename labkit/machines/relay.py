@@ -511,6 +511,7 @@ def relay(fds: list[int], engine: bytes, runtime: str, notebook: int) -> NoRetur
 
     async def serve() -> None:
         await _Relay(socket.socket(fileno=fds[0]), pickle.loads(engine), runtime).serve(notebook)
+        os._exit(0)  # here: the end of the loop would wait for threads, in which an engine may wait for a cluster
 
     asyncio.run(serve())
-    os._exit(0)
+    raise AssertionError("the process has ended")

@@ -102,6 +102,21 @@ def test_ranks_on_a_cluster(cluster: Nodes, capsys: pytest.CaptureFixture[str]) 
     assert "has no token authentication" in capsys.readouterr().out
 
 
+def test_nothing_is_left_while_a_cluster_does_not_answer() -> None:
+    """Ray looks for a cluster on a thread, for a long time; the relay ends with the notebook nevertheless."""
+    program = "import labkit as lab; lab.Group(2, runtime='bare', on=lab.Ray('127.0.0.1:1')); print(1, flush=True); input()"
+    environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[2])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, env=environment) as notebook:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == b"1\n"
+        time.sleep(2)
+        started = [p.pid for p in psutil.Process(notebook.pid).children(recursive=True)]
+        assert started
+        notebook.kill()
+    assert not left_after(60, started)
+
+
 def test_more_nodes_than_there_are(cluster: Nodes) -> None:
     group = lab.Group(2, runtime="bare", on=lab.Ray(cluster.address, nodes=5), timeout_s=200)
     with group, pytest.raises(lab.LabError, match="has 2 nodes"):
