@@ -1,0 +1,50 @@
+"""Lessons run unchanged on two machines: the groups of a kernel have `on`, the cells do not know."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+# Emulated links are for one machine; all other groups of the lessons are on two.
+STARTUP = """
+from labkit.group.group import Group
+from labkit.machines.ssh import SSH
+
+def init(self, *args, own=Group.__init__, **options):
+    if options.get("link") is None and options.get("on") is None:
+        options["on"] = SSH("pc1", "pc2", python={python!r})
+    own(self, *args, **options)
+
+Group.__init__ = init
+"""
+MACHINES = """
+import os
+lesson_groups = [g for g in globals().values() if isinstance(g, Group)]
+print({m.process.place.machine for g in lesson_groups if g._pool and g.on for m in g._pool.members})
+"""
+
+
+@pytest.mark.parametrize("name", ["00_start_here", "02_data_parallel", "08_rpc_hybrid"])
+def test_a_lesson(name: str, ssh_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    startup = tmp_path / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "machines.py").write_text(STARTUP.format(python=ssh_python))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    last = next(i for i, cell in reversed(list(enumerate(notebook.cells))) if "close()" in cell.source or i == 0)
+    notebook.cells.insert(last or len(notebook.cells), nbformat.v4.new_code_cell(MACHINES))
+    client = NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT / "notebooks")}}
+    )
+    client.execute()  # raises an error if a cell fails that need not
+    shown = [o.text for cell in notebook.cells if cell.source == MACHINES for o in cell.outputs]
+    assert shown == ["{'pc1', 'pc2'}\n"] or shown == ["{'pc2', 'pc1'}\n"]
