@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ssh_server import SshServer, missing_for_ssh, ssh_server
 
 import labkit as lab
 
@@ -44,3 +45,12 @@ def ssh_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def two(ssh_python: str) -> lab.SSH:
     """Two machines."""
     return lab.SSH("pc1", "pc2", python=ssh_python)
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """Return a real sshd on this machine, and the `ssh` that reaches it as pc1 and as pc2."""
+    if reason := missing_for_ssh():
+        pytest.skip(reason)
+    with ssh_server(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
