@@ -21,7 +21,16 @@ __all__ = ["Slurm"]
 
 QUEUE_S: Final = 7 * 86400.0  # a job may wait for days; Stop ends that
 # Each agent gets all that the job has on its node: cores, memory, GPUs; its ranks share these.
-STEP: Final = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--kill-on-bad-exit=0")
+STEP: Final = (
+    "--overlap",
+    "--nodes=1",
+    "--ntasks=1",
+    "--cpu-bind=none",
+    "--mem=0",
+    "--unbuffered",
+    "--kill-on-bad-exit=0",
+    "--export=ALL",
+)
 # A job that labkit asks for, queued or running, ends when the guard's stdin does: when the relay ends, however it does.
 # Not by a signal to `salloc`: one that has its nodes may then run on for ever, without a job.
 GUARD: Final = 'cat; exec scancel --quiet --name="$1"'
@@ -107,6 +116,7 @@ class Slurm(Engine):
 
     async def connect(self, machine: str, limit_s: float) -> Connection:  # noqa: ARG002  # the command is killed
         """See `Engine`."""
+        os.environ.pop("SLURM_EXACT", None)  # of the notebook's own job step: the agent would get one core
         command = ["srun", f"--jobid={self._job}", *STEP, f"--nodelist={machine}", self._python, "-u", "-m", AGENT]
         return await over_command(machine, command, _explain)
 
