@@ -96,7 +96,9 @@ def test_a_repetition_lasts_from_the_last_start_to_the_last_end() -> None:
     assert _median_s("send", of_ranks, one_clock=True) == 45e-9  # rank 0's round trip
     hour = 3_600 * 10**9
     of_ranks[1] = [[at + hour for at in times] for times in of_ranks[1]]  # another machine's clock
-    assert _median_s("all_reduce", of_ranks, one_clock=False) == 50e-9  # the time of rank 1, which began last
+    assert _median_s("all_reduce", of_ranks, one_clock=False) == 90e-9  # the longest time of a rank: 10 ns too long
+    buffered: Any = [[[0, 100, 200], [5, 105, 205]], [[at + hour for at in times] for times in [[1, 101, 201], [90, 190, 290]]]]
+    assert _median_s("broadcast", buffered, one_clock=False) == 89e-9  # rank 0 leaves its data in a buffer
 
 
 def test_the_picture() -> None:
