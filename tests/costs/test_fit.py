@@ -179,6 +179,26 @@ def test_both_levels_of_a_network() -> None:
         assert f"over {link}" in [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+def test_both_levels_of_real_machines() -> None:
+    """Nothing is emulated, so there is nothing to compare with, unless a network is given."""
+    inside, between = (MeasuredLink((fit("send", 2, SIZES, times("send", 2, link)),)) for link in (LINK, NETWORK.between))
+    measured = MeasuredNetwork(None, inside, between, 2, 4)
+    assert repr(measured).splitlines() == [
+        "level    operation  ranks  latency α  bandwidth B  off by (median)  at most",
+        "inside   send       2      41.7 µs    8.30 Gbit/s  0%               0%",
+        "between  send       2      5 ms       500 Mbit/s   0%               0%",
+    ]
+    for ax in measured.plot().figure.axes:
+        assert not [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert "dashed" not in ax.get_title(loc="left")
+    expected = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=LINK)
+    for ax, link in zip(measured.plot(expected).figure.axes, (expected.inside, expected.between), strict=True):
+        (line,) = [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert line.get_ydata()[0] == pytest.approx(link.seconds("send", SIZES[0], 2))
+    with pytest.raises(TypeError, match=r"a lab\.Network"):
+        measured.plot(LINK)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("runtime", ["torch", "rpc"])
 @pytest.mark.processes
 def test_both_levels_of_real_ranks(runtime: str) -> None:

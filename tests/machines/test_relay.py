@@ -293,18 +293,24 @@ def test_links_are_measured_inside_machines_and_between_them(gloo: lab.Group) ->
 
 
 def test_traffic_tells_what_crosses_machines(gloo: lab.Group, plain: None) -> None:
+    """Ranks 0 and 1 are on pc1, 2 and 3 on pc2."""
+
     def f() -> None:
         import torch
         import torch.distributed as dist
 
         rank = dist.get_rank()
-        if rank == 0:
-            dist.send(torch.zeros(1_000_000, dtype=torch.uint8), 3)
-        elif rank == 3:
-            dist.recv(torch.zeros(1_000_000, dtype=torch.uint8), 0)
+        for size, to in ((500_000, 1), (2_000_000, 3)):
+            if rank == 0:
+                dist.send(torch.zeros(size, dtype=torch.uint8), to)
+            elif rank == to:
+                dist.recv(torch.zeros(size, dtype=torch.uint8), 0)
+        dist.all_reduce(torch.zeros(1_000_000))  # as a ring, of which two of four messages cross: from 1 to 2, and 3 to 0
 
-    axes = lab.traffic(gloo.run(f))
-    assert "1.00 MB between nodes" in axes.get_title(loc="left") + axes.get_title()
+    run = gloo.run(f)
+    assert run.trace.nodes == (0, 0, 1, 1)
+    axes = lab.traffic(run)
+    assert "14.0 MB between nodes" in axes.get_title(loc="left") + axes.get_title()  # 2 MB, and 2 times 3/2 of 4 MB
 
 
 def test_doctor_describes_the_machines(two: lab.SSH, ssh_python: str) -> None:
