@@ -375,7 +375,11 @@ class _Relay:
                 self._layout = self._places(request.total)
                 used = list(dict.fromkeys(machine for machine, _ in self._layout))
                 if len(used) > 1 and not self._met.issuperset(used):
-                    await check_reachability(used)
+                    try:
+                        await check_reachability(used)
+                    except LostError:
+                        lost = [f"{machine.name} is lost: {machine.lost}" for machine in used if machine.lost]
+                        raise LostError(". ".join(lost)) from None
                     self._met.update(used)
             layout = dict(zip(request.ranks, self._layout[request.first :], strict=False))
             by_machine: dict[_Machine, list[int]] = {}
