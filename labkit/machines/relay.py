@@ -79,7 +79,6 @@ class _Machine:
     Attributes:
         facts: what the agent has said about it.
         ranks: the ranks there, by number.
-        offset_ns: what is added to a time there, by the last reading of its clock.
         lost: how its loss was noticed; "" while it answers.
     """
 
@@ -90,7 +89,7 @@ class _Machine:
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
         self.ranks: dict[int, RelayedRank] = {}
-        self.offset_ns, self._round_trip_ns = 0, sys.maxsize
+        self._read_ns, self._round_trip_ns = 0, sys.maxsize  # what its clock showed last, and the shortest round trip
         self.lost = ""
         self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
         self._number = HELLO
@@ -113,6 +112,15 @@ class _Machine:
         self.facts = facts
         for _ in range(FIRST_READINGS):
             self._ask_time()
+
+    @property
+    def offset_ns(self) -> int:
+        """What is added to a time there, by the last reading of its clock.
+
+        Only ranks ask for it: the line of a clock follows the readings slowly once a time was converted, and the first
+        readings are bad ones, since they wait for the agent to start.
+        """
+        return self.clock.here(self._read_ns) - self._read_ns
 
     @property
     def known(self) -> KnownMachine:
@@ -201,7 +209,7 @@ class _Machine:
                 heard_ns = time.perf_counter_ns()
                 self.clock.read(asked_ns, there_ns, heard_ns)
                 self._round_trip_ns = min(self._round_trip_ns, heard_ns - asked_ns)
-                self.offset_ns = self.clock.here(there_ns) - there_ns
+                self._read_ns = there_ns
                 for rank in self.ranks.values():
                     rank.clock_is(self.offset_ns, self.clock.error_ns)
             elif kind is Kind.PART:
