@@ -250,12 +250,14 @@ class _Relay:
     Args:
         sock: the socket that carries requests.
         engine: where the machines are.
-        runtime: the name of the runtime.
+        runtime: the name of the runtime; "" for none: the notebook asks about machines, and wants to know all problems.
     """
 
     def __init__(self, sock: socket.socket, engine: Engine, runtime: str) -> None:
         self._sock, self._engine, self._runtime = sock, engine, runtime
         self._machines: dict[str, _Machine] = {}  # by name, in the engine's order
+        self._names: Sequence[str] = ()
+        self._problems: dict[str, str] = {}  # by name, why a machine cannot be used
         self._where: dict[int, _Machine] = {}  # by rank
         self._layout: list[tuple[_Machine, Place]] = []  # of the group that is being started, by rank
         self._met: set[_Machine] = set()  # those that can connect to one another
@@ -289,7 +291,7 @@ class _Relay:
             self._send(READY, Waits(text))
 
         try:
-            names = await self._engine.machines(say)
+            names = self._names = await self._engine.machines(say)
             made = await asyncio.gather(
                 *(self._connect(name, self._engine.connect_limit_s) for name in names), return_exceptions=True
             )
@@ -297,13 +299,10 @@ class _Relay:
             for error in failed.values():
                 if not isinstance(error, LostError | LabError):
                     raise error
-            if failed:
-                raise LabError("\n".join(f"{name} cannot be used: {error}" for name, error in failed.items()))
             self._machines = {one.name: one for one in made if isinstance(one, _Machine)}
-            package = RUNTIMES[self._runtime].package
-            check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
-            say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
-            await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
+            self._problems = {name: f"{name} cannot be used: {error}" for name, error in failed.items()}
+            if self._runtime:
+                await self._prepare(say)
         except Exception as error:  # noqa: BLE001  # the notebook waits for this reply
             known = isinstance(error, LabError | LostError)
             self._send(READY, Failed(str(error) if known else f"{type(error).__name__}: {error}"))
@@ -311,6 +310,19 @@ class _Relay:
         else:
             self._notes += self._engine.notes()
             self._send(READY, None)
+
+    async def _prepare(self, say: Callable[[str], None]) -> None:
+        """Let all machines import what ranks need.
+
+        Raises:
+            LabError: a machine cannot be used, or lacks something.
+        """
+        if self._problems:
+            raise LabError("\n".join(self._problems.values()))
+        package = RUNTIMES[self._runtime].package
+        check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
+        say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
+        await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
 
     async def _connect(self, name: str, limit_s: float) -> _Machine:
         try:
@@ -343,8 +355,7 @@ class _Relay:
             elif isinstance(request, notebooks.Ask):
                 reply = await self._ask(request)
             elif isinstance(request, notebooks.Survey):
-                known = [machine.known for machine in self._machines.values() if not machine.lost]
-                reply = notebooks.Surveyed(known)
+                reply = await self._survey()
             else:
                 reply = await self._reap(request.ranks)
         except (LabError, LostError) as error:
@@ -467,6 +478,17 @@ class _Relay:
             elif not isinstance(reply, LostError):
                 raise LabError(str(reply))
         return notebooks.Answered(found)
+
+    async def _survey(self) -> notebooks.Reply:
+        problems = dict(self._problems)
+        try:  # when the machines reply, they have also answered the first questions for the time
+            await check_reachability(list(self._machines.values()))
+        except LabError as error:
+            problems[""] = str(error)
+        except LostError:  # one of those below
+            pass
+        problems |= {m.name: f"{m.name} is lost: {m.lost}" for m in self._machines.values() if m.lost}
+        return notebooks.Surveyed(self._names, [m.known for m in self._machines.values() if not m.lost], problems)
 
     async def _reap(self, ranks: Sequence[int]) -> notebooks.Reply:
         by_machine = self._by_machine(ranks)
