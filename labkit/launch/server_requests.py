@@ -101,9 +101,11 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What is known of each machine: a `machines.facts.KnownMachine`."""
+    """What is known of each machine: a `machines.facts.KnownMachine`; and the problems, by machine, "" for several."""
 
+    names: Sequence[str]
     machines: Sequence[Any]
+    problems: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

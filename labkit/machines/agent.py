@@ -173,6 +173,7 @@ class _Agent:
 
     def __init__(self, line: Line) -> None:
         self.line, self.large = line, Large()
+        self._facts = Facts.here()
         self._ranks: dict[int, _Rank] = {}
         self._starter: Starter | None = None
         self._heard_s = time.monotonic()
@@ -186,7 +187,7 @@ class _Agent:
         self.line.announce()
         writing = asyncio.ensure_future(self.line.write())
         working = [asyncio.ensure_future(work()) for work in (self._look, self._sample, self._hear)]
-        self._send(HELLO, Facts.here())
+        self._send(HELLO, self._facts)
         done, _ = await asyncio.wait([writing, *working], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             with contextlib.suppress(OSError):
@@ -257,7 +258,7 @@ class _Agent:
         if isinstance(request, Prepare):
             return await asyncio.to_thread(self._prepare, request.runtime)
         if isinstance(request, Listen):
-            return Listening(await listen_for_a_moment(Facts.here().address))
+            return Listening(await listen_for_a_moment(self._facts.address))
         if isinstance(request, Connect):
             return Connected(await unreached(request.targets))
         assert self._starter is not None, "a starter comes first"

@@ -100,9 +100,9 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The names and addresses of those that cannot be reached."""
+    """Those that cannot be reached: name, address, port, and why."""
 
-    failed: Sequence[tuple[str, str]]
+    failed: Sequence[tuple[str, str, int, str]]
 
 
 @dataclass(frozen=True, slots=True)

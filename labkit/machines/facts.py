@@ -132,14 +132,15 @@ def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Fact
     Raises:
         LabError: machines lack a package, or have another version.
     """
-    found = [line for name, facts in machines for line in differences(package, here, name, facts)]
+    needed = list(filter(None, ("Python", "labkit", package)))
+    found = [line for name, facts in machines for line in differences(needed, here, name, facts)]
     if found:
         raise LabError("\n".join(found))
 
 
-def differences(package: str, here: Facts, name: str, facts: Facts) -> Iterator[str]:
-    """Yield a line for each package that a machine lacks or has in another version; as for `check_versions`."""
-    for needed in filter(None, ("Python", "labkit", package)):
+def differences(packages: Sequence[str], here: Facts, name: str, facts: Facts) -> Iterator[str]:
+    """Yield a line for each package that a machine lacks or has in another version; else as for `check_versions`."""
+    for needed in packages:
         ours, theirs = here.versions.get(needed), facts.versions.get(needed)
         if ours == theirs and (needed != "labkit" or here.layout == facts.layout):
             continue

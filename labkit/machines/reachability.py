@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -38,10 +38,10 @@ async def check_reachability(machines: Sequence[Machine]) -> None:
     targets = [(m.name, m.facts.address, ports[m.name]) for m in machines]
     replies = await asyncio.gather(*(m.ask(Connect([t for t in targets if t[0] != m.name])) for m in machines))
     failed = [
-        f"{machine.name} cannot connect to {name}, at {address}"
+        f"{machine.name} cannot connect to {name} at {address} (port {port}): {why}"
         for machine, reply in zip(machines, replies, strict=True)
         if isinstance(reply, Connected)
-        for name, address in reply.failed
+        for name, address, port, why in reply.failed
     ]
     if failed:
         raise LabError(
@@ -62,19 +62,22 @@ async def listen_for_a_moment(address: str) -> int:
     return port
 
 
-async def unreached(targets: Sequence[tuple[str, str, int]]) -> list[tuple[str, str]]:
-    """In an agent: return the names and addresses of machines to which it cannot connect.
+async def unreached(targets: Sequence[tuple[str, str, int]]) -> list[tuple[str, str, int, str]]:
+    """In an agent: return the machines to which it cannot connect, and why.
 
     Args:
         targets: name, address and port of each.
     """
 
-    async def reached(address: str, port: int) -> bool:
-        with contextlib.suppress(OSError, TimeoutError):
+    async def problem(address: str, port: int) -> str:
+        try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), LIMIT_S)
-            writer.close()
-            return True
-        return False
+        except TimeoutError:
+            return f"no answer within {LIMIT_S:g} s"
+        except OSError as error:
+            return os.strerror(error.errno) if error.errno else str(error)
+        writer.close()
+        return ""
 
-    results = await asyncio.gather(*(reached(address, port) for _, address, port in targets))
-    return [(name, address) for (name, address, _), done in zip(targets, results, strict=True) if not done]
+    problems = await asyncio.gather(*(problem(address, port) for _, address, port in targets))
+    return [(*target, why) for target, why in zip(targets, problems, strict=True) if why]

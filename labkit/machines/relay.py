@@ -79,7 +79,6 @@ class _Machine:
     Attributes:
         facts: what the agent has said about it.
         ranks: the ranks there, by number.
-        offset_ns: what is added to a time there, by the last reading of its clock.
         lost: how its loss was noticed; "" while it answers.
     """
 
@@ -90,7 +89,7 @@ class _Machine:
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
         self.ranks: dict[int, RelayedRank] = {}
-        self.offset_ns, self._round_trip_ns = 0, sys.maxsize
+        self._read_ns, self._round_trip_ns = 0, sys.maxsize  # what its clock showed last, and the shortest round trip
         self.lost = ""
         self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
         self._number = HELLO
@@ -113,6 +112,15 @@ class _Machine:
         self.facts = facts
         for _ in range(FIRST_READINGS):
             self._ask_time()
+
+    @property
+    def offset_ns(self) -> int:
+        """What is added to a time there, by the last reading of its clock.
+
+        Only ranks ask for it: the line of a clock follows the readings slowly once a time was converted, and the first
+        readings are bad ones, since they wait for the agent to start.
+        """
+        return self.clock.here(self._read_ns) - self._read_ns
 
     @property
     def known(self) -> KnownMachine:
@@ -201,7 +209,7 @@ class _Machine:
                 heard_ns = time.perf_counter_ns()
                 self.clock.read(asked_ns, there_ns, heard_ns)
                 self._round_trip_ns = min(self._round_trip_ns, heard_ns - asked_ns)
-                self.offset_ns = self.clock.here(there_ns) - there_ns
+                self._read_ns = there_ns
                 for rank in self.ranks.values():
                     rank.clock_is(self.offset_ns, self.clock.error_ns)
             elif kind is Kind.PART:
@@ -242,12 +250,14 @@ class _Relay:
     Args:
         sock: the socket that carries requests.
         engine: where the machines are.
-        runtime: the name of the runtime.
+        runtime: the name of the runtime; "" for none: the notebook asks about machines, and wants to know all problems.
     """
 
     def __init__(self, sock: socket.socket, engine: Engine, runtime: str) -> None:
         self._sock, self._engine, self._runtime = sock, engine, runtime
         self._machines: dict[str, _Machine] = {}  # by name, in the engine's order
+        self._names: Sequence[str] = ()
+        self._problems: dict[str, str] = {}  # by name, why a machine cannot be used
         self._where: dict[int, _Machine] = {}  # by rank
         self._layout: list[tuple[_Machine, Place]] = []  # of the group that is being started, by rank
         self._met: set[_Machine] = set()  # those that can connect to one another
@@ -281,7 +291,7 @@ class _Relay:
             self._send(READY, Waits(text))
 
         try:
-            names = await self._engine.machines(say)
+            names = self._names = await self._engine.machines(say)
             made = await asyncio.gather(
                 *(self._connect(name, self._engine.connect_limit_s) for name in names), return_exceptions=True
             )
@@ -289,13 +299,10 @@ class _Relay:
             for error in failed.values():
                 if not isinstance(error, LostError | LabError):
                     raise error
-            if failed:
-                raise LabError("\n".join(f"{name} cannot be used: {error}" for name, error in failed.items()))
             self._machines = {one.name: one for one in made if isinstance(one, _Machine)}
-            package = RUNTIMES[self._runtime].package
-            check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
-            say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
-            await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
+            self._problems = {name: f"{name} cannot be used: {error}" for name, error in failed.items()}
+            if self._runtime:
+                await self._prepare(say)
         except Exception as error:  # noqa: BLE001  # the notebook waits for this reply
             known = isinstance(error, LabError | LostError)
             self._send(READY, Failed(str(error) if known else f"{type(error).__name__}: {error}"))
@@ -303,6 +310,19 @@ class _Relay:
         else:
             self._notes += self._engine.notes()
             self._send(READY, None)
+
+    async def _prepare(self, say: Callable[[str], None]) -> None:
+        """Let all machines import what ranks need.
+
+        Raises:
+            LabError: a machine cannot be used, or lacks something.
+        """
+        if self._problems:
+            raise LabError("\n".join(self._problems.values()))
+        package = RUNTIMES[self._runtime].package
+        check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
+        say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
+        await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
 
     async def _connect(self, name: str, limit_s: float) -> _Machine:
         try:
@@ -335,8 +355,7 @@ class _Relay:
             elif isinstance(request, notebooks.Ask):
                 reply = await self._ask(request)
             elif isinstance(request, notebooks.Survey):
-                known = [machine.known for machine in self._machines.values() if not machine.lost]
-                reply = notebooks.Surveyed(known)
+                reply = await self._survey()
             else:
                 reply = await self._reap(request.ranks)
         except (LabError, LostError) as error:
@@ -375,7 +394,11 @@ class _Relay:
                 self._layout = self._places(request.total)
                 used = list(dict.fromkeys(machine for machine, _ in self._layout))
                 if len(used) > 1 and not self._met.issuperset(used):
-                    await check_reachability(used)
+                    try:
+                        await check_reachability(used)
+                    except LostError:
+                        lost = [f"{machine.name} is lost: {machine.lost}" for machine in used if machine.lost]
+                        raise LostError(". ".join(lost)) from None
                     self._met.update(used)
             layout = dict(zip(request.ranks, self._layout[request.first :], strict=False))
             by_machine: dict[_Machine, list[int]] = {}
@@ -455,6 +478,17 @@ class _Relay:
             elif not isinstance(reply, LostError):
                 raise LabError(str(reply))
         return notebooks.Answered(found)
+
+    async def _survey(self) -> notebooks.Reply:
+        problems = dict(self._problems)
+        try:  # when the machines reply, they have also answered the first questions for the time
+            await check_reachability(list(self._machines.values()))
+        except LabError as error:
+            problems[""] = str(error)
+        except LostError:  # one of those below
+            pass
+        problems |= {m.name: f"{m.name} is lost: {m.lost}" for m in self._machines.values() if m.lost}
+        return notebooks.Surveyed(self._names, [m.known for m in self._machines.values() if not m.lost], problems)
 
     async def _reap(self, ranks: Sequence[int]) -> notebooks.Reply:
         by_machine = self._by_machine(ranks)

@@ -10,16 +10,17 @@ from typing import TypeVar
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.machine_variables import AT_IMPORT
+from labkit.ipc.pickling import shared_memory
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Answered, Ask, Ended, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.machines.engines import Engine
-from labkit.machines.facts import KnownMachine
 from labkit.machines.states import read_state
 from labkit.recording.clock import Clock
+from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["RelayStarter"]
+__all__ = ["RelayStarter", "survey"]
 
 _Answer = TypeVar("_Answer")
 
@@ -114,7 +115,7 @@ class RelayStarter(ServerStarter):
 
     Args:
         engine: where they are.
-        runtime: the name of the runtime.
+        runtime: the name of the runtime; "" for none, and then no ranks start.
         ring_bytes, make_shared: as for `Starter`.
     """
 
@@ -148,17 +149,13 @@ class RelayStarter(ServerStarter):
         """See `Starter`."""
         return _ReportedLoads(processes)
 
-    def survey(self) -> Sequence[KnownMachine]:
-        """Return what is known of each machine, once all are connected.
-
-        Raises:
-            LabError: a machine cannot be used; as for `start`.
-        """
+    def survey(self) -> Surveyed:
+        """Return what is known of the machines."""
         with self._lock:
             self._wait_until_ready()
             surveyed = self._ask(Survey())
         assert isinstance(surveyed, Surveyed)
-        return surveyed.machines
+        return surveyed
 
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
         with self._lock:
@@ -168,3 +165,16 @@ class RelayStarter(ServerStarter):
                 return {process.number: End(None, lost=f"is lost: {error}") for process in processes}
         assert isinstance(ended, Ended)
         return ended.ends
+
+
+def survey(engine: Engine) -> Surveyed:
+    """Connect to machines for a moment; return what is known of each, and all problems.
+
+    Raises:
+        LabError: the engine has no machines.
+    """
+    starter = RelayStarter(engine, "", RING_BYTES, shared_memory)
+    try:
+        return starter.survey()
+    finally:
+        starter.close()

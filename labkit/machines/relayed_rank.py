@@ -28,7 +28,10 @@ class _Machine(Protocol):
     segments: Segments
     large: Large
     clock: Clock
-    offset_ns: int
+
+    @property
+    def offset_ns(self) -> int:
+        """What is added to a time there, by the last reading of its clock."""
 
 
 class RelayedRank:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.errors.units import in_words
-from labkit.group.open_groups import notebook
+from labkit.launch.server_requests import Surveyed
 from labkit.machines.engines import Engine
-from labkit.machines.facts import Facts, KnownMachine, differences
+from labkit.machines.facts import Facts, differences
+from labkit.machines.relay_starter import survey
 from labkit.notebook.findings import Finding, Report
 
 __all__ = ["machines_report"]
 
 FRAMEWORKS: Final = ("torch", "tensorflow")
 PORTS: Final = (
-    "labkit opens none. torch, gloo and TensorFlow connect ranks at random ports of these addresses, and authenticate nobody: "
-    "only the machines themselves should reach them"
+    "labkit opens none, except for ten seconds at a start, to see whether the machines can connect. torch and gloo connect ranks "
+    "at random ports of these addresses, TensorFlow of all addresses. These authenticate nobody: only the machines themselves "
+    "should reach them"
 )
 
 
@@ -28,16 +30,21 @@ def machines_report(on: Engine) -> Report:
     Args:
         on: what a group gets as `on`.
     """
-    starter = notebook.starter("bare", "fork", on)
     try:
-        return Report(tuple(_findings(Facts.here(), starter.survey())))
+        return Report(tuple(_findings(Facts.here(), survey(on))))
     except LabError as error:
-        return Report(tuple(_problem(line, "machines") for line in str(error).splitlines()))
+        return Report((_problem(str(error), "machines"),))
 
 
-def _findings(here: Facts, machines: Sequence[KnownMachine]) -> Iterator[Finding]:
-    for machine in machines:
-        name, facts = machine.name, machine.facts
+def _findings(here: Facts, surveyed: Surveyed) -> Iterator[Finding]:
+    compared = [package for package in ("Python", "labkit", *FRAMEWORKS) if package in here.versions]
+    known = {machine.name: machine for machine in surveyed.machines}
+    for name in surveyed.names:
+        if name in surveyed.problems:
+            yield _problem(surveyed.problems[name], name)
+        if name not in known:
+            continue
+        machine, facts = known[name], known[name].facts
         gpus = counted(facts.gpus, "GPU") if facts.gpus else "no GPU"
         memory = f"{in_words(facts.memory_bytes, 'iB')} of memory free"
         yield Finding(f"{facts.address}: {facts.cores:g} cores, {memory}, {gpus}", subject=name)
@@ -45,9 +52,9 @@ def _findings(here: Facts, machines: Sequence[KnownMachine]) -> Iterator[Finding
         yield Finding(f"{versions}; {facts.python}", subject=name)
         trip, error = in_words(machine.round_trip_ns / 1e9, "s"), in_words(machine.clock_error_ns / 1e9, "s")
         yield Finding(f"a round trip takes {trip}; its clock is known to within {error}", subject=name)
-        for package in FRAMEWORKS:
-            if package in here.versions:
-                yield from (_problem(line, name) for line in differences(package, here, name, facts))
+        yield from (_problem(line, name) for line in differences(compared, here, name, facts))
+    if "" in surveyed.problems:
+        yield _problem(surveyed.problems[""], "network")
     yield Finding(PORTS, subject="ports")
 
 

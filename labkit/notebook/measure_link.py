@@ -38,10 +38,10 @@ def measure_link(
     """Fit latency and bandwidth to real messages of many sizes between the ranks of a group.
 
     Each operation is repeated for each size, and the median of the times is used. A collective follows a barrier; its
-    time runs from the moment when the last rank starts to the moment when the last rank ends. The time of a message or
-    a remote call is half a round trip between the first two ranks. The fitted model is that of `labkit.predict`, so
-    operations can be compared: with a perfect model, all would give the same link. The latency of a remote call is
-    mostly CPU time of RPC.
+    time runs from the moment when the last rank starts to the moment when the last rank ends. Between machines, whose
+    clocks differ, it is the longest time of a rank. The time of a message or a remote call is half a round trip between
+    the first two ranks. The fitted model is that of `labkit.predict`, so operations can be compared: with a perfect
+    model, all would give the same link. The latency of a remote call is mostly CPU time of RPC.
 
     A group with a `labkit.Network`, or with ranks on several machines, has two links: `inside` is measured among the
     ranks of the first node that has several, `between` among the first ranks of all nodes.
@@ -127,7 +127,8 @@ def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list
 def _median_s(operation: str, of_ranks: list[Any], *, one_clock: bool) -> float:
     """Return the median time of the repetitions, each from the last rank's start to the last rank's end.
 
-    Without a common clock, the shortest time of a rank counts, which is that of the last one to start.
+    Without a common clock, the longest time of a rank counts. It is longer than that by at most the difference of the
+    starts after a barrier. The shortest would be too short: the root of a broadcast ends when its data is in a buffer.
     """
     if operation in BETWEEN_TWO:
         of_ranks = of_ranks[:1]
@@ -135,7 +136,7 @@ def _median_s(operation: str, of_ranks: list[Any], *, one_clock: bool) -> float:
     if one_clock:
         times = [max(end for _, end in each) - max(begin for begin, _ in each) for each in repetitions]
     else:
-        times = [min(end - begin for begin, end in each) for each in repetitions]
+        times = [max(end - begin for begin, end in each) for each in repetitions]
     return float(statistics.median(times)) / 1e9 / (2 if operation in BETWEEN_TWO else 1)
 
 

@@ -15,6 +15,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, percent
+from labkit.errors.wrong_calls import public_api
 from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, new_figure, pyplot
 from labkit.recording.operations import type_of
 
@@ -146,9 +147,13 @@ class MeasuredNetwork:
 
     @property
     def link(self) -> Network:
-        """The network with the fitted latency and bandwidth of each level."""
+        """The network with the fitted latency and bandwidth of each level.
+
+        Its nodes have equally many ranks, or almost, even if the measured machines do not.
+        """
         return Network(nodes=self.nodes, inside=self.inside.link, between=self.between.link, ranks=self.ranks)
 
+    @public_api
     def plot(self, expected: Network | None = None) -> Axes:
         """Draw both levels: measured times as points, fits as lines, and the times over the expected links dashed.
 
@@ -159,6 +164,7 @@ class MeasuredNetwork:
             the upper Axes, of the level inside; the other Axes of its figure is that between.
 
         Raises:
+            TypeError: `expected` is no network.
             LabError: matplotlib is not installed.
         """
         pyplot()

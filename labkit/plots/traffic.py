@@ -56,8 +56,8 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     backend's algorithm. A broadcast or scatter counts as messages from the root to each other rank; a gather or reduce
     as messages from each rank to the root; an all-to-all as messages between all pairs. The others count as a ring
     algorithm moves them: in an all-reduce of S bytes on n ranks, each rank sends 2·(n - 1)/n·S to the next. If a rank
-    has several TensorFlow devices, each counts as a rank. Over a `labkit.Network`, lines separate the nodes, and the
-    title gives the bytes between nodes.
+    has several TensorFlow devices, each counts as a rank. Over a `labkit.Network` or on several machines, lines
+    separate the nodes, and the title gives the bytes between nodes.
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
     from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;

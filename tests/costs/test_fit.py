@@ -96,7 +96,9 @@ def test_a_repetition_lasts_from_the_last_start_to_the_last_end() -> None:
     assert _median_s("send", of_ranks, one_clock=True) == 45e-9  # rank 0's round trip
     hour = 3_600 * 10**9
     of_ranks[1] = [[at + hour for at in times] for times in of_ranks[1]]  # another machine's clock
-    assert _median_s("all_reduce", of_ranks, one_clock=False) == 50e-9  # the time of rank 1, which began last
+    assert _median_s("all_reduce", of_ranks, one_clock=False) == 90e-9  # the longest time of a rank: 10 ns too long
+    buffered: Any = [[[0, 100, 200], [5, 105, 205]], [[at + hour for at in times] for times in [[1, 101, 201], [90, 190, 290]]]]
+    assert _median_s("broadcast", buffered, one_clock=False) == 89e-9  # rank 0 leaves its data in a buffer
 
 
 def test_the_picture() -> None:
@@ -175,6 +177,26 @@ def test_both_levels_of_a_network() -> None:
         for line, name in zip(dashed, ("send", "all_reduce"), strict=True):
             assert line.get_ydata()[0] == pytest.approx(link.seconds(name, SIZES[0], 2))
         assert f"over {link}" in [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_both_levels_of_real_machines() -> None:
+    """Nothing is emulated, so there is nothing to compare with, unless a network is given."""
+    inside, between = (MeasuredLink((fit("send", 2, SIZES, times("send", 2, link)),)) for link in (LINK, NETWORK.between))
+    measured = MeasuredNetwork(None, inside, between, 2, 4)
+    assert repr(measured).splitlines() == [
+        "level    operation  ranks  latency α  bandwidth B  off by (median)  at most",
+        "inside   send       2      41.7 µs    8.30 Gbit/s  0%               0%",
+        "between  send       2      5 ms       500 Mbit/s   0%               0%",
+    ]
+    for ax in measured.plot().figure.axes:
+        assert not [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert "dashed" not in ax.get_title(loc="left")
+    expected = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=LINK)
+    for ax, link in zip(measured.plot(expected).figure.axes, (expected.inside, expected.between), strict=True):
+        (line,) = [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert line.get_ydata()[0] == pytest.approx(link.seconds("send", SIZES[0], 2))
+    with pytest.raises(TypeError, match=r"a lab\.Network"):
+        measured.plot(LINK)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc"])

@@ -18,6 +18,7 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.open_groups import notebook
+from labkit.machines.relay_starter import survey
 
 pytestmark = pytest.mark.processes
 
@@ -293,26 +294,42 @@ def test_links_are_measured_inside_machines_and_between_them(gloo: lab.Group) ->
 
 
 def test_traffic_tells_what_crosses_machines(gloo: lab.Group, plain: None) -> None:
+    """Ranks 0 and 1 are on pc1, 2 and 3 on pc2."""
+
     def f() -> None:
         import torch
         import torch.distributed as dist
 
         rank = dist.get_rank()
-        if rank == 0:
-            dist.send(torch.zeros(1_000_000, dtype=torch.uint8), 3)
-        elif rank == 3:
-            dist.recv(torch.zeros(1_000_000, dtype=torch.uint8), 0)
+        for size, to in ((500_000, 1), (2_000_000, 3)):
+            if rank == 0:
+                dist.send(torch.zeros(size, dtype=torch.uint8), to)
+            elif rank == to:
+                dist.recv(torch.zeros(size, dtype=torch.uint8), 0)
+        dist.all_reduce(torch.zeros(1_000_000))  # as a ring, of which two of four messages cross: from 1 to 2, and 3 to 0
 
-    axes = lab.traffic(gloo.run(f))
-    assert "1.00 MB between nodes" in axes.get_title(loc="left") + axes.get_title()
+    run = gloo.run(f)
+    assert run.trace.nodes == (0, 0, 1, 1)
+    axes = lab.traffic(run)
+    assert "14.0 MB between nodes" in axes.get_title(loc="left") + axes.get_title()  # 2 MB, and 2 times 3/2 of 4 MB
 
 
-def test_doctor_describes_the_machines(two: lab.SSH, ssh_python: str) -> None:
+def test_doctor_describes_the_machines(two: lab.SSH) -> None:
     found = lab.doctor(on=two)
     assert found.ok
     assert [f.subject for f in found.findings] == ["pc1"] * 3 + ["pc2"] * 3 + ["ports"]
-    found = lab.doctor(on=lab.SSH("pc1", "unknown", "locked", python=ssh_python))
-    assert [(f.ok, f.found.split()[0]) for f in found.findings] == [(False, "unknown"), (False, "locked")]
+
+
+def test_doctor_describes_the_others_if_some_cannot_be_reached(ssh_python: str) -> None:
+    found = lab.doctor(on=lab.SSH("unknown", "pc1", "locked", python=ssh_python)).findings
+    assert [(f.subject, f.ok) for f in found] == [("unknown", False), *[("pc1", True)] * 3, ("locked", False), ("ports", True)]
+    assert ["Could not resolve hostname" in found[0].found, "Permission denied" in found[4].found] == [True, True]
+
+
+def test_a_reading_that_waited_for_the_agent_does_not_spoil_the_next_ones(two: lab.SSH) -> None:
+    """The first reading takes as long as the agent takes to start."""
+    for known in survey(two).machines:
+        assert known.clock_error_ns < known.round_trip_ns + 5e6
 
 
 def test_cells_share_names(four: lab.Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from labkit.launch.server_requests import Surveyed
 from labkit.machines.facts import Facts, KnownMachine
 from labkit.notebook.findings import Report
 from labkit.notebook.machines_report import _findings
@@ -14,9 +15,13 @@ HERE = Facts(
 )  # fmt: skip
 
 
+def known(name: str = "pc1", **changes: object) -> KnownMachine:
+    there = replace(HERE, host=name, address=f"10.0.0.{name[-1]}", **changes)  # type: ignore[arg-type]
+    return KnownMachine(name, there, 200_000, 150_000)
+
+
 def report(**changes: object) -> Report:
-    there = replace(HERE, host="pc1", address="10.0.0.1", **changes)  # type: ignore[arg-type]
-    return Report(tuple(_findings(HERE, [KnownMachine("pc1", there, 200_000, 150_000)])))
+    return Report(tuple(_findings(HERE, Surveyed(["pc1"], [known(**changes)], {}))))
 
 
 def test_a_machine_that_has_all() -> None:
@@ -46,3 +51,24 @@ def test_a_machine_without_torch() -> None:
 def test_a_labkit_of_the_same_version_that_stores_records_differently() -> None:
     found = report(layout="b")
     assert [f.remedy for f in found.findings if not f.ok] == ["Install the same one on both"]
+
+
+def test_each_difference_is_told_once() -> None:
+    here = replace(HERE, versions=HERE.versions | {"tensorflow": "2.21.0"})
+    there = known(versions={"Python": "3.12", "labkit": "0.2.0", "torch": "2.13.0"})
+    found = Report(tuple(_findings(here, Surveyed(["pc1"], [there], {})))).findings
+    assert [f.found.partition(",")[0] for f in found if not f.ok] == [
+        "pc1 has Python 3.12",
+        "pc1 has labkit 0.2.0",
+        "pc1 has no tensorflow",
+    ]
+
+
+def test_a_machine_that_cannot_be_used_does_not_hide_the_others() -> None:
+    problems = {"pc2": "pc2 cannot be used: Permission denied. Set up a key.", "": "pc3 cannot connect to pc1. A firewall?"}
+    surveyed = Surveyed(["pc1", "pc2", "pc3"], [known("pc1"), known("pc3")], problems)
+    found = Report(tuple(_findings(HERE, surveyed))).findings
+    assert [(f.subject, f.ok) for f in found] == [
+        *[("pc1", True)] * 3, ("pc2", False), *[("pc3", True)] * 3, ("network", False), ("ports", True),
+    ]  # fmt: skip
+    assert (found[3].found, found[3].remedy) == ("pc2 cannot be used: Permission denied", "Set up a key")
