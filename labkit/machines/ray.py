@@ -132,13 +132,13 @@ class Ray(Engine):
             raise TypeError(f"Ray({address!r}): expected an address, as in lab.Ray('host:6379')")
         if importlib.util.find_spec("ray") is None:
             raise missing("Ray", "ray")
-        name = "Ray" if address else "RAY_ADDRESS="
+        given = f"Ray({address!r})" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r}"
         address = address or os.environ.get("RAY_ADDRESS", "")
         if address == "auto":
             address = ""
         host, _, port = address.rpartition(":")
         if address and not (host and port.isdecimal() and "/" not in host):  # ray://... is Ray's client: no driver
-            raise ValueError(f"{name}({address!r}): expected the address of the head node, as in lab.Ray('host:6379')")
+            raise ValueError(f"{given}: expected the address of the head node, as in lab.Ray('host:6379')")
         object.__setattr__(self, "address", address)
         object.__setattr__(self, "nodes", nodes or 0)
         object.__setattr__(self, "_ids", {})
@@ -155,7 +155,7 @@ class Ray(Engine):
         try:
             found = await asyncio.wait_for(_in_thread(self._nodes), INIT_S)
         except TimeoutError:
-            raise LabError(f"Ray{self._at} did not answer within {INIT_S:.0f} s. Does `ray status` there?") from None
+            raise LabError(f"Ray{self._at} did not answer within {INIT_S:.0f} s. Does `ray status` answer there?") from None
         return found[: self.nodes or None]
 
     @property
@@ -250,7 +250,7 @@ async def _check_answer(address: str) -> None:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
     except (OSError, OverflowError, TimeoutError) as error:
         said = f"nothing answers within {ANSWER_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
-        raise LabError(f"no Ray cluster at {address}: {said}. `ray status` on its head node tells the address.") from None
+        raise LabError(f"no Ray cluster at {address}: {said}. `ray start --head` has printed the address.") from None
     writer.close()
 
 
