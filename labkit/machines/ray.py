@@ -9,17 +9,19 @@ import asyncio
 import contextlib
 import ctypes
 import importlib.util
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import counted
@@ -35,10 +37,21 @@ PIECE_BYTES: Final = 1 << 18  # of the stream, in one call
 CALLS: Final = 8  # under way at once to an actor
 HEAD: Final = "node:__internal_head__"  # a resource that Ray gives the head node only
 ENDED_S: Final = 1.0  # for an actor to say why its agent has ended
+ANSWER_S: Final = 5.0  # for the cluster's address to accept a connection
+INIT_S: Final = 60.0  # for Ray to connect to the cluster; one attempt of its own takes up to 36 s
+_T = TypeVar("_T")
 TOKEN_OFF: Final = (
     "this Ray cluster has no token authentication, so whoever can reach it can run programs on it "
     "(RAY_AUTH_MODE=token turns it on, on all nodes and here)."
 )
+WRONG_TOKEN: Final = (
+    "does not let this notebook in: its token is missing here, or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
+    "to the cluster's token (or copy ~/.ray/auth_token from its head node), before the notebook starts."
+)
+_HINTS: Final = {
+    "No module named 'labkit'": "labkit must be installed there, in the Python that runs Ray.",
+    "all references to the actor were removed": "This notebook has RAY_AUTH_MODE=token: has the cluster, on all nodes?",
+}
 
 
 class Host:
@@ -102,6 +115,7 @@ class Ray(Engine):
 
     Raises:
         LabError: Ray is not installed.
+        ValueError: the address, or that in RAY_ADDRESS, is none.
     """
 
     address: str
@@ -118,7 +132,14 @@ class Ray(Engine):
             raise TypeError(f"Ray({address!r}): expected an address, as in lab.Ray('host:6379')")
         if importlib.util.find_spec("ray") is None:
             raise missing("Ray", "ray")
-        object.__setattr__(self, "address", address or "")
+        given = f"Ray({address!r})" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r}"
+        address = address or os.environ.get("RAY_ADDRESS", "")
+        if address == "auto":
+            address = ""
+        host, _, port = address.rpartition(":")
+        if address and not (host and port.isdecimal() and "/" not in host):  # ray://... is Ray's client: no driver
+            raise ValueError(f"{given}: expected the address of the head node, as in lab.Ray('host:6379')")
+        object.__setattr__(self, "address", address)
         object.__setattr__(self, "nodes", nodes or 0)
         object.__setattr__(self, "_ids", {})
 
@@ -129,28 +150,51 @@ class Ray(Engine):
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
         """See `Engine`."""
         say(f"connecting to Ray{f' at {self.address}' * bool(self.address)}")
-        return list((await asyncio.to_thread(self._nodes))[: self.nodes or None])
+        if self.address:
+            await _check_answer(self.address)
+        try:
+            found = await asyncio.wait_for(_in_thread(self._nodes), INIT_S)
+        except TimeoutError:
+            raise LabError(f"Ray{self._at} did not answer within {INIT_S:.0f} s. Does `ray status` answer there?") from None
+        return found[: self.nodes or None]
+
+    @property
+    def _at(self) -> str:
+        return f" at {self.address}" if self.address else " on this machine"
 
     def _nodes(self) -> list[str]:
         """Connect to the cluster, and return the names of its nodes.
 
         Raises:
-            LabError: there is no cluster, or it has too few nodes.
+            LabError: there is no cluster, it does not let this notebook in, or it has too few nodes.
         """
+        os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # read by the import; Ray's 20 attempts take 20 s to 12 min
         import ray
 
+        logging.getLogger("ray").setLevel(logging.ERROR)  # its warnings would stand in the student's errors
         if not ray.is_initialized():
             try:
-                ray.init(address=self.address or "auto", log_to_driver=False, configure_logging=False, namespace="labkit")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    ray.init(address=self.address or "auto", log_to_driver=False, configure_logging=False, namespace="labkit")
             except Exception as error:  # noqa: BLE001  # of Ray, of many types
-                where = self.address or "RAY_ADDRESS or on this machine"
-                said = str(error).strip().splitlines()
-                raise LabError(f"no Ray cluster at {where}: {said[0] if said else type(error).__name__}") from None
+                raise LabError(self._explain(error)) from None
         found = _named()
         if self.nodes > len(found):
             raise LabError(f"this Ray cluster has {counted(len(found), 'node')}, and {self} asks for {self.nodes}")
         self._ids.update(found)
         return list(found)
+
+    def _explain(self, error: Exception) -> str:
+        """Return why Ray does not connect."""
+        from ray.exceptions import AuthenticationError
+
+        if not self.address and type(error) is ConnectionError and str(error):
+            return "no Ray cluster runs on this machine. Start one (ray start --head), or name its head: lab.Ray('host:6379')"
+        if isinstance(error, AuthenticationError) or _refused(self.address):
+            return f"Ray{self._at} {WRONG_TOKEN}"
+        said = str(error).strip().splitlines()
+        return f"Ray{self._at} cannot be used: {said[0] if said else type(error).__name__}"
 
     def notes(self) -> Sequence[str]:
         """See `Engine`."""
@@ -158,15 +202,76 @@ class Ray(Engine):
 
     async def connect(self, machine: str, limit_s: float) -> Connection:
         """See `Engine`."""
-        actor = await asyncio.to_thread(_start, self._ids[machine], limit_s)
+        actor = await _in_thread(lambda: _start(self._ids[machine], limit_s))
         near, far = socket.socketpair()
         stream = _Stream(actor, far)
         reader, writer = await asyncio.open_connection(sock=near, limit=READ_BYTES)
 
         async def ended() -> str:
-            return await asyncio.to_thread(stream.ended)
+            return stream.ended()
 
         return Connection(machine, reader, writer, ended, stream.close)
+
+
+async def _in_thread(work: Callable[[], _T]) -> _T:
+    """Run a function that may block for long in a thread that does not keep the relay from ending, as asyncio's do."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def set_result(result: _T | None, error: Exception | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # no error: there is a result
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:  # noqa: BLE001  # it is raised where the function is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(set_result, result, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+async def _check_answer(address: str) -> None:
+    """Check that something accepts connections at an address: Ray itself would try for minutes.
+
+    Raises:
+        LabError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
+    except (OSError, OverflowError, TimeoutError) as error:
+        said = f"nothing answers within {ANSWER_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+        raise LabError(f"no Ray cluster at {address}: {said}. `ray start --head` has printed the address.") from None
+    writer.close()
+
+
+def _refused(address: str) -> bool:
+    """Return whether a cluster refuses this process's token, which `ray.init` does not tell.
+
+    Args:
+        address: the cluster's address; "" for the cluster of this node.
+    """
+    from ray.exceptions import AuthenticationError
+
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
+
+        GcsClient(address=address or canonicalize_bootstrap_address("auto"))
+    except AuthenticationError:
+        return True
+    except Exception:  # noqa: BLE001  # of Ray, of many types: another reason
+        return False
+    return False
 
 
 def _named() -> dict[str, str]:
@@ -199,11 +304,18 @@ def _start(node_id: str, limit_s: float) -> Any:
     groups = {"read": 1, "write": 1}
     options: Any = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": groups, "scheduling_strategy": placed}
     actor: Any = ray.remote(**options)(Host).remote(address, str(Path(__file__).parents[2]))
+    wait_s = limit_s - min(ENDED_S, limit_s / 2)  # sooner than whoever waits for this, to say why
     try:
-        ray.get(actor.__ray_ready__.remote(), timeout=limit_s)
-    except Exception:  # noqa: BLE001  # of Ray, of many types
+        ray.get(actor.__ray_ready__.remote(), timeout=wait_s)
+    except Exception as error:  # noqa: BLE001  # of Ray, of many types
         ray.kill(actor)
-        raise LabError(f"Ray did not start its agent there within {limit_s:.0f} s") from None
+        if isinstance(error, ray.exceptions.GetTimeoutError):
+            raise LabError(
+                f"Ray did not start its agent there within {wait_s:.0f} s. If the node is gone, Ray notices within a minute"
+            ) from None
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        hint = next((text for sign, text in _HINTS.items() if sign in str(error)), "")
+        raise LabError(f"Ray did not start its agent there: {hint or lines[-1].strip()}") from None
     return actor
 
 

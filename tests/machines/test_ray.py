@@ -1,15 +1,19 @@
-"""Groups on the nodes of a Ray cluster: arguments without one, and two real nodes on this computer."""
+"""Groups on the nodes of Ray clusters: arguments without one, and real nodes on this computer."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import pickle
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,11 +23,22 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.open_groups import notebook
+from labkit.machines import ray as labkit_ray
 from labkit.machines.relay_starter import RelayStarter
 
 # Importing Ray would set variables, which ranks would get.
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")]
 
+TOKEN = "RAY_AUTH_TOKEN"
+NO_LABKIT = """import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "labkit":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
 PROGRAM = Path(__file__).resolve().parents[1] / "helpers" / "ray_cluster.py"
 
 
@@ -39,6 +54,50 @@ def test_arguments_that_it_cannot_have() -> None:
         lab.Ray(nodes=0)
     with pytest.raises(TypeError, match="expected an address"):
         lab.Ray(2)  # type: ignore[arg-type]
+    for address in ("host", "ray://host:10001", ":6379", "host:port"):
+        with pytest.raises(ValueError, match="expected the address of the head node"):
+            lab.Ray(address)
+
+
+def test_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "host:6379")
+    assert lab.Ray() == lab.Ray("host:6379") != lab.Ray("other:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert repr(lab.Ray()) == "Ray()"
+    monkeypatch.setenv("RAY_ADDRESS", "ray://host:10001")
+    with pytest.raises(ValueError, match="RAY_ADDRESS='ray://host:10001'"):
+        lab.Ray()
+
+
+def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would try for minutes."""
+    monkeypatch.setattr(labkit_ray, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        address = server.getsockname()[1]
+        waiting = [socket.socket() for _ in range(4)]  # with these, the system answers no more
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", address))
+        with pytest.raises(lab.LabError, match=r"no Ray cluster at .*nothing answers within"):
+            asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+        for one in waiting:
+            one.close()
+    with pytest.raises(lab.LabError, match=r"no Ray cluster at .*refused"):
+        asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+
+
+def test_a_call_that_blocks_does_not_keep_the_relay() -> None:
+    """As Ray's while it connects; asyncio's own threads would be waited for."""
+    program = """if True:
+        import asyncio, time
+        from labkit.machines.ray import _in_thread
+
+        asyncio.run(asyncio.wait_for(_in_thread(lambda: time.sleep(60)), 0.1))
+    """
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=False)
+    assert "TimeoutError" in done.stderr
+    assert time.monotonic() - began < 40
 
 
 class Nodes:
@@ -61,23 +120,44 @@ class Nodes:
         assert self._stdout.readline() == "removed\n"
 
 
+@contextmanager
+def running(*further: str, **variables: str) -> Iterator[Nodes]:
+    """Run a cluster; its files are in a folder with a short path, as Ray's sockets need.
+
+    Args:
+        further: for each node besides the head, what is put into its PYTHONPATH, or "-".
+        variables: of its environment.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "LABKIT_TEST_SESSION"} | variables
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, str(PROGRAM), folder, *further]
+        with (
+            (Path(folder) / "errors").open("w") as errors,
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment) as process,
+        ):
+            yield Nodes(process)
+            for key, starter in list(notebook.starters.items()):
+                if isinstance(starter, RelayStarter):
+                    starter.close()
+                    del notebook.starters[key]
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    environment = {name: value for name, value in os.environ.items() if name != "LABKIT_TEST_SESSION"}
-    command, pipe = [sys.executable, str(PROGRAM)], subprocess.PIPE
-    said = tmp_path_factory.mktemp("ray") / "errors"
-    with (
-        said.open("w") as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment) as process,
-    ):
-        yield Nodes(process)
-        for key, starter in list(notebook.starters.items()):
-            if isinstance(starter, RelayStarter):
-                starter.close()
-                del notebook.starters[key]
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(60)
+def cluster() -> Iterator[Nodes]:
+    with running("-") as nodes:
+        yield nodes
+
+
+def refusal(engine: lab.Ray) -> str:
+    """Return why a group cannot be started."""
+    group = lab.Group(1, runtime="bare", on=engine, timeout_s=200)
+    with group, pytest.raises(lab.LabError) as caught:
+        group.run(int)
+    return str(caught.value)
 
 
 def test_ranks_on_a_cluster(cluster: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +198,25 @@ def test_nothing_is_left_while_a_cluster_does_not_answer() -> None:
 
 
 def test_more_nodes_than_there_are(cluster: Nodes) -> None:
-    group = lab.Group(2, runtime="bare", on=lab.Ray(cluster.address, nodes=5), timeout_s=200)
-    with group, pytest.raises(lab.LabError, match="has 2 nodes"):
-        group.run(int)
+    assert "has 2 nodes" in refusal(lab.Ray(cluster.address, nodes=5))
+
+
+def test_a_token_that_the_cluster_does_not_have(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv(TOKEN, "a" * 40)
+    assert "has the cluster, on all nodes?" in refusal(lab.Ray(cluster.address, nodes=1))
+
+
+def test_a_cluster_with_a_token_and_a_node_without_labkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_LABKIT)
+    token = {"RAY_AUTH_MODE": "token", TOKEN: "a" * 40}
+    with running(str(tmp_path), **token) as nodes:
+        assert "does not let this notebook in" in refusal(lab.Ray(nodes.address))
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.setenv(TOKEN, "b" * 40)
+        assert "does not let this notebook in" in refusal(lab.Ray(nodes.address))
+        monkeypatch.setenv(TOKEN, "a" * 40)
+        assert "labkit must be installed there" in refusal(lab.Ray(nodes.address))
 
 
 def test_collectives_and_a_node_that_is_lost(cluster: Nodes) -> None:
