@@ -249,7 +249,8 @@ async def _check_answer(address: str) -> None:
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
     except (OSError, OverflowError, TimeoutError) as error:
-        said = f"nothing answers within {ANSWER_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+        said = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        said = f"nothing answers within {ANSWER_S:.0f} s" if isinstance(error, TimeoutError) else said
         raise LabError(f"no Ray cluster at {address}: {said}. `ray start --head` has printed the address.") from None
     writer.close()
 

@@ -194,7 +194,8 @@ class _Machine:
             if now > looked_s + OWN_PAUSE_S:
                 self._heard_s += now - looked_s
             looked_s = now
-            if now > self._heard_s + SILENT_S:
+            # Before its first word, an agent may have to wait for a core or a slow disk; `meet` has a limit of its own.
+            if hasattr(self, "facts") and now > self._heard_s + SILENT_S:
                 self.lose(f"it has not answered for {SILENT_S:.0f} s")
                 return
             self._ask_time()

@@ -214,7 +214,8 @@ def test_a_cluster_with_a_token_and_a_node_without_labkit(tmp_path: Path, monkey
         assert "does not let this notebook in" in refusal(lab.Ray(nodes.address))
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         monkeypatch.setenv(TOKEN, "b" * 40)
-        assert "does not let this notebook in" in refusal(lab.Ray(nodes.address))
+        said = refusal(lab.Ray(nodes.address))  # on a busy machine, Ray may end the process, with words of its own
+        assert "does not let this notebook in" in said or "Authentication token" in said
         monkeypatch.setenv(TOKEN, "a" * 40)
         assert "labkit must be installed there" in refusal(lab.Ray(nodes.address))
 
