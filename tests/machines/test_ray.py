@@ -23,8 +23,10 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.open_groups import notebook
+from labkit.ipc.pickling import shared_memory
 from labkit.machines import ray as labkit_ray
 from labkit.machines.relay_starter import RelayStarter
+from labkit.recording.ring_layout import RING_BYTES
 
 # Importing Ray would set variables, which ranks would get.
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")]
@@ -84,6 +86,15 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
             one.close()
     with pytest.raises(lab.LabError, match=r"no Ray cluster at .*refused"):
         asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+
+
+def test_a_relay_that_has_failed_gets_no_group() -> None:
+    """It takes a moment to end; a group made at once would get its last words, not a new relay."""
+    starter = RelayStarter(lab.Ray("127.0.0.1:1"), "bare", RING_BYTES, shared_memory)
+    with pytest.raises(lab.LabError, match=r"no Ray cluster at 127.0.0.1:1: connection refused"):
+        starter.wait_until_ready()
+    assert not starter.alive()
+    starter.close()
 
 
 def test_a_call_that_blocks_does_not_keep_the_relay() -> None:
