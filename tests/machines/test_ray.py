@@ -174,7 +174,7 @@ def refusal(engine: lab.Ray) -> str:
 def test_ranks_on_a_cluster(cluster: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> tuple[str, list[str]]:
         print("hello")
-        return os.environ["GROUP_RANK"], [name for name in os.environ if name.startswith("RAY_")]
+        return os.environ["GROUP_RANK"], [name for name in os.environ if name.startswith(("RAY_", "CUDA_VISIBLE"))]
 
     memory = psutil.Process().memory_info().rss
     with lab.Group(4, runtime="bare", on=lab.Ray(cluster.address), timeout_s=200) as group:
