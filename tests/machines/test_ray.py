@@ -75,17 +75,19 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     """Ray itself would try for minutes."""
     monkeypatch.setattr(labkit_ray, "ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        address = server.getsockname()[1]
+        port = server.getsockname()[1]
         waiting = [socket.socket() for _ in range(4)]  # with these, the system answers no more
         for one in waiting:
             one.setblocking(False)
-            one.connect_ex(("127.0.0.1", address))
+            one.connect_ex(("127.0.0.1", port))
+        began = time.monotonic()
         with pytest.raises(lab.LabError, match=r"no Ray cluster at .*nothing answers within"):
-            asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+            asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{port}"))
+        assert time.monotonic() - began < 10
         for one in waiting:
             one.close()
     with pytest.raises(lab.LabError, match=r"no Ray cluster at .*refused"):
-        asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+        asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{port}"))
 
 
 def test_a_relay_that_has_failed_gets_no_group() -> None:
