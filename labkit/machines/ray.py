@@ -249,8 +249,11 @@ async def _check_answer(address: str) -> None:
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
     except (OSError, OverflowError, TimeoutError) as error:
-        said = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        said = f"nothing answers within {ANSWER_S:.0f} s" if isinstance(error, TimeoutError) else said
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, TimeoutError):
+            said = f"nothing answers within {ANSWER_S:.0f} s"
+        elif isinstance(error, ConnectionRefusedError):
+            said = "connection refused"
         raise LabError(f"no Ray cluster at {address}: {said}. `ray start --head` has printed the address.") from None
     writer.close()
 

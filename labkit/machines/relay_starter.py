@@ -121,9 +121,21 @@ class RelayStarter(ServerStarter):
 
     def __init__(self, engine: Engine, runtime: str, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
+        self._failed = False
         self.ready_limit_s = engine.ready_limit_s
         self._run("labkit.machines.relay:relay", [pickle.dumps(engine), runtime, os.getpid()], self.environment)
         self.environment = dict(AT_IMPORT)  # agents do not inherit it, but ranks get what has changed since
+
+    def alive(self) -> bool:
+        """See `Starter`. A relay that has failed takes a moment to end, and must not get the next group meanwhile."""
+        return not self._failed and super().alive()
+
+    def _wait_until_ready(self) -> None:
+        try:
+            super()._wait_until_ready()
+        except LabError:
+            self._failed = True
+            raise
 
     def _new_rank(self) -> RankProcess:
         return RelayedRankProcess(self, next(self._numbers), self._ring_bytes, self._make_shared)

@@ -23,8 +23,10 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.open_groups import notebook
+from labkit.ipc.pickling import shared_memory
 from labkit.machines import ray as labkit_ray
 from labkit.machines.relay_starter import RelayStarter
+from labkit.recording.ring_layout import RING_BYTES
 
 # Importing Ray would set variables, which ranks would get.
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")]
@@ -73,17 +75,28 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     """Ray itself would try for minutes."""
     monkeypatch.setattr(labkit_ray, "ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
-        address = server.getsockname()[1]
+        port = server.getsockname()[1]
         waiting = [socket.socket() for _ in range(4)]  # with these, the system answers no more
         for one in waiting:
             one.setblocking(False)
-            one.connect_ex(("127.0.0.1", address))
+            one.connect_ex(("127.0.0.1", port))
+        began = time.monotonic()
         with pytest.raises(lab.LabError, match=r"no Ray cluster at .*nothing answers within"):
-            asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+            asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{port}"))
+        assert time.monotonic() - began < 10
         for one in waiting:
             one.close()
     with pytest.raises(lab.LabError, match=r"no Ray cluster at .*refused"):
-        asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{address}"))
+        asyncio.run(labkit_ray._check_answer(f"127.0.0.1:{port}"))
+
+
+def test_a_relay_that_has_failed_gets_no_group() -> None:
+    """It takes a moment to end; a group made at once would get its last words, not a new relay."""
+    starter = RelayStarter(lab.Ray("127.0.0.1:1"), "bare", RING_BYTES, shared_memory)
+    with pytest.raises(lab.LabError, match=r"no Ray cluster at 127.0.0.1:1: connection refused"):
+        starter.wait_until_ready()
+    assert not starter.alive()
+    starter.close()
 
 
 def test_a_call_that_blocks_does_not_keep_the_relay() -> None:
@@ -163,7 +176,7 @@ def refusal(engine: lab.Ray) -> str:
 def test_ranks_on_a_cluster(cluster: Nodes, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> tuple[str, list[str]]:
         print("hello")
-        return os.environ["GROUP_RANK"], [name for name in os.environ if name.startswith("RAY_")]
+        return os.environ["GROUP_RANK"], [name for name in os.environ if name.startswith(("RAY_", "CUDA_VISIBLE"))]
 
     memory = psutil.Process().memory_info().rss
     with lab.Group(4, runtime="bare", on=lab.Ray(cluster.address), timeout_s=200) as group:
