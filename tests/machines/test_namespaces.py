@@ -28,15 +28,20 @@ REASON = missing_for_machines()
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(REASON), reason=REASON or "can be had")]
 
 
+def end_relays() -> None:
+    for key, starter in list(notebook.starters.items()):
+        if isinstance(starter, RelayStarter):
+            starter.close()
+            del notebook.starters[key]
+
+
 @pytest.fixture(scope="module")
 def machines(ssh_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMachines]:  # which changes PATH, too
     with pytest.MonkeyPatch.context() as patch, two_machines(tmp_path_factory.mktemp("machines")) as two:
         patch.setenv("PATH", f"{two.bin}:{os.environ['PATH']}")
+        end_relays()  # of other tests: machines with the same names would share them
         yield two
-        for key, starter in list(notebook.starters.items()):
-            if isinstance(starter, RelayStarter):
-                starter.close()
-                del notebook.starters[key]
+        end_relays()
 
 
 @pytest.fixture
