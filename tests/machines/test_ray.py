@@ -220,6 +220,7 @@ def test_a_token_that_the_cluster_does_not_have(cluster: Nodes, monkeypatch: pyt
     assert "has the cluster, on all nodes?" in refusal(lab.Ray(cluster.address, nodes=1))
 
 
+@pytest.mark.slow  # it needs a cluster of its own
 def test_a_cluster_with_a_token_and_a_node_without_labkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_LABKIT)
     token = {"RAY_AUTH_MODE": "token", TOKEN: "a" * 40}
