@@ -24,24 +24,9 @@ from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor
+from labkit.launch.server_requests import Answered, Ended, Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
-from labkit.machines.agent_requests import (
-    HELLO,
-    Answers,
-    Connect,
-    Connected,
-    EndRanks,
-    Ends,
-    Listen,
-    Listening,
-    Prepare,
-    Ready,
-    Refused,
-    Reply,
-    Request,
-    Started,
-    StartRanks,
-)  # fmt: skip
+from labkit.machines.agent_requests import HELLO, Connect, Connected, Listen, Listening, Prepare, Ready, Reply, Request
 from labkit.machines.facts import Facts
 from labkit.machines.forwarding import TAKEN, Forwarding
 from labkit.machines.frame_port import FramePort
@@ -249,9 +234,9 @@ class _Agent:
         try:
             reply = await self._reply(request)
         except LabError as error:
-            reply = Refused(str(error))
+            reply = Failed(str(error))
         except Exception as error:  # noqa: BLE001  # the relay waits for this reply
-            reply = Refused(f"{type(error).__name__}: {error}")
+            reply = Failed(f"{type(error).__name__}: {error}")
         self._send(number, reply)
 
     async def _reply(self, request: Request) -> Reply:
@@ -262,14 +247,14 @@ class _Agent:
         if isinstance(request, Connect):
             return Connected(await unreached(request.targets))
         assert self._starter is not None, "a starter comes first"
-        if isinstance(request, StartRanks):
+        if isinstance(request, Fork):
             processes = await asyncio.to_thread(self._starter.start, len(request.ranks))
             for number, process in zip(request.ranks, processes, strict=True):
                 self._ranks[number] = _Rank(number, process, self)
-            return Started({number: process.pid for number, process in zip(request.ranks, processes, strict=True)})
+            return Forked({number: process.pid for number, process in zip(request.ranks, processes, strict=True)})
         mine = {number: self._ranks[number] for number in request.ranks if number in self._ranks}
         processes = [rank.process for rank in mine.values()]
-        if isinstance(request, EndRanks):
+        if isinstance(request, Reap):
             living = [rank for rank in mine.values() if rank.forget()]
             ends = await asyncio.to_thread(self._starter.end, processes)
             kills = self._oom_kills.recent()
@@ -279,14 +264,14 @@ class _Agent:
             if not self._ranks:  # nobody needs large data any more, and the relay does not send the rest of it
                 self.line.drop_large()
                 self.large.clear()
-            return Ends({n: dataclasses.replace(end, oom_kills=kills) for n, end in zip(mine, ends, strict=True)})
+            return Ended({n: dataclasses.replace(end, oom_kills=kills) for n, end in zip(mine, ends, strict=True)})
         if request.question is None:
             for rank in mine.values():
                 rank.report()
-            return Answers(dict.fromkeys(mine, True))
+            return Answered(dict.fromkeys(mine, True))
         answers = await asyncio.to_thread(request.question.answer, processes)
         # A rank that records faster than the line carries has no answer: records that say otherwise would come later.
-        return Answers({n: one for n, one in zip(mine, answers, strict=True) if mine[n].report(RECORDS_BYTES)})
+        return Answered({n: one for n, one in zip(mine, answers, strict=True) if mine[n].report(RECORDS_BYTES)})
 
     def _prepare(self, runtime: str) -> Reply:
         kind = RUNTIMES[runtime]
@@ -296,7 +281,7 @@ class _Agent:
         return Ready()
 
     def _send(self, number: int, reply: Any) -> None:
-        urgent = isinstance(reply, Ends) and self.line.backlog > LONG_BACKLOG
+        urgent = isinstance(reply, Ended) and self.line.backlog > LONG_BACKLOG
         self.line.send(Kind.CONTROL, number, pickle.dumps(reply), urgent=urgent)
 
 

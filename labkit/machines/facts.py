@@ -17,7 +17,6 @@ import psutil
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.place import LOOPBACK
-from labkit.recording.clock_sync import machine
 from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
@@ -34,7 +33,6 @@ class Facts:
 
     Args:
         host: the machine's own name.
-        boot: identifies the machine since its last boot; see `recording.clock_sync.machine`.
         address: the address at which the other machines reach it.
         interface: the network interface with that address; "" if none has it.
         addresses: all its addresses, without those of the loopback.
@@ -47,7 +45,6 @@ class Facts:
     """
 
     host: str
-    boot: str
     address: str
     interface: str
     addresses: tuple[str, ...]
@@ -69,7 +66,7 @@ class Facts:
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
         memory = psutil.virtual_memory().available
         return cls(
-            socket.gethostname(), machine(), address, _interface(address), _addresses(), sys.executable, versions, layout,
+            socket.gethostname(), address, _interface(address), _addresses(), sys.executable, versions, layout,
             usable_cores(), memory, gpu_count(),
         )  # fmt: skip
 
@@ -111,14 +108,10 @@ def _addresses() -> tuple[str, ...]:
 
 
 def _interface(address: str) -> str:
-    for name, own in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == address for a in own):
-            return name
-    return (
-        next((n for n, own in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in own)), "")
-        if address.startswith("127.")
-        else ""
-    )
+    """The network interface with an address; that of the loopback has all that begin with 127."""
+    wanted = LOOPBACK if address.startswith("127.") else address
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if any(a.address.partition("%")[0] == wanted for a in own)), "")
 
 
 def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:

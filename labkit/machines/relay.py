@@ -28,23 +28,25 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.ipc.pickling import shared_memory
 from labkit.ipc.place import Place
-from labkit.launch import server_requests as notebooks
+from labkit.launch import server_requests
 from labkit.launch.capacity import raise_limit
 from labkit.launch.rank_process import End
-from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Waits
-from labkit.machines.agent_requests import (
-    HELLO,
-    Answers,
-    AskRanks,
-    EndRanks,
-    Ends,
-    Prepare,
-    Refused,
-    Reply,
-    Request,
-    Started,
-    StartRanks,
+from labkit.launch.server_requests import (  # fmt: skip
+    BATCH,
+    LONGEST_BYTES,
+    READY,
+    Answered,
+    Ask,
+    Ended,
+    Failed,
+    Fork,
+    Forked,
+    Reap,
+    Survey,
+    Surveyed,
+    Waits,
 )
+from labkit.machines.agent_requests import HELLO, Prepare, Reply, Request
 from labkit.machines.engines import Connection, Engine
 from labkit.machines.facts import Facts, KnownMachine, check_versions
 from labkit.machines.forwarding import TAKEN, Segments
@@ -139,12 +141,12 @@ class _Machine:
         self._number += 1
         number = self._number
         self._replies[number] = asyncio.get_running_loop().create_future()
-        self.line.send(Kind.CONTROL, number, pickle.dumps(request), urgent=isinstance(request, EndRanks))
+        self.line.send(Kind.CONTROL, number, pickle.dumps(request), urgent=isinstance(request, Reap))
         try:
             reply = await self._replies[number]
         finally:
             self._replies.pop(number, None)
-        if isinstance(reply, Refused):
+        if isinstance(reply, Failed):
             raise LabError(f"{self.name}: {reply.reason}")
         return reply
 
@@ -349,13 +351,13 @@ class _Relay:
         number, request = pickle.loads(data)
         self._spawn(self._serve_request(number, request, fds))
 
-    async def _serve_request(self, number: int, request: notebooks.Request, fds: list[int]) -> None:
+    async def _serve_request(self, number: int, request: server_requests.Request, fds: list[int]) -> None:
         try:
-            if isinstance(request, notebooks.Fork):
-                reply: notebooks.Reply = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
-            elif isinstance(request, notebooks.Ask):
+            if isinstance(request, Fork):
+                reply: server_requests.Reply = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
+            elif isinstance(request, Ask):
                 reply = await self._ask(request)
-            elif isinstance(request, notebooks.Survey):
+            elif isinstance(request, Survey):
                 reply = await self._survey()
             else:
                 reply = await self._reap(request.ranks)
@@ -365,7 +367,7 @@ class _Relay:
             reply = Failed(f"{type(error).__name__}: {error}")
         self._send(number, reply)
 
-    def _send(self, number: int, reply: notebooks.Reply | None) -> None:
+    def _send(self, number: int, reply: server_requests.Reply | None) -> None:
         data, fd = pickle.dumps((number, reply)), -1
         if len(data) > LONGEST_BYTES:
             fd = shared_memory(0)
@@ -384,7 +386,7 @@ class _Relay:
             if fd >= 0:
                 os.close(fd)
 
-    async def _fork(self, request: notebooks.Fork, fds: list[int], say: Callable[[str], None]) -> notebooks.Reply:
+    async def _fork(self, request: Fork, fds: list[int], say: Callable[[str], None]) -> server_requests.Reply:
         """Start ranks; each has three of the file descriptors."""
         mine = {number: fds[3 * i : 3 * i + 3] for i, number in enumerate(request.ranks)}
         notes: list[str] = []
@@ -407,7 +409,7 @@ class _Relay:
                 by_machine.setdefault(machine, []).append(number)
                 machine.ranks[number] = RelayedRank(number, mine.pop(number), machine, self._abandoned)
                 self._where[number] = machine
-            jobs = [machine.ask(StartRanks(numbers)) for machine, numbers in by_machine.items()]
+            jobs = [machine.ask(Fork(numbers)) for machine, numbers in by_machine.items()]
             replies = await asyncio.gather(*jobs, return_exceptions=True)
         finally:
             for fd in (fd for left in mine.values() for fd in left):
@@ -419,8 +421,8 @@ class _Relay:
                 if isinstance(error, LostError):
                     raise LostError(f"{machine.name} is lost: {error}")
                 raise error
-        pids = {number: pid for r in replies if isinstance(r, Started) for number, pid in r.pids.items()}
-        return notebooks.Forked(pids, {number: place for number, (_, place) in layout.items()}, notes)
+        pids = {number: pid for r in replies if isinstance(r, Forked) for number, pid in r.pids.items()}
+        return Forked(pids, {number: place for number, (_, place) in layout.items()}, notes)
 
     async def _reach_lost(self, say: Callable[[str], None]) -> list[str]:
         """Connect to lost machines again; return a note for each that cannot be reached."""
@@ -441,7 +443,7 @@ class _Relay:
                 self._machines[name] = one
             elif isinstance(one, LostError | LabError):
                 left = listed(m.name for m in self._machines.values() if not m.lost)
-                notes.append(f"{name} cannot be used: {one}. All ranks are on {left}." if left else "")
+                notes += [f"{name} cannot be used: {one}. All ranks are on {left}."] * bool(left)
                 self._machines[name].lost = str(one)
             else:
                 raise one
@@ -469,18 +471,18 @@ class _Relay:
                 layout.append((machine, place))
         return layout
 
-    async def _ask(self, request: notebooks.Ask) -> notebooks.Reply:
+    async def _ask(self, request: Ask) -> server_requests.Reply:
         by_machine = self._by_machine(request.ranks)
-        jobs = [machine.ask(AskRanks(request.question, numbers)) for machine, numbers in by_machine.items()]
+        jobs = [machine.ask(Ask(request.question, numbers)) for machine, numbers in by_machine.items()]
         found: dict[int, Any] = {}
         for reply in await asyncio.gather(*jobs, return_exceptions=True):
-            if isinstance(reply, Answers):
+            if isinstance(reply, Answered):
                 found |= reply.answers
             elif not isinstance(reply, LostError):
                 raise LabError(str(reply))
-        return notebooks.Answered(found)
+        return Answered(found)
 
-    async def _survey(self) -> notebooks.Reply:
+    async def _survey(self) -> server_requests.Reply:
         problems = dict(self._problems)
         try:  # when the machines reply, they have also answered the first questions for the time
             await check_reachability(list(self._machines.values()))
@@ -489,14 +491,14 @@ class _Relay:
         except LostError:  # one of those below
             pass
         problems |= {m.name: f"{m.name} is lost: {m.lost}" for m in self._machines.values() if m.lost}
-        return notebooks.Surveyed(self._names, [m.known for m in self._machines.values() if not m.lost], problems)
+        return Surveyed(self._names, [m.known for m in self._machines.values() if not m.lost], problems)
 
-    async def _reap(self, ranks: Sequence[int]) -> notebooks.Reply:
+    async def _reap(self, ranks: Sequence[int]) -> server_requests.Reply:
         by_machine = self._by_machine(ranks)
-        jobs = [machine.ask(EndRanks(numbers)) for machine, numbers in by_machine.items()]
+        jobs = [machine.ask(Reap(numbers)) for machine, numbers in by_machine.items()]
         ends: dict[int, End] = {}
         for machine, reply in zip(by_machine, await asyncio.gather(*jobs, return_exceptions=True), strict=True):
-            if isinstance(reply, Ends):
+            if isinstance(reply, Ended):
                 ends |= reply.ends
             elif isinstance(reply, LostError):
                 ends |= {number: End(None, lost=f"{machine.name} is lost: {machine.lost}") for number in by_machine[machine]}
@@ -507,7 +509,7 @@ class _Relay:
                     rank.close()
             if not machine.ranks:
                 machine.drop_data()
-        return notebooks.Ended(ends)
+        return Ended(ends)
 
     def _by_machine(self, ranks: Sequence[int]) -> dict[_Machine, list[int]]:
         found: dict[_Machine, list[int]] = {}

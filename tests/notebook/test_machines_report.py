@@ -10,7 +10,7 @@ from labkit.notebook.findings import Report
 from labkit.notebook.machines_report import _findings
 
 HERE = Facts(
-    host="laptop", boot="1", address="10.0.0.9", interface="wlan0", addresses=("10.0.0.9",), python="/usr/bin/python3",
+    host="laptop", address="10.0.0.9", interface="wlan0", addresses=("10.0.0.9",), python="/usr/bin/python3",
     versions={"Python": "3.11", "labkit": "0.1.0", "torch": "2.13.0"}, layout="a", cores=8.0, memory_bytes=8 << 30, gpus=0,
 )  # fmt: skip
 
