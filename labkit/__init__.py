@@ -39,6 +39,7 @@ _MODULES = {
     "profile": "group.profile",
     "Run": "group.run",
     "doctor": "notebook.doctor",
+    "EmulatedMachines": "machines.emulated",
     "Ray": "machines.ray",
     "SSH": "machines.ssh",
     "Slurm": "machines.slurm",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
+    from labkit.machines.emulated import EmulatedMachines as EmulatedMachines
     from labkit.machines.ray import Ray as Ray
     from labkit.machines.slurm import Slurm as Slurm
     from labkit.machines.ssh import SSH as SSH

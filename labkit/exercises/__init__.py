@@ -28,6 +28,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "parameter_server": ("WeightedServer", "push_less"),
     "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
     "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
+    "several_machines": ("crossing_bytes", "once_per_machine", "hierarchical_all_reduce"),
     "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
     "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
     "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
+from labkit.costs.link import Link
+from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
@@ -21,8 +23,8 @@ from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
 
 __all__ = [
-    "FixedArgument", "check_environment", "check_machine", "check_machines", "check_runtime", "default_threads", "names_and_jobs",
-    "rpc_options", "runtime_named",
+    "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "machines_or_link",
+    "names_and_jobs", "rpc_options", "runtime_named",
 ]  # fmt: skip
 
 MAX_RANKS: Final = 1024
@@ -55,19 +57,21 @@ def runtime_named(name: Any) -> type[Runtime]:
     return RUNTIMES[name]
 
 
-def check_machines(on: Any, options: Options) -> None:
-    """Check where the ranks of a group shall run, if that is not this machine.
+def machines_or_link(on: Any, link: Link | Network | None, ranks: int) -> tuple[Any, Link | Network | None, str]:
+    """Return the machines and the link of a group, and a line if they are not those that were asked for.
 
     Raises:
-        TypeError, ValueError: an invalid engine, or options that it cannot have.
+        TypeError, ValueError: `on` is no engine, or cannot have so many ranks, or there is a link as well.
     """
     from labkit.machines.engines import Engine
 
     if not isinstance(on, Engine):
         raise TypeError(f"on={on!r}: expected machines, as in on=lab.SSH('pc1', 'pc2')")
-    on.check(len(options.names))
-    if options.link is not None:
-        raise ValueError(f"link={options.link!r}: links are emulated only between ranks of this machine; on={on} has real ones")
+    on.check(ranks)
+    if link is not None:
+        raise ValueError(f"link={link!r}: links are emulated only between ranks of this machine; on={on} has real ones")
+    instead = on.instead()
+    return (on, None, "") if instead is None else (None, *instead)
 
 
 def default_threads(ranks: int) -> int:

@@ -20,9 +20,9 @@ from labkit.group.arguments import (
     FixedArgument,
     check_environment,
     check_machine,
-    check_machines,
     check_runtime,
     default_threads,
+    machines_or_link,
     names_and_jobs,
     rpc_options,
     runtime_named,
@@ -104,6 +104,9 @@ class Group:
         check_environment()
         self._kind = runtime_named(runtime)
         self.names, jobs = names_and_jobs(ranks, self._kind)
+        note = ""
+        if on is not None:
+            on, link, note = machines_or_link(on, link, len(self.names))
         self._options = Options(
             names=self.names,
             jobs=jobs,
@@ -119,8 +122,6 @@ class Group:
         check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
         if on is None:
             check_machine(self._options, self._kind)
-        else:
-            check_machines(on, self._options)
         self.on = on
         self._pool: RankPool | None = None
         self._closed = False
@@ -134,6 +135,8 @@ class Group:
         self._owner = os.getpid()
         notebook.starter(runtime, self._options.start, on)  # starts importing the framework
         notebook.groups.add(self)
+        if note:
+            self._announce(note)
 
     def __len__(self) -> int:
         return len(self.names)

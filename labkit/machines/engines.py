@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from labkit.costs.network import Network
+
 __all__ = ["AGENT", "Connection", "Engine"]
 
 AGENT: Final = "labkit.machines.agent"  # the module that `python -m` runs on each machine; its stdin and stdout are the line
@@ -66,6 +68,10 @@ class Engine(ABC):
         Raises:
             LabError: that is not possible; the message says why, and what to do.
         """
+
+    def instead(self) -> tuple[Network, str] | None:
+        """Return what to emulate on this machine, and a line that says so, if the machines cannot be had; else None."""
+        return None
 
     def notes(self) -> Sequence[str]:
         """Return remarks for the student, once the machines are connected."""

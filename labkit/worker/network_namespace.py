@@ -35,7 +35,7 @@ from typing import Any, Final, NoReturn, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.worker.other_users import other_users
 
-__all__ = ["INTERFACES", "LOOPBACK_INTERFACE", "Network", "make", "wanted"]
+__all__ = ["INTERFACES", "LOOPBACK_INTERFACE", "Network", "enter_new", "make", "wanted"]
 
 VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
@@ -226,26 +226,43 @@ def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
     """In the child: create the namespaces, and send their file descriptors or the error number."""
     with contextlib.suppress(BaseException):
         try:
-            names = ["net"]
-            try:
-                _do("unshare", CLONE_NEWNET)
-            except OSError:
-                if not as_owner:
-                    raise
-                names.append("user")
-                user, group = os.geteuid(), os.getegid()
-                _do("unshare", CLONE_NEWUSER)
-                Path("/proc/self/setgroups").write_text("deny")
-                Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-                Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-                _do("unshare", CLONE_NEWNET)
-            _raise_loopback()
+            names = ["net", "user"] if enter_new(as_owner) else ["net"]
             fds = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
             _do("setns", fds[0], CLONE_NEWNET)  # the same call as in the ranks
             socket.send_fds(to, [b"made"], fds)
         except OSError as error:
             to.send(str(error.errno).encode())
     os._exit(0)
+
+
+def enter_new(as_owner: bool) -> bool:
+    """Enter a new network namespace, with a loopback interface only.
+
+    Args:
+        as_owner: whether to enter a new user namespace first if the system requires it; the process must have a single
+            thread.
+
+    Returns:
+        whether it entered a user namespace.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    as_user = False
+    try:
+        _do("unshare", CLONE_NEWNET)
+    except OSError:
+        if not as_owner:
+            raise
+        as_user = True
+        user, group = os.geteuid(), os.getegid()
+        _do("unshare", CLONE_NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        _do("unshare", CLONE_NEWNET)
+    _raise_loopback()
+    return as_user
 
 
 def _raise_loopback() -> None:

@@ -1,0 +1,214 @@
+"""The exercises of lesson 09b: bytes on the cables, work once per machine, and an all-reduce of two levels."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.exercises.calculations import Expected, calculation
+from labkit.exercises.comparisons import judge_result, listing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.recording.schema import Span
+from labkit.tracing.trace import Trace
+
+LESSON = "09b_several_machines"
+
+# ------------------------------------------------------------------------------------------------------- crossing_bytes
+
+
+@calculation(
+    LESSON,
+    "crossing_bytes(nbytes, machines, per_machine, two_level) returns how many bytes leave each machine over its cable in one "
+    "all-reduce of `nbytes` bytes: of a ring over all ranks, or of two levels.",
+    "A ring of all ranks sends nearly 2n over each cable; two levels send the same as a ring of one rank per machine.",
+    # The first two cases tell all mistakes apart.
+    [(n, *of, two) for n, of in ((12e6, (3, 4)), (1e6, (2, 2)), (8e6, (4, 1)), (8e6, (1, 4))) for two in (False, True)],
+)
+def _crossing_bytes(nbytes: float, machines: int, per_machine: int, two_level: bool) -> Expected:
+    ranks = machines * per_machine
+    ring, levels = 2 * (ranks - 1) / ranks * nbytes, 2 * (machines - 1) / machines * nbytes
+    right = 0.0 if machines == 1 else levels if two_level else ring
+    mistakes: dict[Hint, float] = {}
+    if machines > 1 and per_machine > 1:
+        mistakes = {
+            (
+                "that is what all ranks of a machine send together; most of it goes to the next rank of the same machine",
+                "one rank of each machine has its neighbour on another one",
+            ): per_machine * ring,
+            (
+                "here every rank sends the whole of x to the other machine",
+                "after the reduce-scatter inside its machine, a rank has 1/k of it",
+            ): per_machine * levels,
+            (
+                "that is what one of the machine's ranks sends: the others share the cable with it",
+                "each of the k ranks all-reduces 1/k of x with its partners on the other machines",
+            ): levels / per_machine,
+            ("half is missing: an all-reduce is a reduce-scatter and an all-gather", "2(p − 1) pieces, not p − 1"): right / 2,
+            ("that is the other kind of all-reduce", "look at `two_level`"): ring if two_level else levels,
+            ("that is 2n, however many take part", "the last piece need not be sent: 2(p − 1)/p"): 2 * nbytes,
+        }
+    if machines == 1:
+        mistakes = {"a single machine sends nothing over its cable": ring}
+    otherwise = (
+        (
+            "inside the machines nothing crosses; between them, each of the k ranks takes part in an all-reduce of 1/k of x",
+            "the k rings share the cable",
+        )
+        if two_level
+        else (
+            "in a ring, each rank sends 2(p − 1)/p · n to the next one: how many of a machine's ranks have theirs elsewhere?",
+            "only one of them",
+        )
+    )
+    return Expected(right, mistakes, otherwise)
+
+
+# ----------------------------------------------------------------------------------------------------- once_per_machine
+
+MAKING_S = 0.3  # that `make` takes: who does not wait for it finds nothing
+PLACES = ((2, 2), (1, 3), (3, 1), (4,))  # the number of ranks on each machine
+
+
+def _once_on_rank(answer: Callable[..., Any], counts: Sequence[int], folder: str) -> tuple[int, bool]:
+    """In a rank: return how often it called `make`, and whether the file was there when the answer returned."""
+    rank = dist.get_rank()
+    machine, local = _place(counts)[rank]
+    made, calls = Path(folder) / str(machine), []
+    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(counts[machine]), "GROUP_RANK": str(machine)}
+
+    def make() -> None:
+        calls.append(rank)
+        time.sleep(MAKING_S)
+        made.touch()
+
+    answer(make)
+    return len(calls), made.exists()
+
+
+@exercise(
+    LESSON,
+    "once_per_machine(make) runs on every rank. Call make() on one rank of each machine, for instance to write a file there; "
+    "on every rank, return only when the file of its machine exists. torchrun's variable LOCAL_RANK is set.",
+    "Each machine got its file once, whatever the number of its ranks, and all ranks waited for it.",
+)
+def _once_per_machine(answer: Any, on: OnRanks) -> None:
+    for counts in PLACES:
+        with tempfile.TemporaryDirectory() as folder, showing(f"once_per_machine(make) with {_in_words(counts)}"):
+            seen = on(sum(counts), _once_on_rank, answer, counts, folder)
+            calls = [
+                [n for (n, _), (at, _) in zip(seen, _place(counts), strict=True) if at == machine]
+                for machine in range(len(counts))
+            ]
+            what = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
+            if not any(map(sum, calls)):
+                raise AnswerError("nobody called make()", *what)
+            if all(n > 0 for of_machine in calls for n in of_machine) and sum(counts) > len(counts):
+                raise AnswerError("every rank called make(): one per machine is enough", *what, cure="ask for LOCAL_RANK")
+            if any(not sum(n) for n in calls):
+                cure = 'rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "0", not 0'
+                raise AnswerError("a machine has nobody that called make()", *what, cure=cure)
+            if any(sum(n) > 1 for n in calls):
+                raise AnswerError("make() was called more than once on a machine", *what, cure="ask for LOCAL_RANK")
+            if not all(there for _, there in seen):
+                late = [rank for rank, (_, there) in enumerate(seen) if not there]
+                cure = "after make(), let all ranks meet: dist.barrier()"
+                raise AnswerError(f"{_ranks(late)} returned before the file was there", *what, cure=cure)
+
+
+def _callers(calls: Sequence[int]) -> str:
+    return _ranks([rank for rank, n in enumerate(calls) if n], "local rank") if sum(calls) else "nobody"
+
+
+def _ranks(numbers: Sequence[int], name: str = "rank") -> str:
+    return f"{name}{'s' if len(numbers) > 1 else ''} {listing(list(map(str, numbers)))}"
+
+
+def _place(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the machine and the local rank of each rank."""
+    return [(machine, local) for machine, count in enumerate(counts) for local in range(count)]
+
+
+def _in_words(counts: Sequence[int]) -> str:
+    return f"{' + '.join(map(str, counts))} ranks on {len(counts)} machine{'s' if len(counts) > 1 else ''}"
+
+
+# ---------------------------------------------------------------------------------------------- hierarchical_all_reduce
+
+COUNTS = ((3, 1, 2), (2, 2), (1, 1, 1), (3,))
+LENGTH = 6
+
+
+def _x(rank: int) -> Tensor:
+    x: Tensor = torch.arange(LENGTH, dtype=torch.float64) + 10**rank
+    return x
+
+
+def _reduce_on_rank(answer: Callable[..., Any], counts: Sequence[int]) -> Tensor:
+    x = _x(dist.get_rank())
+    answer(x, list(counts))
+    return x
+
+
+@exercise(
+    LESSON,
+    "hierarchical_all_reduce(x, counts) runs on every rank: put the sum of all ranks' x into x. `counts` has the number of ranks "
+    "on each machine, consecutive ranks together. Only the first rank of each machine may exchange data with other machines.",
+    "The sum on every rank, also where machines have different numbers of ranks, and one rank of each used the cable.",
+)
+def _hierarchical_all_reduce(answer: Any, on: OnRanks) -> None:
+    for counts in COUNTS:
+        with showing(f"hierarchical_all_reduce(x, {list(counts)})"):
+            results = on(sum(counts), _reduce_on_rank, answer, counts)
+            _judge_sums(list(results), counts)
+            _judge_crossing(results.trace, counts)
+
+
+def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
+    places = _place(counts)
+    xs = [_x(rank) for rank in range(len(places))]
+    total = torch.stack(xs).sum(0)
+    right = [total] * len(places)
+    of_machine = [torch.stack([x for x, (at, _) in zip(xs, places, strict=True) if at == m]).sum(0) for m, _ in places]
+    leaders = torch.stack([x for x, (_, local) in zip(xs, places, strict=True) if local == 0]).sum(0)
+    mistakes: dict[Hint, list[Tensor]] = {}
+    if len(counts) > 1 and max(counts) > 1:
+        mistakes = {
+            ("x is unchanged", "the collectives work in place, so do not work on a copy"): xs,
+            ("those are the sums within each machine", "the first ranks still have to add up theirs"): of_machine,
+            (
+                "the first ranks have the sum, the others still have the sum of their machine",
+                "broadcast it inside each machine",
+            ): [total if local == 0 else part for part, (_, local) in zip(of_machine, places, strict=True)],
+            ("the first ranks have the sum, the others their own x", "broadcast it inside each machine"): [
+                total if local == 0 else x for x, (_, local) in zip(xs, places, strict=True)
+            ],
+            ("those are the sums of the first ranks alone", "add up inside each machine before"): [leaders] * len(places),
+        }
+    judge_result(given, right, mistakes, ("that is not the sum of all ranks' x", "three steps: inside, between, inside"))
+
+
+def _judge_crossing(trace: Trace, counts: Sequence[int]) -> None:
+    """Check that only first ranks took part in operations with ranks of several machines."""
+    places = _place(counts)
+    taking_part: dict[tuple[str, int], list[Span]] = defaultdict(list)
+    for span in trace.filter(kind="communication"):
+        if span.nbytes:
+            taking_part[span.group, span.match].append(span)
+    for spans in taking_part.values():
+        ranks = sorted({span.rank for span in spans})
+        others = [rank for rank in ranks if places[rank][1] > 0]
+        if len({places[rank][0] for rank in ranks}) > 1 and others:
+            raise AnswerError(
+                "data crosses between machines from or to a rank that is not the first of its machine",
+                f"{spans[0].name} of {_ranks(ranks)}: not the first of their machine: {_ranks(others)}",
+                cure="make a group for each machine and one of the first ranks, with dist.new_group, on every rank",
+            )

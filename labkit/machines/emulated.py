@@ -1,0 +1,165 @@
+"""`EmulatedMachines`: machines for practice, on this computer: each has a network of its own, joined by slow cables."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
+from labkit.errors.wrong_calls import public_api
+from labkit.machines.emulated_network import READY, ask
+from labkit.machines.engines import Connection, Engine
+from labkit.machines.line import READ_BYTES
+
+__all__ = ["EmulatedMachines"]
+
+START_S: Final = 20.0  # for the network to be made, which takes 0.3 s
+ANSWER_S: Final = 5.0  # for it to pull a cable
+
+
+class EmulatedMachines(Engine):
+    """Machines for practice: agents on this computer, in networks of their own that a slow network joins.
+
+    They share this computer's cores, memory, files and clock. Where the system does not allow network namespaces
+    (macOS, Windows, most containers), the ranks of a group run on this machine, over the `labkit.Network` of as many
+    nodes, and a line says so.
+
+    Args:
+        machines: their names.
+        link: the network between them: latency, and bandwidth of each machine's cable, in each direction.
+
+    Attributes:
+        missing: why there are no namespaces here; "" if there are.
+
+    Example:
+        `lab.Group(4, on=lab.EmulatedMachines("pc1", "pc2", link=lab.Link(gbit_per_s=0.1, latency_us=2000)))`
+    """
+
+    again_limit_s = 3.0  # see `Engine`
+
+    @public_api
+    def __init__(self, *machines: str, link: Link) -> None:
+        if not machines or not all(isinstance(m, str) and m for m in machines) or len(set(machines)) < len(machines):
+            raise ValueError(
+                f"EmulatedMachines{machines!r}: expected different names, as in lab.EmulatedMachines('pc1', 'pc2', ...)"
+            )
+        if not isinstance(link, Link):
+            raise TypeError(f"EmulatedMachines(link={link!r}): expected a lab.Link")
+        self._names, self.link = machines, link
+        self._folder = tempfile.mkdtemp(prefix="labkit-machines-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.missing = self._start()
+
+    def __repr__(self) -> str:
+        return f"EmulatedMachines({', '.join(map(repr, self._names))}, link={self.link})"
+
+    def _start(self) -> str:
+        """Start the network; return why there can be none, empty if there is one."""
+        if sys.platform != "linux":
+            return "only Linux has network namespaces"
+        command = [sys.executable, "-m", "labkit.machines.emulated_network", self._folder]
+        command += [str(self.link.latency_s), str(self.link.bytes_per_s), *self._names]
+        network = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, start_new_session=True,
+        )  # fmt: skip
+        weakref.finalize(self, _end, network)
+        assert network.stdout is not None
+        ready, _, _ = select.select([network.stdout], [], [], START_S)
+        said = network.stdout.readline().decode().strip() if ready else "it takes too long"
+        return "" if said == READY else f"this system does not allow network namespaces with an interface ({said or 'it ended'})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _another, (self._names, self.link, self._folder)
+
+    @public_api
+    def pull(self, machine: str, after_s: float = 0.0) -> None:
+        """Pull a machine's cable: nothing arrives there or from there any more.
+
+        Args:
+            machine: its name.
+            after_s: when, in seconds from now; the call returns at once.
+
+        Raises:
+            ValueError: there is no such machine.
+            LabError: this system does not allow network namespaces, so there is no cable.
+        """
+        self._ask_later("pull", machine, after_s)
+
+    @public_api
+    def plug_in(self, machine: str, after_s: float = 0.0) -> None:
+        """Plug a machine's cable in again; arguments and errors as for `pull`."""
+        self._ask_later("plug_in", machine, after_s)
+
+    def _ask_later(self, what: str, machine: str, after_s: float) -> None:
+        if machine not in self._names:
+            raise ValueError(f"{what}({machine!r}): expected one of {', '.join(self._names)}")
+        if self.missing:
+            raise LabError(f"there is no cable: {self.missing}")
+        if after_s <= 0:
+            self._ask(what, machine)
+        else:
+            timer = threading.Timer(after_s, self._ask, (what, machine))
+            timer.daemon = True
+            timer.start()
+
+    def _ask(self, what: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
+        try:
+            said, fds = ask(self._folder, what, machine, limit_s)
+        except OSError as error:
+            said, fds = f"the emulated network does not answer ({error.strerror or error})", []
+        if said != "done":
+            raise LabError(f"{machine}: {said}")
+        return fds
+
+    def instead(self) -> tuple[Network, str] | None:
+        """See `Engine`."""
+        if not self.missing:
+            return None
+        network = Network(nodes=len(self._names), inside=Link.nvlink4, between=self.link)
+        return network, f"no emulated machines: {self.missing}. The ranks run on this machine, over {network}"
+
+    async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
+        """See `Engine`."""
+        say(f"connecting to {', '.join(self._names)}")
+        return self._names
+
+    async def connect(self, machine: str, limit_s: float) -> Connection:
+        """See `Engine`."""
+        ends = [socket.socket(fileno=fd) for fd in await asyncio.to_thread(self._ask, "connect", machine, limit_s)]
+        (_, writer), (reader, other) = [await asyncio.open_connection(sock=end, limit=READ_BYTES) for end in ends]
+
+        async def ended() -> str:
+            return ""
+
+        def close() -> None:
+            writer.transport.abort()
+            other.transport.abort()
+
+        return Connection(machine, reader, writer, ended, close)
+
+
+def _another(names: tuple[str, ...], link: Link, folder: str) -> EmulatedMachines:
+    """In the relay: the same machines, which belong to the notebook's process."""
+    machines = EmulatedMachines.__new__(EmulatedMachines)
+    machines._names, machines.link, machines._folder, machines.missing = names, link, folder, ""
+    return machines
+
+
+def _end(network: subprocess.Popen[bytes]) -> None:
+    for stream in (network.stdin, network.stdout):
+        assert stream is not None
+        stream.close()
+    network.wait()

@@ -1,0 +1,125 @@
+"""Emulated machines: a network each, slow cables that can be pulled, and what stands in where there are none."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+import labkit as lab
+from labkit.machines import emulated
+
+pytest.importorskip("torch")
+
+LINK = lab.Link(gbit_per_s=0.1, latency_us=20_000)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[lab.EmulatedMachines]:
+    made = lab.EmulatedMachines("pc1", "pc2", link=LINK)
+    if reason := made.missing:
+        pytest.skip(reason)
+    yield made
+    del made
+    gc.collect()
+
+
+def addresses() -> list[str]:
+    return [a.address for name in ("lo", "eth0") for a in psutil.net_if_addrs().get(name, []) if a.family == socket.AF_INET]
+
+
+def quickest_round_trip_s() -> float:
+    import torch
+    import torch.distributed as dist
+
+    x, rank, taken = torch.ones(1), dist.get_rank(), []
+    for _ in range(3):
+        began = time.perf_counter()
+        if rank == 0:
+            dist.send(x, 1)
+            dist.recv(x, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+            dist.send(x, 0)
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def sum_for_ever() -> None:
+    import torch
+    import torch.distributed as dist
+
+    while True:
+        dist.all_reduce(torch.ones(10))
+
+
+@pytest.mark.processes
+def test_each_machine_has_a_network_of_its_own(machines: lab.EmulatedMachines) -> None:
+    with lab.Group(3, on=machines, runtime="bare") as group:
+        assert group.run(addresses).results == [["127.0.0.1", "198.18.0.2"]] * 2 + [["127.0.0.1", "198.18.0.3"]]
+
+
+@pytest.mark.processes
+def test_messages_take_at_least_the_latency(machines: lab.EmulatedMachines) -> None:
+    with lab.Group(2, on=machines) as group:
+        assert group.run(quickest_round_trip_s).results[0] >= 2 * LINK.latency_s
+
+
+@pytest.mark.processes
+def test_a_pulled_cable(machines: lab.EmulatedMachines, capsys: pytest.CaptureFixture[str]) -> None:
+    with lab.Group(2, on=machines) as group:
+        group.run(os.getpid)
+        machines.pull("pc2", after_s=0.2)
+        with pytest.raises(lab.RankError, match="its machine pc2 is lost"):
+            group.run(sum_for_ever)
+        assert group.run(addresses).results == [["127.0.0.1", "198.18.0.2"]] * 2
+        assert "pc2" in capsys.readouterr().out
+        machines.plug_in("pc2")
+        group.close()
+    with lab.Group(2, on=machines) as group:
+        assert [found[1] for found in group.run(addresses).results] == ["198.18.0.2", "198.18.0.3"]
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="different names"):
+        lab.EmulatedMachines("pc1", "pc1", link=LINK)
+    with pytest.raises(TypeError, match=r"lab\.Link"):
+        lab.EmulatedMachines("pc1", link=lab.Network(nodes=2, inside=LINK, between=LINK))  # type: ignore[arg-type]
+
+
+def test_a_machine_that_is_not_there(machines: lab.EmulatedMachines) -> None:
+    with pytest.raises(ValueError, match="pc1, pc2"):
+        machines.pull("pc3")
+
+
+@pytest.mark.processes
+def test_without_namespaces_the_ranks_are_here_over_the_same_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emulated, "READY", "never said")
+    machines = lab.EmulatedMachines("pc1", "pc2", link=LINK)
+    with lab.Group(2, on=machines) as group:
+        assert "no emulated machines" in capsys.readouterr().out
+        assert group.on is None
+        assert isinstance(group.link, lab.Network)
+        assert (group.link.nodes, group.link.between) == (2, LINK)
+        assert group.run(quickest_round_trip_s).results[0] >= 2 * LINK.latency_s
+    with pytest.raises(lab.LabError, match="there is no cable"):
+        machines.pull("pc2")
+
+
+def test_its_process_ends_with_the_object() -> None:
+    def networks() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children() if any("emulated_network" in word for word in p.cmdline())]
+
+    before = networks()
+    machines = lab.EmulatedMachines("pc1", link=LINK)
+    assert machines.missing or len(networks()) == len(before) + 1
+    del machines
+    gc.collect()
+    assert networks() == before
