@@ -132,8 +132,8 @@ def test_variables_of_a_machine_stay_there(monkeypatch: pytest.MonkeyPatch) -> N
     def look() -> list[Any]:
         return [os.environ.get(name) for name in ("PATH", "LABKIT_TEST_FIRST", "LABKIT_TEST_LATER")]
 
-    before = os.environ["PATH"]
     with started_on("pc1"), lab.Group(1, runtime="bare", timeout_s=200) as group:
+        ((before, *_),) = group.run(look).results
         with monkeypatch.context() as changed:
             changed.setenv("PATH", "/nowhere")
             changed.setenv("LABKIT_TEST_FIRST", "1")
