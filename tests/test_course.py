@@ -143,6 +143,8 @@ ASKED = [
     ("08_rpc_hybrid", "class NetShard2("),
     ("08_rpc_hybrid", "TextClassifier"),
     ("08_rpc_hybrid", "dist_autograd"),
+    ("09b_several_machines", "lab.EmulatedMachines("),
+    ("09b_several_machines", "lab.measure_link("),
     ("10_tf_data_parallel", "MirroredStrategy("),
     ("10_tf_data_parallel", "keras_cnn"),
     ("10_tf_data_parallel", "AutoShardPolicy"),

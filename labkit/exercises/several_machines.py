@@ -108,20 +108,20 @@ def _once_per_machine(answer: Any, on: OnRanks) -> None:
                 [n for (n, _), (at, _) in zip(seen, _place(counts), strict=True) if at == machine]
                 for machine in range(len(counts))
             ]
-            what = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
+            callers = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
             if not any(map(sum, calls)):
-                raise AnswerError("nobody called make()", *what)
+                raise AnswerError("nobody called make()", *callers)
             if all(n > 0 for of_machine in calls for n in of_machine) and sum(counts) > len(counts):
-                raise AnswerError("every rank called make(): one per machine is enough", *what, cure="ask for LOCAL_RANK")
+                raise AnswerError("every rank called make(): one per machine is enough", *callers, cure="ask for LOCAL_RANK")
             if any(not sum(n) for n in calls):
                 cure = 'rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "0", not 0'
-                raise AnswerError("a machine has nobody that called make()", *what, cure=cure)
+                raise AnswerError("a machine has nobody that called make()", *callers, cure=cure)
             if any(sum(n) > 1 for n in calls):
-                raise AnswerError("make() was called more than once on a machine", *what, cure="ask for LOCAL_RANK")
+                raise AnswerError("make() was called more than once on a machine", *callers, cure="ask for LOCAL_RANK")
             if not all(there for _, there in seen):
                 late = [rank for rank, (_, there) in enumerate(seen) if not there]
                 cure = "after make(), let all ranks meet: dist.barrier()"
-                raise AnswerError(f"{_ranks(late)} returned before the file was there", *what, cure=cure)
+                raise AnswerError(f"{_ranks(late)} returned before the file was there", *callers, cure=cure)
 
 
 def _callers(calls: Sequence[int]) -> str:

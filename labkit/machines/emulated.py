@@ -103,21 +103,21 @@ class EmulatedMachines(Engine):
         """Plug a machine's cable in again; arguments and errors as for `pull`."""
         self._ask_later("plug_in", machine, after_s)
 
-    def _ask_later(self, what: str, machine: str, after_s: float) -> None:
+    def _ask_later(self, request: str, machine: str, after_s: float) -> None:
         if machine not in self._names:
-            raise ValueError(f"{what}({machine!r}): expected one of {', '.join(self._names)}")
+            raise ValueError(f"{request}({machine!r}): expected one of {', '.join(self._names)}")
         if self.missing:
             raise LabError(f"there is no cable: {self.missing}")
         if after_s <= 0:
-            self._ask(what, machine)
+            self._ask(request, machine)
         else:
-            timer = threading.Timer(after_s, self._ask, (what, machine))
+            timer = threading.Timer(after_s, self._ask, (request, machine))
             timer.daemon = True
             timer.start()
 
-    def _ask(self, what: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
+    def _ask(self, request: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
         try:
-            said, fds = ask(self._folder, what, machine, limit_s)
+            said, fds = ask(self._folder, request, machine, limit_s)
         except OSError as error:
             said, fds = f"the emulated network does not answer ({error.strerror or error})", []
         if said != "done":

@@ -172,9 +172,9 @@ class _Agents:
 
     def _answer(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):  # whoever asked has ended
-            what, name = json.loads(client.recv(1 << 12))
+            request, name = json.loads(client.recv(1 << 12))
             port = self._machines[name]
-            if what == "connect":
+            if request == "connect":
                 try:
                     near = self._start(port)
                     socket.send_fds(client, [b"done"], [end.fileno() for end in near])
@@ -183,7 +183,7 @@ class _Agents:
                 except OSError as error:
                     client.send((error.strerror or str(error)).encode())
             else:
-                port.pulled = what == "pull"
+                port.pulled = request == "pull"
                 client.send(b"done")
 
     def _start(self, port: _Port) -> list[socket.socket]:
@@ -222,12 +222,12 @@ class _Agents:
             agent.kill()
 
 
-def ask(folder: str, what: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
+def ask(folder: str, request: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
     """In another process: send the network's process a request.
 
     Args:
         folder: the folder of its socket.
-        what: "connect", "pull" or "plug_in".
+        request: "connect", "pull" or "plug_in".
         machine: the machine's name.
         limit_s: how long it may take, in seconds.
 
@@ -240,7 +240,7 @@ def ask(folder: str, what: str, machine: str, limit_s: float) -> tuple[str, list
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(limit_s)
         client.connect(str(Path(folder) / "socket"))
-        client.send(json.dumps([what, machine]).encode())
+        client.send(json.dumps([request, machine]).encode())
         said, fds, _, _ = socket.recv_fds(client, 1 << 12, 2)
     return said.decode(), fds
 
