@@ -78,10 +78,10 @@ def two_levels() -> Diagram:
             picture.box(left, top, 236, 78, dashed=True)
             picture.text(left + 6, top - 11, f"pc{machine + 1}", anchor="start", size=13)
             for local in range(2):
-                what = f"sum on pc{machine + 1}" if number == 0 else "sum"
+                holds = f"sum on pc{machine + 1}" if number == 0 else "sum"
                 fill = PART_OF_SUM if number == 0 else SUM
                 x = left + 12 + 116 * local
-                picture.box(x, top + 18, 96, HIGH, f"{texts[local]}\n{what}", fill=fill, size=13)
+                picture.box(x, top + 18, 96, HIGH, f"{texts[local]}\n{holds}", fill=fill, size=13)
             if number != 1:
                 y = top + 18 + HIGH / 2
                 picture.arrow((left + 108, y), (left + 128, y), color=COMMUNICATION, width=FAST)
