@@ -1,4 +1,4 @@
-"""Draws the pictures of the readme from real runs on this machine, into docs/pictures/.
+"""Draws the pictures of the readme and of docs/ from real runs on this machine, into docs/pictures/.
 
     python -m tools.pictures              all of them
     python -m tools.pictures pipeline     that one
@@ -23,6 +23,7 @@ from PIL import Image
 from torch import nn
 
 import labkit as lab
+from bench.machines.places import PLACES, place
 from labkit.data import digits
 from labkit.models import CNN
 from tools.moving_picture import film
@@ -210,6 +211,16 @@ def draw_calls() -> Axes:
     with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
         run = group["master"].run(master)
     return _with_neighbours(run.trace, quickest(run.trace, 2))
+
+
+def draw_machines() -> Axes:
+    """The same run on this machine, and on two machines as each engine reaches them."""
+    steps = {}
+    for name in PLACES:
+        with place(name) as at, lab.Group(4, on=at.on) as group:
+            trace = group.run(overlapped, 60).trace
+        steps[name] = _stretch(trace, quickest(trace))
+    return lab.timeline(steps)
 
 
 def script(path: Path) -> None:

@@ -75,14 +75,14 @@ def _ssh(folder: Path) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def _slurm(folder: Path) -> Iterator[Place]:
-    with _helper("slurm_cluster").slurm_cluster(folder / "slurm") as config, _variables(SLURM_CONF=str(config)):
+    with _helper("slurm_cluster").slurm_cluster(folder) as config, _variables(SLURM_CONF=str(config)):
         yield Place(lab.Slurm(nodes=2, time="20", python=_python(folder)))
 
 
 @contextlib.contextmanager
-def _ray(_: Path) -> Iterator[Place]:
+def _ray(folder: Path) -> Iterator[Place]:
     pipe = subprocess.PIPE
-    command = [sys.executable, str(HELPERS / "ray_cluster.py")]
+    command = [sys.executable, str(HELPERS / "ray_cluster.py"), str(folder), str(ROOT)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as cluster:
         assert cluster.stdin is not None
         assert cluster.stdout is not None
