@@ -1,4 +1,4 @@
-"""Starts, runs, arguments, results and faults of four ranks on two machines, and Ray's own actors beside them."""
+"""Starts, runs, arguments, results and faults of four ranks on two machines, and other tools beside them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 
 import labkit as lab
 from bench import machine
@@ -27,6 +29,7 @@ from bench.table import duration, table
 __all__ = ["main"]
 
 RANKS: Final = 4
+PEERS: Final = ("ipyparallel", "torchrunx")
 NBYTES: Final = 64 << 20
 ROWS: Final = (
     "the first group", "a new group", "a run of an empty function", "64 MiB to each rank", "64 MiB from each rank", "Stop",
@@ -168,11 +171,31 @@ ACTORS: Final = """
 
 def actors(at: Place, folder: str) -> dict[str, float | None]:
     """Measure Ray's own actors."""
-    command = [sys.executable, "-c", textwrap.dedent(ACTORS), at.address, folder]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    lines = [line.removeprefix("found ") for line in said.stdout.splitlines() if line.startswith("found ")]
-    if not lines:
-        raise RuntimeError(said.stderr.strip().splitlines()[-1])
+    return _said([sys.executable, "-c", textwrap.dedent(ACTORS), at.address, folder])
+
+
+def peer(name: str, at: Place, python: str, folder: str) -> dict[str, float | None]:
+    """Measure ipyparallel or torchrunx, started over the same ssh on the same machines.
+
+    Raises:
+        RuntimeError: its program failed.
+    """
+    here, config = at.machines.here, at.machines.bin.parent / "ssh_config"
+    arguments = [folder, here, str(config), *at.machines.addresses.values()]
+    cable = next(name for name, own in psutil.net_if_addrs().items() if any(a.address == here for a in own))
+    program = Path(__file__).with_name(f"with_{name}.py")
+    return _said([python, str(program), *arguments], os.environ | {"GLOO_SOCKET_IFNAME": cable})  # of torchrunx's launcher
+
+
+def _said(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, float | None]:
+    """Return what a program has measured."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:  # processes that outlive it hold no pipe
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, timeout=300, check=False)
+        for file in (out, err):
+            file.seek(0)
+        lines = [line.removeprefix("found ") for line in out if line.startswith("found ")]
+        if not lines:
+            raise RuntimeError(err.read().strip().splitlines()[-1])
     found: dict[str, float | None] = json.loads(lines[0])
     return dict.fromkeys(ROWS) | found
 
@@ -181,16 +204,19 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser("python -m bench.machines", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(PLACES), default=list(PLACES), help="only these engines")
+    parser.add_argument("--peers", metavar="PYTHON", help="the interpreter that has torch, ipyparallel and torchrunx")
     arguments = parser.parse_args()
     print("\n".join(f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]), "\n")
     columns: dict[str, dict[str, float | None]] = {}
     for name in arguments.only:
         try:
-            with place(name) as at:
+            with place(name) as at, tempfile.TemporaryDirectory() as folder:
                 if at.address:
-                    columns["Ray's own actors"] = actors(at, os.environ.get("TMPDIR", "/tmp"))
-                columns[name] = labkits(at, os.environ.get("TMPDIR", "/tmp"))
-        except RuntimeError as error:
+                    columns["Ray's own actors"] = actors(at, folder)
+                for other in PEERS if at.machines is not None and arguments.peers else ():
+                    columns[other] = peer(other, at, arguments.peers, folder)
+                columns[name] = labkits(at, folder)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{name}: {error}", file=sys.stderr)
     rows = [[row, *(duration(column[row]) for column in columns.values())] for row in ROWS]
     print(table(["", *columns], rows))
