@@ -42,7 +42,7 @@ def die(folder: str) -> None:
 
 def main(folder: str, here: str, ssh_config: str, *hosts: str) -> None:
     """Measure, and print."""
-    socket.getfqdn = lambda *_: here  # type: ignore[assignment]  # where agents connect back
+    socket.getfqdn = lambda *_: here  # where agents connect back
     launcher = torchrunx.Launcher(hostnames=list(hosts), workers_per_host=2, backend="gloo", ssh_config_file=ssh_config)
     launcher.set_logging_handlers(None)
 
