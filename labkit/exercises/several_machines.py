@@ -193,7 +193,15 @@ def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
             ],
             ("those are the sums of the first ranks alone", "add up inside each machine before"): [leaders] * len(places),
         }
-    judge_result(given, right, mistakes, ("that is not the sum of all ranks' x", "three steps: inside, between, inside"))
+    with showing("\n".join(f"rank {rank} has {_sum_in_words(x)}" for rank, x in enumerate(given))):
+        judge_result(given, right, mistakes, ("that is not the sum of all ranks' x", "three steps: inside, between, inside"))
+
+
+def _sum_in_words(x: Tensor) -> str:
+    """Say which ranks' x are in a sum, as its first number tells: rank r has 10^r there."""
+    digits = f"{float(x[0]):.0f}"[::-1]
+    parts = [f"{'' if digit == '1' else digit + ' · '}x of rank {rank}" for rank, digit in enumerate(digits) if digit != "0"]
+    return " + ".join(parts)
 
 
 def _judge_crossing(trace: Trace, counts: Sequence[int]) -> None:

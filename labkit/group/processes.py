@@ -316,6 +316,8 @@ class RankPool:
         printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
         headline, cause = explain_exit(end.code, oom_kills, end.lost), exit_cause(end.code, oom_kills)
+        if end.lost and last:  # it may have gone on since
+            last = f"By its last report, {last[0].lower()}{last[1:]}"
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:

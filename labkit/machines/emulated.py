@@ -118,6 +118,8 @@ class EmulatedMachines(Engine):
     def _ask(self, request: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
         try:
             said, fds = ask(self._folder, request, machine, limit_s)
+        except TimeoutError:
+            said, fds = f"it did not answer within {limit_s:g} s", []
         except OSError as error:
             said, fds = f"the emulated network does not answer ({error.strerror or error})", []
         if said != "done":
