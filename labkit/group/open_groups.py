@@ -63,7 +63,13 @@ class Notebook:
         if on is not None:
             from labkit.machines.relay_starter import RelayStarter
 
-            return self._shared((runtime, on), lambda: RelayStarter(on, runtime, RING_BYTES, shared_memory))
+            of_machines = (runtime, on.key)
+
+            def made() -> RelayStarter:
+                weakref.finalize(on, self._forget, of_machines).atexit = False  # never, if the key is the engine itself
+                return RelayStarter(on, runtime, RING_BYTES, shared_memory)
+
+            return self._shared(of_machines, made)
         network = network_namespace.wanted(os.environ)
         if network == network_namespace.PRIVATE and start == "spawn":
             raise LabError(
@@ -82,6 +88,12 @@ class Notebook:
                     starter.close()
                 starter = self.starters[key] = make()
         return starter
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        """Close the starter of an engine that nobody refers to any more. This thread may hold the lock already."""
+        starter = self.starters.pop(key, None)
+        if starter is not None:
+            starter.close()
 
     def close(self) -> None:
         """At exit: end all ranks and starters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import shutil
@@ -18,6 +19,7 @@ from typing import Any, Final
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 from labkit.machines.emulated_network import READY, ask
 from labkit.machines.engines import Connection, Engine
@@ -27,14 +29,16 @@ __all__ = ["EmulatedMachines"]
 
 START_S: Final = 20.0  # for the network to be made, which takes 0.3 s
 ANSWER_S: Final = 5.0  # for it to pull a cable
+MOST_AFTER_S: Final = 1e6
+MOST_MACHINES: Final = 64
 
 
 class EmulatedMachines(Engine):
     """Machines for practice: agents on this computer, in networks of their own that a slow network joins.
 
-    They share this computer's cores, memory, files and clock. Where the system does not allow network namespaces
-    (macOS, Windows, most containers), the ranks of a group run on this machine, over the `labkit.Network` of as many
-    nodes, and a line says so.
+    They share this computer's memory, files and clock; its cores are divided among them. Where the system does not
+    allow network namespaces (macOS, Windows, most containers), the ranks of a group run on this machine, over the
+    `labkit.Network` of as many nodes, and a line says so.
 
     Args:
         machines: their names.
@@ -55,6 +59,8 @@ class EmulatedMachines(Engine):
             raise ValueError(
                 f"EmulatedMachines{machines!r}: expected different names, as in lab.EmulatedMachines('pc1', 'pc2', ...)"
             )
+        if len(machines) > MOST_MACHINES:
+            raise ValueError(f"EmulatedMachines: {len(machines)} names, expected at most {MOST_MACHINES}")
         if not isinstance(link, Link):
             raise TypeError(f"EmulatedMachines(link={link!r}): expected a lab.Link")
         self._names, self.link = machines, link
@@ -80,6 +86,11 @@ class EmulatedMachines(Engine):
         ready, _, _ = select.select([network.stdout], [], [], START_S)
         said = network.stdout.readline().decode().strip() if ready else "it takes too long"
         return "" if said == READY else f"this system does not allow network namespaces with an interface ({said or 'it ended'})"
+
+    @property
+    def key(self) -> str:
+        """See `Engine`."""
+        return self._folder
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _another, (self._names, self.link, self._folder)
@@ -108,12 +119,18 @@ class EmulatedMachines(Engine):
             raise ValueError(f"{request}({machine!r}): expected one of {', '.join(self._names)}")
         if self.missing:
             raise LabError(f"there is no cable: {self.missing}")
-        if after_s <= 0:
-            self._ask(request, machine)
-        else:
-            timer = threading.Timer(after_s, self._ask, (request, machine))
+        check_number(after_s, f"{request}(after_s={after_s!r}): expected seconds from 0", at_least=0, below=MOST_AFTER_S)
+
+        def later() -> None:
+            with contextlib.suppress(LabError):  # the network has ended meanwhile
+                self._ask(request, machine)
+
+        if after_s:
+            timer = threading.Timer(after_s, later)
             timer.daemon = True
             timer.start()
+        else:
+            self._ask(request, machine)
 
     def _ask(self, request: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
         try:
@@ -123,7 +140,7 @@ class EmulatedMachines(Engine):
         except OSError as error:
             said, fds = f"the emulated network does not answer ({error.strerror or error})", []
         if said != "done":
-            raise LabError(f"{machine}: {said}")
+            raise LabError(said)
         return fds
 
     def instead(self) -> tuple[Network, str] | None:

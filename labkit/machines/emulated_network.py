@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -58,10 +59,11 @@ class _Port:
     Args:
         name: the machine's name.
         address: its address.
+        cores: the cores that it has of this computer.
     """
 
-    def __init__(self, name: str, address: str) -> None:
-        self.name, self.address = name, address
+    def __init__(self, name: str, address: str, cores: Collection[int]) -> None:
+        self.name, self.address, self.cores = name, address, cores
         self.network, self.tap = _namespace(address)
         self.pulled = False
         self.waiting: deque[tuple[int, bytes]] = deque()  # frames to the machine: when it gets them, ns, and the frame
@@ -192,17 +194,19 @@ class _Agents:
         pairs = [self._connected(port), self._connected(port)]
         (_, stdin), (_, stdout) = pairs
         with stdin, stdout:
-            agent = port.network.call(self._agent, port.address, stdin, stdout)
-        self._running = [one for one in self._running if one.poll() is None] + [agent]
+            agent = port.network.call(self._agent, port, stdin, stdout)
+        threading.Thread(target=agent.wait, daemon=True).start()
+        self._running = [one for one in self._running if one.returncode is None] + [agent]
         return [near for near, _ in pairs]
 
     @staticmethod
-    def _agent(address: str, stdin: socket.socket, stdout: socket.socket) -> subprocess.Popen[bytes]:
+    def _agent(port: _Port, stdin: socket.socket, stdout: socket.socket) -> subprocess.Popen[bytes]:
+        os.sched_setaffinity(0, port.cores)  # of this thread, and so of the processes that it starts
         return subprocess.Popen(
             [sys.executable, "-u", "-m", AGENT],
             stdin=stdin.fileno(),
             stdout=stdout.fileno(),
-            env={**os.environ, ADDRESS: address},
+            env={**os.environ, ADDRESS: port.address},
         )
 
     def _connected(self, port: _Port) -> tuple[socket.socket, socket.socket]:
@@ -220,6 +224,13 @@ class _Agents:
         """End the agents; their ranks end with them."""
         for agent in self._running:
             agent.kill()
+
+
+def _shares(machines: int) -> list[list[int]]:
+    """Divide the cores that this process may use among machines; if there are too few, each machine has all."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // machines
+    return [cores[i * each : (i + 1) * each] or cores for i in range(machines)]
 
 
 def ask(folder: str, request: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
@@ -250,7 +261,11 @@ def main(folder: str, latency_s: str, bytes_per_s: str, *names: str) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(Path(folder) / "socket"))
         try:
-            ports = [_Port(name, NETWORK.format(1 + index)) for index, name in enumerate((NOTEBOOK, *names))]
+            shares = [(), *_shares(len(names))]
+            ports = [
+                _Port(name, NETWORK.format(1 + i), cores)
+                for i, (name, cores) in enumerate(zip((NOTEBOOK, *names), shares, strict=True))
+            ]
         except OSError as error:
             print(f"{error.filename or 'network namespaces'}: {error.strerror}", flush=True)
             return
@@ -260,6 +275,7 @@ def main(folder: str, latency_s: str, bytes_per_s: str, *names: str) -> None:
         print(READY, flush=True)
         _Switch(ports, float(latency_s), float(bytes_per_s)).serve()
         agents.end()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,6 +45,11 @@ class Engine(ABC):
     ready_limit_s: float = 180.0
     connect_limit_s: float = 30.0
     again_limit_s: float = 10.0
+
+    @property
+    def key(self) -> Hashable:
+        """What equal engines have in common. They share agents, which end with the engine if this is not itself."""
+        return self
 
     @abstractmethod
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:

@@ -21,7 +21,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.errors.exceptions import LabError
@@ -325,7 +325,9 @@ class _Relay:
         package = RUNTIMES[self._runtime].package
         check_versions(package, self._here, [(m.name, m.facts) for m in self._machines.values()])
         say(f"{package or 'Python'} is being imported on {listed(self._machines)}")
-        await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in self._machines.values()))
+        machines = list(self._machines.values())
+        replies = await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in machines), return_exceptions=True)
+        _raise_first(dict(zip(machines, replies, strict=True)))
 
     async def _connect(self, name: str, limit_s: float) -> _Machine:
         try:
@@ -414,13 +416,9 @@ class _Relay:
         finally:
             for fd in (fd for left in mine.values() for fd in left):
                 os.close(fd)
-        errors = {m: r for m, r in zip(by_machine, replies, strict=True) if isinstance(r, BaseException)}
-        if errors:
+        if any(isinstance(reply, BaseException) for reply in replies):
             await self._reap(list(layout))
-            for machine, error in errors.items():
-                if isinstance(error, LostError):
-                    raise LostError(f"{machine.name} is lost: {error}")
-                raise error
+            _raise_first(dict(zip(by_machine, replies, strict=True)))
         pids = {number: pid for r in replies if isinstance(r, Forked) for number, pid in r.pids.items()}
         return Forked(pids, {number: place for number, (_, place) in layout.items()}, notes)
 
@@ -526,6 +524,15 @@ class _Relay:
 
         if number in self._where:
             self._spawn(end())
+
+
+def _raise_first(replies: Mapping[_Machine, object]) -> None:
+    """Raise the first error among the machines' replies, with the name of a machine that is lost."""
+    for machine, reply in replies.items():
+        if isinstance(reply, LostError):
+            raise LostError(f"{machine.name} is lost: {reply}")
+        if isinstance(reply, BaseException):
+            raise reply
 
 
 def _boot_s() -> float:

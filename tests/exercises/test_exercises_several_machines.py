@@ -69,7 +69,7 @@ def crossing_of_one_machine(nbytes, machines, per_machine, two_level):
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-@wrong("crossing_bytes", "how many of a machine's ranks have their next one", cure="one")
+@wrong("crossing_bytes", "how many of a machine's ranks have theirs elsewhere", cure="only one")
 def crossing_nothing(nbytes, machines, per_machine, two_level):
     return crossing_bytes(nbytes, machines, per_machine, two_level) if two_level else nbytes / 7
 

@@ -13,6 +13,7 @@ import pytest
 
 import labkit as lab
 from labkit.machines import emulated
+from labkit.machines.emulated_network import _shares
 
 pytest.importorskip("torch")
 
@@ -85,6 +86,45 @@ def test_a_pulled_cable(machines: lab.EmulatedMachines, capsys: pytest.CaptureFi
         assert [found[1] for found in group.run(addresses).results] == ["198.18.0.2", "198.18.0.3"]
 
 
+@pytest.mark.processes
+def test_bare_ranks_meet_at_the_machines_addresses(machines: lab.EmulatedMachines) -> None:
+    def summed() -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        return x.item()
+
+    with lab.Group(2, on=machines, runtime="bare") as group:
+        assert group.run(summed).results == [2.0, 2.0]
+
+
+@pytest.mark.processes
+def test_agents_end_with_the_machines_object() -> None:
+    def ours() -> set[psutil.Process]:
+        return {p for p in psutil.Process().children() if any("machines.relay" in word for word in p.cmdline())}
+
+    before = ours()
+    machines = lab.EmulatedMachines("pc1", link=LINK)
+    if machines.missing:
+        pytest.skip(machines.missing)
+    with lab.Group(1, on=machines, runtime="bare") as group:
+        group.run(os.getpid)
+        assert len(ours()) == len(before) + 1
+    del machines, group
+    gc.collect()
+    assert ours() <= before
+
+
+def test_machines_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 5, 7})
+    assert _shares(2) == [[0, 2], [3, 5]]
+    assert _shares(6) == [[0, 2, 3, 5, 7]] * 6
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="different names"):
         lab.EmulatedMachines("pc1", "pc1", link=LINK)
@@ -95,6 +135,12 @@ def test_wrong_arguments() -> None:
 def test_a_machine_that_is_not_there(machines: lab.EmulatedMachines) -> None:
     with pytest.raises(ValueError, match="pc1, pc2"):
         machines.pull("pc3")
+
+
+@pytest.mark.parametrize("after_s", [-1, float("nan"), float("inf")])
+def test_a_moment_that_does_not_come(machines: lab.EmulatedMachines, after_s: float) -> None:
+    with pytest.raises(ValueError, match="expected seconds from 0"):
+        machines.pull("pc2", after_s=after_s)
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ from labkit.ipc.protocol import Offer, RankConfig
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import INTERFACES, Network
 
 if TYPE_CHECKING:
     from labkit.comm.initialization import Initialization
@@ -206,6 +206,9 @@ class Runtime:
             "OMP_NUM_THREADS": str(self.threads),
             "LABKIT_RANK": str(rank_config.rank),  # so that `Group` can refuse to start inside a rank
         }
+        if place.nodes > 1 and place.interface:  # else gloo takes the one of the host's name, often the loopback's
+            for variable in (*INTERFACES, "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, place.interface)
 
 
 def has_server(jobs: Collection[str], job: str) -> bool:

@@ -169,12 +169,9 @@ class Torch(Runtime):
         return device, [why] if (why := self._why_no_nccl(offers)) else []
 
     def _choose_interfaces(self) -> None:
-        """Choose the network interface of messages, unless the program has."""
-        one_machine = self.place.nodes == 1
-        interface = LOOPBACK_INTERFACE if one_machine else self.place.interface
-        for variable in INTERFACES if one_machine else (*INTERFACES, "NCCL_SOCKET_IFNAME"):
-            if interface:
-                os.environ.setdefault(variable, interface)
+        """Choose the network interface of messages on one machine, unless the program has."""
+        for variable in INTERFACES if self.place.nodes == 1 else ():
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
     def _why_no_nccl(self, offers: Sequence[Offer]) -> str:
         """Return why a group with GPUs does not use NCCL, the same on all its ranks; "" if it does, or has no GPUs."""
