@@ -130,9 +130,9 @@ ACTORS: Final = """
         def pid(self):
             import os
             return os.getpid()
-        def die(self):
+        def die(self, folder):
             import os, signal, time
-            time.sleep(0.3); open(sys.argv[2] + "/died", "w").write(str(time.time())); os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.3); open(folder + "/died", "w").write(str(time.time())); os.kill(os.getpid(), signal.SIGKILL)
 
     def made():
         ranks = [Rank.remote() for _ in range(4)]
@@ -163,7 +163,7 @@ ACTORS: Final = """
     found["a new group"] = median(3, again)
     rank = made()[0]
     folder = sys.argv[2]
-    try: ray.get(rank.die.remote())
+    try: ray.get(rank.die.remote(folder))
     except RayActorError: found["a rank is killed"] = time.time() - float(open(folder + "/died").read())
     print("found", json.dumps(found))
 """
