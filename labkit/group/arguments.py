@@ -57,7 +57,9 @@ def runtime_named(name: Any) -> type[Runtime]:
     return RUNTIMES[name]
 
 
-def machines_or_link(on: Any, link: Link | Network | None, ranks: int) -> tuple[Any, Link | Network | None, str]:
+def machines_or_link(
+    on: Any, link: Link | Network | None, ranks: int, kind: type[Runtime]
+) -> tuple[Any, Link | Network | None, str]:
     """Return the machines and the link of a group, and a line if they are not those that were asked for.
 
     Raises:
@@ -70,8 +72,12 @@ def machines_or_link(on: Any, link: Link | Network | None, ranks: int) -> tuple[
     on.check(ranks)
     if link is not None:
         raise ValueError(f"link={link!r}: links are emulated only between ranks of this machine; on={on} has real ones")
-    instead = on.instead()
-    return (on, None, "") if instead is None else (None, *instead)
+    if (instead := on.instead()) is None:
+        return on, None, ""
+    network, why = instead
+    if not kind.emulates_links:
+        return None, None, f"{why}. The ranks run on this machine"
+    return None, network, f"{why}. The ranks run on this machine, over {network}"
 
 
 def default_threads(ranks: int) -> int:

@@ -106,7 +106,7 @@ class Group:
         self.names, jobs = names_and_jobs(ranks, self._kind)
         note = ""
         if on is not None:
-            on, link, note = machines_or_link(on, link, len(self.names))
+            on, link, note = machines_or_link(on, link, len(self.names), self._kind)
         self._options = Options(
             names=self.names,
             jobs=jobs,

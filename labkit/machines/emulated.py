@@ -148,7 +148,7 @@ class EmulatedMachines(Engine):
         if not self.missing:
             return None
         network = Network(nodes=len(self._names), inside=Link.nvlink4, between=self.link)
-        return network, f"no emulated machines: {self.missing}. The ranks run on this machine, over {network}"
+        return network, f"no emulated machines: {self.missing}"
 
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
         """See `Engine`."""

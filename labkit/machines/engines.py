@@ -75,7 +75,7 @@ class Engine(ABC):
         """
 
     def instead(self) -> tuple[Network, str] | None:
-        """Return what to emulate on this machine, and a line that says so, if the machines cannot be had; else None."""
+        """Return what to emulate on this machine if the machines cannot be had, and why they cannot; else None."""
         return None
 
     def notes(self) -> Sequence[str]:

@@ -30,6 +30,8 @@ def machines_report(on: Engine) -> Report:
     Args:
         on: what a group gets as `on`.
     """
+    if (instead := on.instead()) is not None:
+        return Report((Finding(instead[1], ok=False, subject="machines"),))
     try:
         return Report(tuple(_findings(Facts.here(), survey(on))))
     except LabError as error:

@@ -157,6 +157,7 @@ def test_without_namespaces_the_ranks_are_here_over_the_same_network(
         assert group.run(quickest_round_trip_s).results[0] >= 2 * LINK.latency_s
     with pytest.raises(lab.LabError, match="there is no cable"):
         machines.pull("pc2")
+    assert "no emulated machines" in str(lab.doctor(on=machines))
 
 
 def test_its_process_ends_with_the_object() -> None:
