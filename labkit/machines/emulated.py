@@ -36,9 +36,9 @@ MOST_MACHINES: Final = 64
 class EmulatedMachines(Engine):
     """Machines for practice: agents on this computer, in networks of their own that a slow network joins.
 
-    They share this computer's memory, files and clock; its cores are divided among them. Where the system does not
-    allow network namespaces (macOS, Windows, most containers), the ranks of a group run on this machine, over the
-    `labkit.Network` of as many nodes, and a line says so.
+    They share this computer's memory, files and clock; its cores are divided among them if it has enough. Where the
+    system does not allow network namespaces (macOS, Windows, most containers), the ranks of a group run on this
+    machine, over the `labkit.Network` of as many nodes, and a line says so.
 
     Args:
         machines: their names.

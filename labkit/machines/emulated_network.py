@@ -227,10 +227,12 @@ class _Agents:
 
 
 def _shares(machines: int) -> list[list[int]]:
-    """Divide the cores that this process may use among machines; if there are too few, each machine has all."""
+    """Divide the cores that this process may use among machines; if these had fewer than two each, all have all."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // machines
-    return [cores[i * each : (i + 1) * each] or cores for i in range(machines)]
+    if each < 2:  # two ranks of a machine would take turns, which takes longer than their messages
+        return [cores] * machines
+    return [cores[i * each : (i + 1) * each] for i in range(machines)]
 
 
 def ask(folder: str, request: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
