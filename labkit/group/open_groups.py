@@ -63,10 +63,11 @@ class Notebook:
         if on is not None:
             from labkit.machines.relay_starter import RelayStarter
 
-            of_machines = (runtime, on.key)
+            of_machines = (runtime, type(on), on.key)
 
             def made() -> RelayStarter:
-                weakref.finalize(on, self._forget, of_machines).atexit = False  # never, if the key is the engine itself
+                if on.ends_machines:
+                    weakref.finalize(on, self._forget, of_machines).atexit = False
                 return RelayStarter(on, runtime, RING_BYTES, shared_memory)
 
             return self._shared(of_machines, made)

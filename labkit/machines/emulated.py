@@ -52,6 +52,7 @@ class EmulatedMachines(Engine):
     """
 
     again_limit_s = 3.0  # see `Engine`
+    ends_machines = True
 
     @public_api
     def __init__(self, *machines: str, link: Link) -> None:

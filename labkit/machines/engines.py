@@ -40,16 +40,24 @@ class Engine(ABC):
         ready_limit_s: how long it may take until the machines can be used: an engine with a queue takes long.
         connect_limit_s: how long one machine may take to answer once it is asked.
         again_limit_s: the same for a machine that was lost, before each start of ranks.
+        ends_machines: whether the machines end with this object, and so the agents; others wait for an equal one.
     """
 
     ready_limit_s: float = 180.0
     connect_limit_s: float = 30.0
     again_limit_s: float = 10.0
+    ends_machines: bool = False
 
     @property
+    @abstractmethod
     def key(self) -> Hashable:
-        """What equal engines have in common. They share agents, which end with the engine if this is not itself."""
-        return self
+        """What equal engines have in common."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Engine) and type(self) is type(other) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @abstractmethod
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:

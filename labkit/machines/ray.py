@@ -18,8 +18,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -105,7 +104,6 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Ray(Engine):
     """The nodes of a Ray cluster.
 
@@ -117,10 +115,6 @@ class Ray(Engine):
         LabError: Ray is not installed.
         ValueError: the address, or that in RAY_ADDRESS, is none.
     """
-
-    address: str
-    nodes: int
-    _ids: dict[str, str] = field(compare=False)  # of nodes, by the names that they have got
 
     again_limit_s = 5.0  # Ray offers a dead node for a minute
 
@@ -139,9 +133,13 @@ class Ray(Engine):
         host, _, port = address.rpartition(":")
         if address and not (host and port.isdecimal() and "/" not in host):  # ray://... is Ray's client: no driver
             raise ValueError(f"{given}: expected the address of the head node, as in lab.Ray('host:6379')")
-        object.__setattr__(self, "address", address)
-        object.__setattr__(self, "nodes", nodes or 0)
-        object.__setattr__(self, "_ids", {})
+        self.address, self.nodes = address, nodes or 0
+        self._ids: dict[str, str] = {}  # of nodes, by the names that they have got
+
+    @property
+    def key(self) -> Hashable:
+        """See `Engine`."""
+        return self.address, self.nodes
 
     def __repr__(self) -> str:
         given = [repr(self.address)] * bool(self.address) + [f"nodes={self.nodes}"] * bool(self.nodes)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
@@ -74,14 +74,10 @@ class Slurm(Engine):
         self._job = self._allocation
         self._guard: subprocess.Popen[bytes] | None = None
 
-    def _key(self) -> tuple[object, ...]:
+    @property
+    def key(self) -> Hashable:
+        """See `Engine`."""
         return self._asked, self._python, self._allocation
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slurm) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
 
     def __repr__(self) -> str:
         return f"Slurm({', '.join(self._asked).replace('--', '')})"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 from labkit.errors.exceptions import LabError
@@ -28,7 +27,6 @@ _HINTS: Final = {
 }
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class SSH(Engine):
     """Machines that `ssh` reaches without a password.
 
@@ -41,10 +39,6 @@ class SSH(Engine):
         `lab.Group(4, on=lab.SSH("pc1", "pc2"))` has ranks 0 and 1 on pc1, and 2 and 3 on pc2.
     """
 
-    names: tuple[str, ...]
-    ranks: tuple[int, ...] = field(default=())
-    python: str = sys.executable
-
     @public_api
     def __init__(self, *machines: str | Mapping[str, int], python: str | None = None) -> None:
         counts: Mapping[str, int] = {}
@@ -56,9 +50,13 @@ class SSH(Engine):
             raise ValueError(f"SSH{machines!r}: each machine can be given once; for numbers of ranks: lab.SSH({{'pc1': 3}})")
         if not all(isinstance(n, int) and n > 0 for n in counts.values()):
             raise ValueError(f"SSH({dict(counts)!r}): expected a number of ranks above 0 for each machine")
-        object.__setattr__(self, "names", tuple(machines))
-        object.__setattr__(self, "ranks", tuple(counts.values()))
-        object.__setattr__(self, "python", python or sys.executable)
+        self.names = tuple(map(str, machines))
+        self.ranks, self.python = tuple(counts.values()), python or sys.executable
+
+    @property
+    def key(self) -> Hashable:
+        """See `Engine`."""
+        return self.names, self.ranks, self.python
 
     def __repr__(self) -> str:
         python = "" if self.python == sys.executable else f", python={self.python!r}"
