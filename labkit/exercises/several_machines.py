@@ -200,8 +200,10 @@ def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
 def _sum_in_words(x: Tensor) -> str:
     """Say which ranks' x are in a sum, as its first number tells: rank r has 10^r there."""
     digits = f"{float(x[0]):.0f}"[::-1]
+    if not digits.isdecimal() or len(digits) > sum(max(COUNTS, key=sum)) + 1:
+        return f"{float(x[0]):g} in its first place"
     parts = [f"{'' if digit == '1' else digit + ' · '}x of rank {rank}" for rank, digit in enumerate(digits) if digit != "0"]
-    return " + ".join(parts)
+    return " + ".join(parts) or "nothing"
 
 
 def _judge_crossing(trace: Trace, counts: Sequence[int]) -> None:

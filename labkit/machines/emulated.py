@@ -66,7 +66,6 @@ class EmulatedMachines(Engine):
             raise TypeError(f"EmulatedMachines(link={link!r}): expected a lab.Link")
         self._names, self.link = machines, link
         self._folder = tempfile.mkdtemp(prefix="labkit-machines-")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self.missing = self._start()
 
     def __repr__(self) -> str:
@@ -75,6 +74,7 @@ class EmulatedMachines(Engine):
     def _start(self) -> str:
         """Start the network; return why there can be none, empty if there is one."""
         if sys.platform != "linux":
+            shutil.rmtree(self._folder, ignore_errors=True)
             return "only Linux has network namespaces"
         command = [sys.executable, "-m", "labkit.machines.emulated_network", self._folder]
         command += [str(self.link.latency_s), str(self.link.bytes_per_s), *self._names]
@@ -82,7 +82,7 @@ class EmulatedMachines(Engine):
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, start_new_session=True,
         )  # fmt: skip
-        weakref.finalize(self, _end, network)
+        weakref.finalize(self, _end, network, self._folder, os.getpid())
         assert network.stdout is not None
         ready, _, _ = select.select([network.stdout], [], [], START_S)
         said = network.stdout.readline().decode().strip() if ready else "it takes too long"
@@ -178,8 +178,15 @@ def _another(names: tuple[str, ...], link: Link, folder: str) -> EmulatedMachine
     return machines
 
 
-def _end(network: subprocess.Popen[bytes]) -> None:
+def _end(network: subprocess.Popen[bytes], folder: str, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the notebook's process ends, and the machines are not its own
+        return
     for stream in (network.stdin, network.stdout):
         assert stream is not None
         stream.close()
-    network.wait()
+    try:
+        network.wait(ANSWER_S)
+    except subprocess.TimeoutExpired:  # it was stopped, say; the agents end by themselves when they hear nothing
+        network.kill()
+        network.wait()
+    shutil.rmtree(folder, ignore_errors=True)

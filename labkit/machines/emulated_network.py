@@ -177,13 +177,15 @@ class _Agents:
             request, name = json.loads(client.recv(1 << 12))
             port = self._machines[name]
             if request == "connect":
+                near: list[socket.socket] = []
                 try:
                     near = self._start(port)
                     socket.send_fds(client, [b"done"], [end.fileno() for end in near])
-                    for end in near:
-                        end.close()
                 except OSError as error:
                     client.send((error.strerror or str(error)).encode())
+                finally:  # the relay has its own by now, or has given up: then the agent ends
+                    for end in near:
+                        end.close()
             else:
                 port.pulled = request == "pull"
                 client.send(b"done")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -117,6 +120,19 @@ def test_agents_end_with_the_machines_object() -> None:
     del machines, group
     gc.collect()
     assert ours() <= before
+
+
+def test_a_fork_of_the_notebook_does_not_end_them(machines: lab.EmulatedMachines) -> None:
+    program = (
+        "import os, labkit as lab; m = lab.EmulatedMachines('pc1', link=lab.Link(gbit_per_s=1, latency_us=1))\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0); m.pull('pc1'); print('pulled')\n"  # the child ends with its finalizers
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(lab.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert done.stdout == "pulled\n", done.stderr
 
 
 def test_machines_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
