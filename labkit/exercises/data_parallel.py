@@ -25,6 +25,7 @@ from labkit.exercises.judging import (
     reject,
     showing,
 )  # fmt: skip
+from labkit.exercises.random_state import case_seed
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
@@ -136,7 +137,7 @@ def _layers() -> nn.Sequential:
 
     With these sizes, each of the usual mistakes about `bucket_bytes` sends other messages.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
     return model
@@ -349,7 +350,7 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(case_seed(0))
         self.trunk = nn.Linear(6, 5)
         self.trunk.bias.requires_grad_(False)
         self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
@@ -362,7 +363,7 @@ class Experts(nn.Module):
 
 def random_batch(examples: int) -> tuple[Tensor, Tensor]:
     """Return inputs (examples, 6) and targets (examples, 3), the same in every process."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(case_seed(1))
     return torch.randn(examples, 6, generator=random), torch.randn(examples, 3, generator=random)
 
 

@@ -17,6 +17,7 @@ from labkit.costs.link import Link
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import judge_result, whole_numbers
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, Results, exercise, showing
+from labkit.exercises.random_state import case_seed
 
 LESSON = "13_find_the_bottleneck"
 
@@ -333,7 +334,7 @@ TOLERATED: Final = 1.1  # of the best time
 
 def _gradients_of(rank: int) -> tuple[list[Tensor], Tensor]:
     """Return the gradients and the loss of a rank."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(case_seed(rank))
     shapes = [shape for _ in range(LAYERS) for shape in ((40, 40), (40,))]
     return [torch.randn(*shape, generator=generator) for shape in shapes], torch.randn((), generator=generator)
 

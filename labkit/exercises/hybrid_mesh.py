@@ -16,6 +16,7 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import equal, judge_result
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.random_state import case_seed
 
 LESSON = "09_hybrid_mesh"
 Axes = dict[str, int]  # the size of each axis by its name, the slowest first
@@ -164,7 +165,7 @@ DP_GROUP = 'pass mesh.get_group("dp") to all_reduce as its group'
 
 
 def _gradients(rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(case_seed(rank))
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in SHAPES]
 
 

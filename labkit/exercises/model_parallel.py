@@ -16,13 +16,14 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare, listing, whole_number
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_on_rank, showing
+from labkit.exercises.random_state import case_seed
 
 LESSON = "04_model_parallel"
 
 
 def _network() -> nn.Sequential:
     """Return a small network with a nested container, so that leaves and containers differ."""
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
 
@@ -227,12 +228,12 @@ class _Seen(NamedTuple):
 
 
 def _stages() -> list[nn.Sequential]:
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return [nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(3)]
 
 
 def _examples() -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(case_seed(1))
     return torch.randn(SHAPE, generator=random), torch.randn(SHAPE, generator=random)
 
 

@@ -16,6 +16,7 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare, differ, judge_result, whole_numbers
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.exercises.random_state import case_seed
 
 LESSON = "05_pipeline_parallel"
 
@@ -207,7 +208,7 @@ class _NotedStage(nn.Module):
 
 
 def _stages(ranks: int) -> list[nn.Sequential]:
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(ranks)]
 
 
