@@ -1,4 +1,4 @@
-"""Other inputs for graders: they differ from the lesson's, stay the same for a seed, and the oracles can compute them."""
+"""Other inputs for graders: they differ from the lesson's, and stay the same for a seed."""
 
 from __future__ import annotations
 
