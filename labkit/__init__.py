@@ -26,6 +26,8 @@ from labkit.errors.exceptions import (
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.on_import import begin
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.
 _MODULES = {
