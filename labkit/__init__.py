@@ -46,6 +46,7 @@ _MODULES = {
     "SSH": "machines.ssh",
     "Slurm": "machines.slurm",
     "Group": "notebook.watched_group",
+    "lessons": "notebook.lessons",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
     "Cluster": "planning.cluster",
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
     from labkit.machines.slurm import Slurm as Slurm
     from labkit.machines.ssh import SSH as SSH
     from labkit.notebook.doctor import doctor as doctor
+    from labkit.notebook.lessons import lessons as lessons
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.notebook.watched_group import Group as Group
