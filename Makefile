@@ -27,7 +27,7 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterLab)
-	@$(BIN)/python tools/lab.py $(ARGS)
+	@$(BIN)/python -m labkit lab $(ARGS)
 
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
 # With two on two cores, the cores are idle for a quarter of the time: tests wait for ranks, and ranks for one another.
