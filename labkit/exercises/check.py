@@ -23,8 +23,9 @@ from labkit.exercises.random_state import other_inputs, unchanged_generators
 from labkit.group.output import encodable
 from labkit.ipc import pickling
 
-__all__ = ["Verdict", "check", "is_unwritten", "judged", "looks_at_judge", "not_written", "refused"]
+__all__ = ["MORE_LATER", "Verdict", "check", "is_unwritten", "judged", "looks_at_judge", "not_written", "refused"]
 
+MORE_LATER: Final = "After another wrong answer, the verdict says more."
 MOST_CHARACTERS: Final = 2000  # of a verdict's message, and of each of its details
 # Names in an answer's code with which it could find the expected result instead of computing it.
 _LOOKS_AT_JUDGE: Final = (
@@ -118,7 +119,7 @@ def check(name: str, answer: Any = ..., *, seed: int = 0) -> Verdict:
         absent = answer is ... and not exercise.number  # a number that is not filled in yet is `...`, too
         return not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if absent else "")
     if (refusal := refused(answer)) is not None:
-        return Verdict(name, False, _sentence(refusal))
+        return Verdict(name, False, refusal)
     verdict = judged(exercise, answer, seed)
     tries.wrong[name] = tries.wrong[name] + verdict.written if not verdict.passed else 0
     return verdict
@@ -152,7 +153,7 @@ def _judged_on(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
         if wrong.cure and tries.wrong[name]:
             message = f"{message}{'' if message.endswith('?') else '.'} {_sentence(wrong.cure)}"
         elif wrong.cure:
-            details = (*details, "After another wrong answer, the verdict says more.")
+            details = (*details, MORE_LATER)
     except RankError as error:
         first = error.failures[0]
         if first.cause is Cause.NOT_IMPLEMENTED:
@@ -177,11 +178,11 @@ def not_written(exercise: Exercise, hint: str = "") -> Verdict:
 
 
 def refused(answer: Any) -> str | None:
-    """Why an answer is not run at all; None if it is."""
+    """Say why an answer is not run at all; None if it is."""
     if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
-        return "it is an `async def`, and calling one runs none of its lines: write it as a plain `def`"
+        return "It is an `async def`, and calling one runs none of its lines: write it as a plain `def`"
     if inspect.isgeneratorfunction(answer):
-        return "it contains `yield`, and calling it runs none of its lines: collect the values in a list and `return` that"
+        return "It contains `yield`, and calling it runs none of its lines: collect the values in a list and `return` that"
     try:
         sent = pickling.pack(answer, home=sys.modules["__main__"])
     except LabError:
@@ -191,9 +192,9 @@ def refused(answer: Any) -> str | None:
 
 
 def looks_at_judge(pickled: bytes) -> str | None:
-    """Why an answer is refused for what its pickled code names; None if it is not."""
+    """Say why an answer is refused for what its pickled code names; None if it is not."""
     if any(name.encode() in pickled for name in _LOOKS_AT_JUDGE):
-        return "it looks at the code that judges it: compute the result from the arguments and from what other ranks send"
+        return "It looks at the code that judges it: compute the result from the arguments and from what other ranks send"
     return None
 
 

@@ -29,7 +29,7 @@ import labkit.exercises.data_parallel
 from labkit import LabError
 from labkit.errors.exceptions import Stopped
 from labkit.exercises import answer_ranks, model_parallel
-from labkit.exercises.check import Verdict, is_unwritten, check
+from labkit.exercises.check import Verdict, check, is_unwritten
 from labkit.exercises.comparisons import compare, factor, listing
 from labkit.exercises.guesses import Note
 from labkit.exercises.judging import AnswerError, Exercise
