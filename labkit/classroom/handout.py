@@ -111,7 +111,7 @@ def markdown_cell(identifier: str, source: str) -> dict[str, Any]:
 
 
 def write_notebook(path: Path, notebook: dict[str, Any]) -> None:
-    """Write a notebook; its folder is created if it does not exist. Sources become lists of lines, as Jupyter writes them."""
+    """Write a notebook, and create its folder if needed. Sources become lists of lines, as Jupyter writes them."""
     notebook = copy.deepcopy(notebook)
     for cell in notebook["cells"]:
         cell["source"] = cell["source"].splitlines(keepends=True)
@@ -133,7 +133,6 @@ def _without_solutions(text: str) -> str:
 
 
 def _clauses_without_solutions(line: str) -> str:
-    kept = " ".join(
-        clause for clause in re.split(r"(?<=[.;]) ", line) if "solutions/" not in clause and "solutions]" not in clause
-    )
+    clauses = re.split(r"(?<=[.;]) ", line)
+    kept = " ".join(clause for clause in clauses if "solutions/" not in clause)
     return re.sub(r";(?= [A-Z]|$)", ".", kept)
