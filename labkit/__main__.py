@@ -19,7 +19,11 @@ from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.worker import script_recorder
 
 # The module of each command; its `main` takes the command's arguments and returns the exit status.
-COMMANDS: Final = {"lab": "labkit.notebook.open_lessons"}
+COMMANDS: Final = {
+    "assign": "labkit.classroom.assign",
+    "grade": "labkit.classroom.grade",
+    "lab": "labkit.notebook.open_lessons",
+}
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
        python -m labkit lab [option of JupyterLab ...]

@@ -10,8 +10,9 @@ from typing import Final
 
 from labkit.classroom.statements import parsed
 from labkit.errors.exceptions import LabError
+from labkit.notebook.lessons import ORIGINALS
 
-LESSONS_FOLDER: Final = Path(__file__).resolve().parent.parent.parent / "notebooks"
+LESSONS_FOLDER: Final = ORIGINALS
 
 __all__ = ["LESSONS_FOLDER", "Submission", "exercises_of", "lessons_named", "submissions"]
 
