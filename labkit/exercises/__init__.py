@@ -20,6 +20,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "messages": ("link_from_times", "ring_all_reduce", "tree_broadcast"),
     "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
     "what_it_costs": ("break_even", "accumulate"),
+    "fast_step": ("fast_step",),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
