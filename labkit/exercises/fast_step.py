@@ -1,7 +1,7 @@
 """The exercise with a leaderboard, in lesson 02b: a training step that is short on a slow link and has the same result.
 
-The score is the simulated time of the step, so that it is the same on each machine and beside other programs. The result
-is judged on real ranks, and both must communicate the same.
+The score is the simulated time of the step, so that it is the same on each machine and beside other programs. The
+result is judged on real ranks, and both must communicate the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the inputs and targets of all ranks in each step."""
     random = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        yield torch.randn(2, RANKS * EXAMPLES, WIDTH, generator=random).unbind()
+        inputs, targets = torch.randn(2, RANKS * EXAMPLES, WIDTH, generator=random)
+        yield inputs, targets
 
 
 def _gradients_on_rank(answer: Callable[..., Any]) -> list[Gradients]:
@@ -119,13 +120,13 @@ def _communication(trace: Trace) -> list[tuple[str, int]]:
 def _judge_gradients(results: Results) -> None:
     if any(not gradients for of_rank in results for gradients in of_rank):
         raise AnswerError("no parameter has a gradient after the step: does it call backward()?")
-    right = _serial()
+    right, summed, divided = _serial(), _serial(divide=1 / RANKS), _serial(divide=RANKS)
     for rank, given in enumerate(results):
         own = _serial(RANKS, rank)
         mistakes = {
             ("the gradients are those of this rank's own examples", "average them over the ranks"): own,
-            ("the gradients were summed over the ranks, not averaged", "divide by the number of ranks"): _serial(divide=1 / RANKS),
-            ("the gradients were divided by the number of ranks twice", "DDP and ReduceOp.AVG divide already"): _serial(divide=RANKS),
+            ("the gradients were summed over the ranks, not averaged", "divide by the number of ranks"): summed,
+            ("the gradients were divided by the number of ranks twice", "DDP and ReduceOp.AVG divide already"): divided,
             (
                 "the gradients are those of the step before",
                 "wait() for each operation before the step returns",
@@ -139,7 +140,7 @@ def _judge_gradients(results: Results) -> None:
         if TOLERANCE < difference < SIXTEEN_BITS:
             otherwise = (
                 "the gradients are nearly right: some of their digits were lost on the way",
-                f"the differences may be 1/10,000 of the largest gradient; numbers of 16 bits lose more",
+                "the differences may be 1/10,000 of the largest gradient; numbers of 16 bits lose more",
             )
         details = f"largest difference on rank {rank}: {difference:.1g} of the largest gradient"
         judge_result(given, right, mistakes, otherwise, details, same=_same)

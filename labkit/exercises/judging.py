@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -221,9 +221,10 @@ def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError("it called exit(): end a function with `return`") from None
 
 
-def without_judges(function: Callable[..., Any], *args: Any) -> Any:
-    """`call_reporting_exit` on a rank to which the judge was sent by value: it has no use for labkit's exercises."""
-    sys.modules["labkit.exercises"] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
+def without_judges(modules: Iterable[str], function: Callable[..., Any], *args: Any) -> Any:
+    """`call_reporting_exit` on a rank to which the judge was sent by value: it needs no module with exercises."""
+    for name in modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
     return call_reporting_exit(function, *args)
 
 
