@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, Self
 
 import cloudpickle
@@ -108,8 +108,9 @@ def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
         if group.runtime == "rpc":  # its ranks look up the functions that they call in labkit's modules
             results = Results(group.run(call_reporting_exit, function, *args))
         else:
-            with _by_value():
-                results = Results(group.run(without_judges, function, *args))
+            hidden = {exercises.__name__, *exercises.own_exercises()} - {"__main__"}
+            with _by_value(hidden):
+                results = Results(group.run(without_judges, hidden, function, *args))
     except DeadlockError as deadlock:
         details = filter(None, (deadlock.hint, *deadlock.doings))
         raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
@@ -119,13 +120,16 @@ def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
 
 
 @contextlib.contextmanager
-def _by_value() -> Iterator[None]:
+def _by_value(modules: Collection[str]) -> Iterator[None]:
     """Send a judge's functions by value, so that the modules with the expected results are not there to be found."""
-    cloudpickle.register_pickle_by_value(exercises)
+    new = [sys.modules[name] for name in set(modules) - cloudpickle.list_registry_pickle_by_value()]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(exercises)
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _shown(value: Any) -> str:
