@@ -12,9 +12,10 @@ from pathlib import Path
 from labkit.classroom.confinement import new_namespaces
 from labkit.classroom.grading import Graded, Settings, grade, hidden_for
 from labkit.classroom.results import Results
-from labkit.classroom.submissions import Submission, exercises_of, lessons_named, submissions
+from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import end_children
+from labkit.notebook.lessons import lessons_named
 
 __all__ = ["main", "points_given"]
 
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         points = points_given(options.points)
-        required = [name for lesson in lessons_named(options.lessons) for name in exercises_of(lesson)]
+        lessons = lessons_named(options.lessons) if options.lessons else []
+        required = [name for lesson in lessons for name in exercises_of(lesson)]
         given = submissions(options.files, list(dict.fromkeys([*required, *points])) if required else [])
     except LabError as error:
         parser.error(str(error))

@@ -24,7 +24,8 @@ from labkit.classroom.bounded import Ended, Limits, run_bounded
 from labkit.classroom.collect import Job
 from labkit.classroom.confinement import Confinement
 from labkit.classroom.judge import Judging
-from labkit.classroom.submissions import LESSONS_FOLDER, Submission
+from labkit.classroom.submissions import Submission
+from labkit.notebook.lessons import ORIGINALS
 
 __all__ = ["Graded", "Settings", "grade", "hidden_for"]
 
@@ -83,7 +84,7 @@ def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
         paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
     """
     needed = [Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir(), exercises.__file__, os.devnull)]
-    hidden = {str(Path(exercises.__file__).parent), str(LESSONS_FOLDER)}
+    hidden = {str(Path(exercises.__file__).parent), str(ORIGINALS)}
     for path in (path.resolve() for path in paths):
         holds_python = any(one.resolve().is_relative_to(path.parent) for one in needed)
         hidden.add(str(path if holds_python else path.parent))

@@ -12,8 +12,9 @@ import pytest
 
 from labkit.classroom.grade import main
 from labkit.classroom.grading import hidden_for
-from labkit.classroom.submissions import exercises_of, lessons_named, submissions
+from labkit.classroom.submissions import exercises_of, submissions
 from labkit.errors.exceptions import LabError
+from labkit.notebook.lessons import lessons_named
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "02_data_parallel"
@@ -76,7 +77,7 @@ def test_students_are_named_by_their_notebooks_or_by_the_folders_of_notebooks_na
 def test_the_exercises_of_lessons_in_their_order() -> None:
     (lesson,) = lessons_named(["02"])
     assert exercises_of(lesson) == (AVERAGE, "average_in_buckets", "draw_indices", RATE)
-    with pytest.raises(LabError, match="no lesson is called '99'; there are 00_start_here, "):
+    with pytest.raises(LabError, match="'99' is not the beginning of one lesson's name; expected 00_start_here, "):
         lessons_named(["99"])
 
 
@@ -86,7 +87,7 @@ def test_the_exercises_of_lessons_in_their_order() -> None:
         (["nowhere"], "nowhere: no such file or folder"),
         (["."], "there is no notebook in ."),
         ([".", "--points", "bubble"], "expected an exercise and a number"),
-        ([".", "--lessons", "99"], "no lesson is called '99'"),
+        ([".", "--lessons", "99"], "'99' is not the beginning of one lesson's name"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_line(
