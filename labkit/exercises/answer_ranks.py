@@ -36,11 +36,13 @@ class AnswerRanks:
 
     Attributes:
         answer: the argument.
+        is_class: whether the answer is a class.
         last_call: the judge's last call and what it returned; "" before the first.
     """
 
     def __init__(self, name: str, answer: Any) -> None:
         self._name, self.answer = name, answer
+        self.is_class = getattr(answer, "is_class", isinstance(answer, type))  # a packed answer says it itself
         self._group: Group | None = None
         self.last_call = ""
 

@@ -19,12 +19,13 @@ from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.answer_ranks import AnswerRanks, require_data
 from labkit.exercises.judging import AnswerError, Exercise
-from labkit.exercises.random_state import unchanged_generators
+from labkit.exercises.random_state import other_inputs, unchanged_generators
 from labkit.group.output import encodable
 from labkit.ipc import pickling
 
-__all__ = ["Verdict", "check"]
+__all__ = ["MORE_LATER", "Verdict", "check", "is_unwritten", "judged", "looks_at_judge", "not_written", "refused"]
 
+MORE_LATER: Final = "After another wrong answer, the verdict says more."
 MOST_CHARACTERS: Final = 2000  # of a verdict's message, and of each of its details
 # Names in an answer's code with which it could find the expected result instead of computing it.
 _LOOKS_AT_JUDGE: Final = (
@@ -92,7 +93,7 @@ tries: Final = _Tries()
 
 
 @public_api
-def check(name: str, answer: Any = ...) -> Verdict:
+def check(name: str, answer: Any = ..., *, seed: int = 0) -> Verdict:
     """Judge the answer to an exercise of the course.
 
     The answer runs on ranks, never in the notebook's process: `check` starts a group of the required size and closes it
@@ -101,6 +102,7 @@ def check(name: str, answer: Any = ...) -> Verdict:
     Args:
         name: the exercise's name.
         answer: the function, class or number that the exercise asks for. Without it, the verdict repeats the task.
+        seed: another number than 0 judges with other inputs of the same kind, for graders.
 
     Returns:
         the verdict, which is true if the answer is right. A wrong answer raises nothing: if the answer itself raises an
@@ -115,21 +117,32 @@ def check(name: str, answer: Any = ...) -> Verdict:
             f"check({reprlib.repr(name)}): expected an exercise's name first, as in lab.check('introduce', introduce)"
         )
     exercise = find(name)
-    if _is_unwritten(answer):
+    if is_unwritten(answer):
         absent = answer is ... and not exercise.number  # a number that is not filled in yet is `...`, too
-        return _not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if absent else "")
-    if not (exercise.number or callable(answer)):
-        hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
-        return Verdict(name, False, _sentence(hint), (f'lab.check("{name}", {name})',))
-    if (refusal := _refused(answer)) is not None:
-        return Verdict(name, False, _sentence(refusal))
-    with unchanged_generators(), AnswerRanks(name, answer) as ranks:
-        verdict = _judged(exercise, answer, ranks)
+        return not_written(exercise, f'lab.check("{name}", {name}) judges your answer' if absent else "")
+    if (refusal := refused(answer)) is not None:
+        return Verdict(name, False, refusal)
+    verdict = judged(exercise, answer, seed)
     tries.wrong[name] = tries.wrong[name] + verdict.written if not verdict.passed else 0
     return verdict
 
 
-def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
+def judged(exercise: Exercise, answer: Any, seed: int) -> Verdict:
+    """Judge an answer that is written and not refused.
+
+    Args:
+        exercise: the exercise.
+        answer: the answer, or what becomes the answer when a rank unpickles it.
+        seed: as for `check`.
+    """
+    if not (exercise.number or callable(answer)):
+        hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
+        return Verdict(exercise.name, False, _sentence(hint), (f'lab.check("{exercise.name}", {exercise.name})',))
+    with unchanged_generators(), other_inputs(seed), AnswerRanks(exercise.name, answer) as ranks:
+        return _judged_on(exercise, answer, ranks)
+
+
+def _judged_on(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     name, details = exercise.name, tuple[str, ...]()
     try:
         if exercise.number:
@@ -143,11 +156,11 @@ def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
         if wrong.cure and tries.wrong[name]:
             message = f"{message}{'' if message.endswith('?') else '.'} {_sentence(wrong.cure)}"
         elif wrong.cure:
-            details = (*details, "After another wrong answer, the verdict says more.")
+            details = (*details, MORE_LATER)
     except RankError as error:
         first = error.failures[0]
         if first.cause is Cause.NOT_IMPLEMENTED:
-            return _not_written(exercise)
+            return not_written(exercise)
         message = str(first)
         target = exercise.target if _takes_other_arguments(answer, first.headline) else ""
         details = tuple(filter(None, (target, error.hint, *(first.traceback.splitlines() or error.others))))
@@ -162,23 +175,29 @@ def _judged(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     return Verdict(name, False, _cut(message), tuple(map(_cut, details)))
 
 
-def _not_written(exercise: Exercise, hint: str = "") -> Verdict:
+def not_written(exercise: Exercise, hint: str = "") -> Verdict:
+    """Return the verdict on a stub: the task, and a hint."""
     return Verdict(exercise.name, False, exercise.target, (hint,) if hint else (), written=False)
 
 
-def _refused(answer: Any) -> str | None:
-    """Why an answer is not run at all; None if it is."""
+def refused(answer: Any) -> str | None:
+    """Say why an answer is not run at all; None if it is."""
     if inspect.iscoroutinefunction(answer) or inspect.isasyncgenfunction(answer):
-        return "it is an `async def`, and calling one runs none of its lines: write it as a plain `def`"
+        return "It is an `async def`, and calling one runs none of its lines: write it as a plain `def`"
     if inspect.isgeneratorfunction(answer):
-        return "it contains `yield`, and calling it runs none of its lines: collect the values in a list and `return` that"
+        return "It contains `yield`, and calling it runs none of its lines: collect the values in a list and `return` that"
     try:
         sent = pickling.pack(answer, home=sys.modules["__main__"])
     except LabError:
         return None  # the run says what cannot be sent
     sent.close()
-    if any(name.encode() in sent.data for name in _LOOKS_AT_JUDGE):
-        return "it looks at the code that judges it: compute the result from the arguments and from what other ranks send"
+    return looks_at_judge(sent.data)
+
+
+def looks_at_judge(pickled: bytes) -> str | None:
+    """Say why an answer is refused for what its pickled code names; None if it is not."""
+    if any(name.encode() in pickled for name in _LOOKS_AT_JUDGE):
+        return "It looks at the code that judges it: compute the result from the arguments and from what other ranks send"
     return None
 
 
@@ -197,12 +216,12 @@ def _takes_other_arguments(answer: Any, headline: str) -> bool:
     return headline.startswith((f"TypeError: {called}() ", f"TypeError: {called}.__init__() "))
 
 
-def _is_unwritten(answer: Any) -> bool:
+def is_unwritten(answer: Any) -> bool:
     """Whether the answer is a stub: no value, or code that still contains a `...` or consists of `pass` alone."""
     if answer is ... or answer is None:
         return True
     if inspect.isclass(answer):
-        return any(_is_unwritten(part) for part in vars(answer).values() if inspect.isfunction(part))
+        return any(is_unwritten(part) for part in vars(answer).values() if inspect.isfunction(part))
     if not inspect.isfunction(answer):
         return False
     try:

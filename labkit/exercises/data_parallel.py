@@ -25,6 +25,7 @@ from labkit.exercises.judging import (
     reject,
     showing,
 )  # fmt: skip
+from labkit.exercises.random_state import case_seed
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch
@@ -136,7 +137,7 @@ def _layers() -> nn.Sequential:
 
     With these sizes, each of the usual mistakes about `bucket_bytes` sends other messages.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
     return model
@@ -320,6 +321,7 @@ def _examples(numbers: list[int]) -> str:
     "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)",
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)),
+    other=lambda random: (random.uniform(0.001, 1), random.randint(30, 300), random.randint(8, 128), random.randint(2, 16)),
 )
 def _scaled_learning_rate(base: float, base_batch: int, per_rank: int, ranks: int) -> Expected:
     times = per_rank * ranks / base_batch
@@ -349,7 +351,7 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(case_seed(0))
         self.trunk = nn.Linear(6, 5)
         self.trunk.bias.requires_grad_(False)
         self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(experts))
@@ -362,7 +364,7 @@ class Experts(nn.Module):
 
 def random_batch(examples: int) -> tuple[Tensor, Tensor]:
     """Return inputs (examples, 6) and targets (examples, 3), the same in every process."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(case_seed(1))
     return torch.randn(examples, 6, generator=random), torch.randn(examples, 3, generator=random)
 
 

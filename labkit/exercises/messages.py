@@ -14,6 +14,7 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, judge_calculation
 from labkit.exercises.comparisons import equal
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining
+from labkit.exercises.random_state import case_seed
 from labkit.recording.operations import OTHER, RECV, SEND, type_of
 
 LESSON = "01_messages_and_collectives"
@@ -76,7 +77,7 @@ class _Outcome(NamedTuple):
 
 
 def _tensor(rank: int, length: int) -> torch.Tensor:
-    return torch.randint(-9, 10, (length,), generator=torch.Generator().manual_seed(100 * length + rank)).float()
+    return torch.randint(-9, 10, (length,), generator=torch.Generator().manual_seed(case_seed(100 * length + rank))).float()
 
 
 def _on_rank(answer: Callable[[torch.Tensor], object], length: int) -> list[float]:

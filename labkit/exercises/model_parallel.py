@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +17,26 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare, listing, whole_number
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_on_rank, showing
+from labkit.exercises.random_state import case_seed
 
 LESSON = "04_model_parallel"
 
 
 def _network() -> nn.Sequential:
     """Return a small network with a nested container, so that leaves and containers differ."""
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
+
+
+def _other_spans(random: Random) -> tuple[list[tuple[int, float, float]]]:
+    spans = []
+    for rank in range(random.randint(2, 4)):
+        now = random.uniform(5, 20)
+        for _ in range(random.randint(1, 3)):
+            end = now + random.uniform(1, 5)
+            spans.append((rank, now, end))
+            now = end + random.uniform(0, 4)
+    return (spans,)
 
 
 @calculation(
@@ -38,6 +51,7 @@ def _network() -> nn.Sequential:
         ([(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],),
         ([(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],),
     ),
+    other=_other_spans,
 )
 def _idle_shares(spans: Sequence[tuple[int, float, float]]) -> Expected:
     ranks = 1 + max(rank for rank, _, _ in spans)
@@ -227,12 +241,12 @@ class _Seen(NamedTuple):
 
 
 def _stages() -> list[nn.Sequential]:
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return [nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(3)]
 
 
 def _examples() -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(case_seed(1))
     return torch.randn(SHAPE, generator=random), torch.randn(SHAPE, generator=random)
 
 

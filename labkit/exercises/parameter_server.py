@@ -109,7 +109,7 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Tensor, gradients: list[
 )
 def _weighted_server(answer: Any, on: OnRanks) -> None:
     random = np.random.default_rng()
-    if not isinstance(answer.answer, type):
+    if not answer.is_class:
         raise AnswerError("expected a class with __init__(self, weights, rate, trainers) and update(self, gradient, examples)")
     for trainers in (3, 2, 1):
         weights = random.normal(size=SIZE).astype(np.float32)

@@ -1,16 +1,22 @@
-"""Keeps the notebook's random number generators as they are while a judge seeds and uses them."""
+"""The random numbers of judges: their seeds, and the notebook's generators, which stay as they are meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-__all__ = ["unchanged_generators"]
+__all__ = ["case_seed", "other_cases", "other_inputs", "unchanged_generators"]
+
+Case = TypeVar("Case")
+OTHER_CASES: Final = 3  # of a calculation
+VARIABLE: Final = "LABKIT_EXERCISE_SEED"  # in the environment, which the ranks copy: a judge's code runs there, too
 
 
 @contextlib.contextmanager
@@ -32,3 +38,40 @@ def unchanged_generators() -> Iterator[None]:
             torch.set_rng_state(of_torch)
         if of_gpus:
             torch.cuda.set_rng_state_all(of_gpus)
+
+
+@contextlib.contextmanager
+def other_inputs(seed: int) -> Iterator[None]:
+    """Let judges make other inputs in the `with` block.
+
+    Args:
+        seed: 0 for the inputs of the lesson; each other number for others of the same kind.
+    """
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(seed)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def other_cases(make: Callable[[Random], Case]) -> list[Case]:
+    """Return cases made at random from the seed of `check`; none for the seed of the lesson.
+
+    Args:
+        make: makes a case.
+    """
+    seed = int(os.environ.get(VARIABLE, "0"))
+    return [make(Random(OTHER_CASES * seed + i)) for i in range(OTHER_CASES)] if seed else []
+
+
+def case_seed(seed: int) -> int:
+    """Return the seed for a judge's generator, which depends on the seed of `check`.
+
+    Args:
+        seed: the seed in the lesson; different generators of an exercise have different ones, below 10,000.
+    """
+    return seed + 10_000 * int(os.environ.get(VARIABLE, "0"))

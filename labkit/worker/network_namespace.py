@@ -23,6 +23,7 @@ import _thread
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import signal
 import socket
@@ -35,7 +36,9 @@ from typing import Any, Final, NoReturn, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.worker.other_users import other_users
 
-__all__ = ["INTERFACES", "LOOPBACK_INTERFACE", "Network", "enter_new", "make", "wanted"]
+__all__ = [
+    "INTERFACES", "LOOPBACK_INTERFACE", "Network", "drop_capabilities", "enter_new", "make", "system_call", "wanted"
+]  # fmt: skip
 
 VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
@@ -50,6 +53,7 @@ LOOPBACK_INTERFACE: Final = "lo0" if sys.platform == "darwin" else "lo"
 INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment variables that choose torch's interfaces
 CAPABILITY_VERSION_3: Final = 0x20080522
 CAP_SYS_ADMIN: Final = 21
+PR_CAPBSET_DROP: Final = 24
 
 Result = TypeVar("Result")
 
@@ -133,7 +137,7 @@ class Network:
 
         def inside() -> None:
             try:
-                _do("setns", self._fd, CLONE_NEWNET)
+                system_call("setns", self._fd, CLONE_NEWNET)
                 results.append(function(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
                 errors.append(error)
@@ -212,7 +216,7 @@ def _made(as_owner: bool) -> int:
     os.set_inheritable(network, False)  # programs that a rank starts must not get it
     for fd in user:
         try:
-            _do("setns", fd, CLONE_NEWUSER)
+            system_call("setns", fd, CLONE_NEWUSER)
             _keep_only(CAP_SYS_ADMIN)
         except OSError:
             os.close(network)
@@ -228,7 +232,7 @@ def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
         try:
             names = ["net", "user"] if enter_new(as_owner) else ["net"]
             fds = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names]
-            _do("setns", fds[0], CLONE_NEWNET)  # the same call as in the ranks
+            system_call("setns", fds[0], CLONE_NEWNET)  # the same call as in the ranks
             socket.send_fds(to, [b"made"], fds)
         except OSError as error:
             to.send(str(error.errno).encode())
@@ -250,17 +254,17 @@ def enter_new(as_owner: bool) -> bool:
     """
     as_user = False
     try:
-        _do("unshare", CLONE_NEWNET)
+        system_call("unshare", CLONE_NEWNET)
     except OSError:
         if not as_owner:
             raise
         as_user = True
         user, group = os.geteuid(), os.getegid()
-        _do("unshare", CLONE_NEWUSER)
+        system_call("unshare", CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-        _do("unshare", CLONE_NEWNET)
+        system_call("unshare", CLONE_NEWNET)
     _raise_loopback()
     return as_user
 
@@ -274,13 +278,27 @@ def _raise_loopback() -> None:
 
 def _keep_only(capability: int) -> None:
     """Drop the other capabilities of a user namespace's owner, with which ranks could write read-only files."""
-    header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    mine = 1 << capability
-    _do("capset", header, struct.pack("6I", mine, mine, 0, 0, 0, 0))
+    _set_capabilities(1 << capability)
 
 
-def _do(call: str, *args: Any) -> None:
-    """Make a system call through its function in the C library.
+def drop_capabilities() -> None:
+    """Drop all capabilities of this process, and of the programs that it starts.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
+    with contextlib.suppress(OSError):  # there is no capability with this number
+        for capability in itertools.count():
+            system_call("prctl", PR_CAPBSET_DROP, capability, 0, 0, 0)
+    _set_capabilities(0)
+
+
+def _set_capabilities(mine: int) -> None:
+    system_call("capset", struct.pack("Ii", CAPABILITY_VERSION_3, 0), struct.pack("6I", mine, mine, 0, 0, 0, 0))
+
+
+def system_call(call: str, *args: Any) -> None:
+    """Make a system call through its function in the C library; a text is a `bytes`.
 
     Raises:
         OSError: it failed.

@@ -29,7 +29,7 @@ import labkit.exercises.data_parallel
 from labkit import LabError
 from labkit.errors.exceptions import Stopped
 from labkit.exercises import answer_ranks, model_parallel
-from labkit.exercises.check import Verdict, _is_unwritten, check
+from labkit.exercises.check import Verdict, check, is_unwritten
 from labkit.exercises.comparisons import compare, factor, listing
 from labkit.exercises.guesses import Note
 from labkit.exercises.judging import AnswerError, Exercise, Passed
@@ -159,12 +159,12 @@ def written(x):
     ],
 )
 def test_a_stub_is_recognised_without_running_it(stub) -> None:
-    assert _is_unwritten(stub)
+    assert is_unwritten(stub)
 
 
 @pytest.mark.parametrize("answer", [written, 0.0, nn.Linear, lambda x: x, len, not_implemented])
 def test_a_written_answer_is_run(answer) -> None:
-    assert not _is_unwritten(answer)
+    assert not is_unwritten(answer)
 
 
 def test_an_unchanged_stub_shows_the_target_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""A class: `python -m labkit grade` judges submissions. Nothing else of labkit imports this package."""

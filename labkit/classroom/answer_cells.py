@@ -1,0 +1,74 @@
+"""Has nbgrader and Otter execute only the cells that answers need, and not the figures and long runs of a lesson.
+
+nbclient, with which both execute notebooks, passes over cells with the tag `skip-execution`
+(https://nbclient.readthedocs.io/en/latest/reference/nbclient.html). The tags are set when a submission is graded: a tag
+that a student has set does not count.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, Final
+
+from labkit.classroom.statements import Program, parsed
+from labkit.ipc.code_names import names_read
+
+__all__ = ["OtterPlugin", "only_answers"]
+
+SKIP: Final = "skip-execution"
+
+
+def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
+    """Tag the cells that no answer needs, and turn the checks of students' cells into comments.
+
+    This is a preprocessor, as nbconvert calls them. Cells that nbgrader grades are left alone, and run.
+
+    Args:
+        notebook: the submission; it is changed.
+        resources: returned as they are.
+    """
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    program = parsed(["" if _is_graded(cell) else "".join(cell["source"]) for cell in code])
+    needed = _needed_cells(program)
+    for number, cell in enumerate(code, 1):
+        tags = [tag for tag in cell["metadata"].get("tags", []) if tag != SKIP]
+        if not (number in needed or _is_graded(cell)):
+            tags.append(SKIP)
+        cell["metadata"]["tags"] = tags
+    for statement in program.statements:
+        if statement.answers:
+            cell = code[statement.cell - 1]
+            lines = "".join(cell["source"]).splitlines()
+            first, last = statement.node.lineno - 1, statement.node.end_lineno
+            lines[first:last] = [f"# {line}" for line in lines[first:last]]
+            cell["source"] = "\n".join(lines)
+    return notebook, resources
+
+
+class OtterPlugin:
+    """The same for Otter, which calls its plugins' methods by name.
+
+    Args:
+        arguments: what Otter tells each plugin.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def before_execution(self, submission: Any) -> Any:
+        """Return the submission with tags."""
+        return submission if isinstance(submission, str) else only_answers(submission)[0]
+
+
+def _needed_cells(program: Program) -> set[int]:
+    """Return the numbers of the cells that define what the answers refer to."""
+    needed = set()
+    for position, name in program.answers():
+        answer = ast.Expression(program.statements[position].answers[name])
+        names = names_read(compile(answer, "answer", "eval"))
+        needed |= {position} | program.needed(position, names)
+    return {program.statements[position].cell for position in needed}
+
+
+def _is_graded(cell: Any) -> bool:
+    return bool(cell["metadata"].get("nbgrader", {}).get("grade"))

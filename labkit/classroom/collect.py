@@ -1,0 +1,159 @@
+"""The process of a submission: runs its statements and packs its answers. Nothing that it says is trusted.
+
+It reads a `Job` from standard input, as JSON, and writes what it found into the file descriptor that is its argument.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import linecache
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from labkit.classroom.confinement import Confinement, cover, new_namespaces, watch
+from labkit.classroom.packed import packed
+from labkit.classroom.statements import Program, parsed, without_magics
+from labkit.errors.exceptions import LabError
+from labkit.launch.descendants import adopt_orphans, end_children
+
+__all__ = ["Job", "main"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to collect from a notebook.
+
+    Args:
+        cells: the sources of its code cells.
+        exercises: the names of the exercises.
+        execute: whether to run all statements, and not only those that answers need.
+        confinement: what its code must not do.
+    """
+
+    cells: tuple[str, ...]
+    exercises: tuple[str, ...]
+    execute: bool
+    confinement: Confinement
+
+    def to_json(self) -> str:
+        """Return this as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return what `to_json` was given."""
+        given = json.loads(text)
+        return cls(given["cells"], given["exercises"], given["execute"], Confinement(**given["confinement"]))
+
+
+def main(result: int) -> None:
+    """Run the submission.
+
+    Args:
+        result: the file descriptor for what was found: a JSON object with an entry for each submitted exercise.
+    """
+    refused = new_namespaces()  # needs a single thread
+    adopt_orphans()
+    job = Job.from_json(sys.stdin.read())
+    home, python = _namespace(job.execute)
+    examine = _examiner()
+    if not refused:
+        cover(job.confinement.hidden)
+    watch(job.confinement)
+    found = _collect(job, parsed(job.cells, python), home, examine)
+    with os.fdopen(result, "w") as file:
+        json.dump(found, file)
+    end_children()
+    os._exit(0)  # without waiting for what the submission has left behind
+
+
+def _namespace(execute: bool) -> tuple[types.ModuleType, Callable[[str], str]]:
+    """Return the module in which the submission runs, and what turns a cell into Python."""
+    if not execute:
+        home = types.ModuleType("__main__")
+        sys.modules["__main__"] = home
+        return home, without_magics
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    import labkit  # noqa: F401  # with `%%ranks`
+
+    return shell.user_module, shell.transform_cell
+
+
+def _examiner() -> Callable[[Any, types.ModuleType], dict[str, Any]]:
+    """Return a function that packs an answer. All that it imports is imported now: the files will be hidden."""
+    from labkit.exercises import guesses  # noqa: F401  # the submission may use it
+    from labkit.exercises.check import is_unwritten, refused
+
+    def examine(answer: Any, home: types.ModuleType) -> dict[str, Any]:
+        if is_unwritten(answer):
+            return {"unwritten": True}
+        if isinstance(number := getattr(answer, "item", lambda: answer)(), (bool, int, float, str)):
+            return {"value": number}
+        if (why := refused(answer)) is not None:
+            return {"refused": why}
+        try:
+            return {"packed": packed(answer, home).to_json()}
+        except LabError as error:
+            return {"refused": str(error)}
+
+    return examine
+
+
+def _collect(
+    job: Job, program: Program, home: types.ModuleType, examine: Callable[[Any, types.ModuleType], dict[str, Any]]
+) -> dict[str, Any]:
+    for number, lines in program.lines.items():
+        linecache.cache[_file(number)] = (sum(map(len, lines)), None, lines, _file(number))
+    wanted = [(at, name, program.statements[at].answers[name]) for at, name in program.answers() if name in job.exercises]
+    named = program.submitted_by_name(job.exercises).items()
+    wanted += [(at + 1, name, ast.parse(name, mode="eval").body) for name, at in named]
+    selected = _selected(program, wanted, job.execute)
+    found: dict[str, Any] = {}
+    failures: list[str] = [f"cell {cell}: {why}" for cell, why in program.errors.items()]
+    for position, statement in enumerate([*program.statements, None]):
+        for name, expression in [(name, answer) for at, name, answer in wanted if at == position]:
+            found[name] = _examined(expression, home, examine, failures)
+        if statement is not None and position in selected and not statement.answers:
+            _run(statement.node, _file(statement.cell), home, failures)
+    return found | {"": {"failures": failures}}
+
+
+def _selected(program: Program, wanted: list[tuple[int, str, ast.expr]], execute: bool) -> set[int]:
+    if execute:
+        return set(range(len(program.statements)))
+    names = [(at, {node.id for node in ast.walk(answer) if isinstance(node, ast.Name)}) for at, _, answer in wanted]
+    return {position for at, used in names for position in program.needed(at, used)}
+
+
+def _examined(
+    expression: ast.expr, home: types.ModuleType, examine: Callable[[Any, types.ModuleType], dict[str, Any]], failures: list[str]
+) -> dict[str, Any]:
+    try:
+        answer = eval(compile(ast.Expression(expression), "answer", "eval"), home.__dict__)
+        return examine(answer, home)
+    except Exception as error:  # noqa: BLE001  # the submission's own
+        return {"missing": f"There is no answer: {type(error).__name__}: {error}", "failures": list(failures)}
+
+
+def _run(node: ast.stmt, file: str, home: types.ModuleType, failures: list[str]) -> None:
+    try:
+        exec(compile(ast.Module([node], []), file, "exec", dont_inherit=True), home.__dict__)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # also `exit()`
+        failures.append(f"{file}, line {node.lineno}: {type(error).__name__}: {error}")
+
+
+def _file(cell: int) -> str:
+    return f"cell {cell}"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

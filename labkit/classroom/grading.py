@@ -1,0 +1,162 @@
+"""Grades one submission: one process runs its code, another judges the answers on ranks.
+
+    grade (trusted, runs nothing) ──> collect: runs the submission's statements, packs its answers
+                                  ──> judge: imports the judges, hands the packed answers on
+                                        └──> ranks: unpack and run them
+
+Both processes are confined and limited. If the judge's process ends before it has judged all answers, the exercise at
+which it ended has failed, and a new process judges the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from labkit import exercises
+from labkit.classroom.bounded import Ended, Limits, run_bounded
+from labkit.classroom.collect import Job
+from labkit.classroom.confinement import Confinement
+from labkit.classroom.judge import Judging
+from labkit.classroom.submissions import LESSONS_FOLDER, Submission
+
+__all__ = ["Graded", "Settings", "grade", "hidden_for"]
+
+# The environment of a submission: nothing else of the teacher's is in it, such as passwords.
+_KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
+MOST_FAILURES: Final = 5  # statements of the submission in one verdict
+START_S: Final = 60.0  # for the imports of a process on a busy machine
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How submissions are graded.
+
+    Args:
+        execute: whether to run the whole notebook.
+        seed: as for `labkit.check`.
+        limit_s: seconds for one run of an answer.
+        memory_mb: megabytes of resident memory.
+        hidden: files and folders that submissions must not open.
+    """
+
+    execute: bool = False
+    seed: int = 1
+    limit_s: float = 60.0
+    memory_mb: float = 4000.0
+    hidden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The verdict on an answer.
+
+    Args:
+        exercise: the exercise's name.
+        passed: whether the answer is right.
+        state: "passed", "wrong", "not written yet", or "no answer" if there is nothing to judge.
+        message: what the verdict says.
+        details: its further lines.
+        score: for the leaderboard; less is better, None without one.
+        seconds: how long it took.
+    """
+
+    exercise: str
+    passed: bool
+    state: str
+    message: str
+    details: tuple[str, ...] = ()
+    score: float | None = None
+    seconds: float = 0.0
+
+
+def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return what submissions must not open: the judges, the lessons with their solutions, and other submissions.
+
+    Args:
+        paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
+    """
+    needed = [Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir(), exercises.__file__, os.devnull)]
+    hidden = {str(Path(exercises.__file__).parent), str(LESSONS_FOLDER)}
+    for path in (path.resolve() for path in paths):
+        holds_python = any(one.resolve().is_relative_to(path.parent) for one in needed)
+        hidden.add(str(path if holds_python else path.parent))
+    return tuple(sorted(hidden))
+
+
+def grade(submission: Submission, settings: Settings) -> list[Graded]:
+    """Grade all exercises of a submission."""
+    if submission.error:
+        return [_no_answer(name, submission.error) for name in submission.exercises]
+    with tempfile.TemporaryDirectory(prefix="labkit-grade-") as folder:
+        log = Path(folder, "attempts")
+        work = Path(folder, "work")
+        work.mkdir()
+        confinement = Confinement(settings.hidden, (), str(log))
+        job = Job(submission.cells, submission.exercises, settings.execute, confinement)
+        limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
+        collected = run_bounded("labkit.classroom.collect", job.to_json(), limits, str(work), _environment(folder))
+        found = _found(collected, submission, log)
+        absent = {name: _no_answer(name, one["missing"], one["failures"]) for name, one in found.items() if "missing" in one}
+        present = {name: one for name, one in found.items() if name not in absent}
+        by_name = absent | {one.exercise: one for one in _judged(present, settings, confinement, folder, str(work))}
+    return [by_name[name] for name in submission.exercises]
+
+
+def _environment(folder: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    root = str(Path(exercises.__file__).parent.parent.parent)
+    return kept | {
+        "CUDA_VISIBLE_DEVICES": "", "HOME": folder, "LABKIT_NETWORK": "shared", "PYTHONPATH": root, "PYTHONUTF8": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+
+
+def _found(ended: Ended, submission: Submission, log: Path) -> dict[str, dict[str, Any]]:
+    """Return what the process of the submission has found, or why each exercise fails."""
+    try:
+        found = json.loads(ended.result)
+        failures = found.pop("", {}).get("failures", [])
+    except (ValueError, AttributeError):
+        found, failures = {}, []
+    if log.exists() and (attempts := log.read_text(errors="replace").splitlines()):
+        log.unlink()
+        return {name: {"refused": f"Refused: it {attempts[0]}."} for name in submission.exercises}
+    ending = f"The notebook was not run to its end: {ended.why}." if ended.why else "There is no answer in the notebook."
+    return {name: found.get(name, {"missing": ending, "failures": failures}) for name in submission.exercises}
+
+
+def _judged(
+    found: dict[str, dict[str, Any]], settings: Settings, confinement: Confinement, folder: str, work: str
+) -> list[Graded]:
+    graded: list[Graded] = []
+    while waiting := list(found)[len(graded) :]:
+        judging = Judging({name: found[name] for name in waiting}, settings.seed, settings.limit_s, confinement)
+        limits = Limits(START_S + 2 * settings.limit_s * len(waiting), settings.memory_mb)
+        ended = run_bounded("labkit.classroom.judge", judging.to_json(), limits, work, _environment(folder))
+        verdicts = [_graded(json.loads(line)) for line in ended.result.splitlines()]
+        graded += verdicts
+        if len(verdicts) < len(waiting):
+            reason = ended.why or "its judge ended too early"
+            graded.append(_failed(waiting[len(verdicts)], f"Not judged to the end: {reason}.", ended.output.splitlines()[-5:]))
+    return graded
+
+
+def _graded(given: dict[str, Any]) -> Graded:
+    state = "passed" if given["passed"] else "wrong" if given["written"] else "not written yet"
+    names = ("passed", "message", "score", "seconds")
+    return Graded(given["name"], state=state, details=tuple(given["details"]), **{name: given[name] for name in names})
+
+
+def _no_answer(exercise: str, message: str, failures: Sequence[str] = ()) -> Graded:
+    return Graded(exercise, False, "no answer", message, tuple(failures[:MOST_FAILURES]))
+
+
+def _failed(exercise: str, message: str, details: Sequence[str] = ()) -> Graded:
+    return Graded(exercise, False, "wrong", message, tuple(details))

@@ -1,0 +1,108 @@
+"""The process of a judge: gives the verdicts on the answers of one submission. It runs none of the submission's code.
+
+It reads a `Judging` from standard input, as JSON, and writes a line of JSON for each verdict into the file descriptor
+that is its argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from labkit.classroom.confinement import Confinement, cover, new_namespaces
+from labkit.classroom.packed import Packed
+from labkit.classroom.trusted import only_trusted_pickles
+from labkit.exercises import answer_ranks, find
+from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, not_written
+from labkit.launch.descendants import adopt_orphans, end_children
+
+__all__ = ["Judging", "main"]
+
+# Ranks of RPC import the judge's module, and TensorFlow reads the source of the judge's functions.
+_JUDGES_IN_RANKS: Final = ("07_rpc", "08_rpc_hybrid", "10_tf_data_parallel", "11_tf_model_parallel", "12_tf_hybrid")
+
+
+@dataclass(frozen=True)
+class Judging:
+    """The answers to judge.
+
+    Args:
+        answers: by exercise, what `collect` has found.
+        seed: as for `labkit.check`.
+        limit_s: seconds for one run of an answer.
+        confinement: what the answers must not do on ranks.
+    """
+
+    answers: dict[str, dict[str, Any]]
+    seed: int
+    limit_s: float
+    confinement: Confinement
+
+    def to_json(self) -> str:
+        """Return this as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Judging:
+        """Return what `to_json` was given."""
+        given = json.loads(text)
+        return cls(given["answers"], given["seed"], given["limit_s"], Confinement(**given["confinement"]))
+
+
+def main(result: int) -> None:
+    """Judge the answers, in their order.
+
+    Args:
+        result: the file descriptor for the verdicts.
+    """
+    refused = new_namespaces()  # needs a single thread
+    adopt_orphans()
+    judging = Judging.from_json(sys.stdin.read())
+    exercises = [find(name) for name in judging.answers]  # imports the judges, whose files are hidden then
+    if any(exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises):
+        judging = dataclasses.replace(judging, confinement=_readable_by_libraries(judging.confinement))
+    if not refused:
+        cover(judging.confinement.hidden)
+    answer_ranks.LIMIT_S = judging.limit_s
+    with os.fdopen(result, "w") as file:
+        for exercise in exercises:
+            begin = time.monotonic()
+            verdict = _verdict(exercise.name, judging)
+            line = asdict(verdict) | {"score": getattr(verdict, "score", None), "seconds": time.monotonic() - begin}
+            print(json.dumps(line), file=file, flush=True)
+    end_children()
+
+
+def _readable_by_libraries(confinement: Confinement) -> Confinement:
+    judges = str(Path(answer_ranks.__file__).parent)
+    hidden = tuple(folder for folder in confinement.hidden if folder != judges)
+    return dataclasses.replace(confinement, hidden=hidden, for_libraries=(judges,))
+
+
+def _verdict(name: str, judging: Judging) -> Verdict:
+    exercise, found, log = find(name), judging.answers[name], Path(judging.confinement.log)
+    if found.get("unwritten"):
+        return not_written(exercise)
+    if "refused" in found:
+        return Verdict(name, False, str(found["refused"]))
+    if "value" in found:
+        return judged(exercise, found["value"], judging.seed)
+    answer = Packed.from_json(found["packed"], judging.confinement)
+    if (reason := looks_at_judge(answer.data)) is not None:
+        return Verdict(name, False, reason)
+    with only_trusted_pickles():
+        verdict = judged(exercise, answer, judging.seed)
+    if log.exists() and (attempts := log.read_text(errors="replace").splitlines()):
+        log.unlink()
+        return Verdict(name, False, f"Refused: it {attempts[0]}.")
+    return dataclasses.replace(verdict, details=tuple(line for line in verdict.details if line != MORE_LATER))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,104 @@
+"""An answer on its way from the process of the submission to a rank. The judge's process never unpickles it.
+
+Unpickling runs code that whoever pickled has chosen. So the submission's process sends bytes, the judge's process hands
+them on, and the rank, which is confined first, unpickles them.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.classroom.confinement import Confinement, watch
+from labkit.ipc.pickling import Payload, install_source, pack, shared_memory, source_of, unpack
+
+__all__ = ["Packed", "packed"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A function or a class of a submission, pickled.
+
+    Args:
+        name: its name.
+        is_class: whether it is a class.
+        data: the pickle stream.
+        memory: the large arrays that it refers to.
+        regions: where each is in `memory`, and its size in bytes.
+        sources: the lines of the cells in which its functions are defined, by name.
+        confinement: what its code must not do.
+    """
+
+    name: str
+    is_class: bool
+    data: bytes
+    memory: bytes
+    regions: list[tuple[int, int]]
+    sources: dict[str, list[str]]
+    confinement: Confinement
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__qualname__", self.name)  # as a function has it
+
+    def __call__(self, *_: Any) -> Any:
+        """Fail: only ranks call answers; judges pass them on."""
+        raise TypeError(f"{self.name} runs only on ranks")
+
+    def __reduce__(self) -> Any:
+        return _unpacked, (self.data, self.memory, self.regions, self.sources, self.confinement)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the confinement as JSON can hold it."""
+        encoded = {key: base64.b64encode(getattr(self, key)).decode() for key in ("data", "memory")}
+        return {"name": self.name, "is_class": self.is_class, "regions": self.regions, "sources": self.sources, **encoded}
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any], confinement: Confinement) -> Packed:
+        """Return what `to_json` was given.
+
+        Raises:
+            KeyError, TypeError, ValueError: the submission's process has sent something else.
+        """
+        data, memory = (base64.b64decode(given[key]) for key in ("data", "memory"))
+        regions = [(int(at), int(size)) for at, size in given["regions"]]
+        if any(at < 0 or size < 0 or at + size > len(memory) for at, size in regions):
+            raise ValueError("regions outside of the memory")
+        sources = {str(name): [str(line) for line in lines] for name, lines in given["sources"].items()}
+        return cls(str(given["name"]), bool(given["is_class"]), data, memory, regions, sources, confinement)
+
+
+def packed(answer: Any, home: Any) -> Packed:
+    """Pickle a function or a class of a submission.
+
+    Args:
+        answer: the function or class.
+        home: the module in which it is defined.
+
+    Raises:
+        LabError: some part of it cannot be pickled.
+    """
+    payload = pack(answer, home=home, label="the answer")
+    try:
+        size = max((at + count for at, count in payload.regions), default=0)
+        memory = os.pread(payload.fd, size, 0) if payload.fd >= 0 else b""
+    finally:
+        payload.close()
+    sources = {name: source_of(name) for name in payload.files}
+    name = getattr(answer, "__qualname__", type(answer).__qualname__)
+    return Packed(name, isinstance(answer, type), payload.data, memory, payload.regions, sources, Confinement((), (), ""))
+
+
+def _unpacked(
+    data: bytes, memory: bytes, regions: list[tuple[int, int]], sources: dict[str, list[str]], confinement: Confinement
+) -> Any:
+    """In a rank: confine it, and unpickle the answer."""
+    watch(confinement)
+    for name, lines in sources.items():
+        install_source(name, lines)
+    fd = -1
+    if regions:
+        fd = shared_memory(len(memory))
+        os.pwrite(fd, memory, 0)
+    return unpack(Payload(data, regions, fd))

@@ -1,0 +1,112 @@
+"""What a submission's code must not do. Each attempt runs in a process of its own: an audit hook stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit.classroom.confinement import Confinement
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = """
+import sys
+from labkit.classroom.confinement import Confinement, cover, new_namespaces, watch
+confinement = Confinement(({hidden!r},), ({libraries!r},), {log!r})
+{before}
+watch(confinement)
+exec(compile({attempt!r}, "cell 1", "exec"), {{"hidden": {hidden!r}, "libraries": {libraries!r}}})
+"""
+ATTEMPTS = {
+    "open(hidden + '/secret.txt').read()": "opens secret.txt, which is not for submissions",
+    "open(hidden + '/../hidden/secret.txt')": "opens secret.txt, which is not for submissions",
+    "import os; os.listdir(hidden)": "opens hidden, which is not for submissions",
+    "import os; os.open(hidden + '/secret.txt', os.O_RDONLY)": "opens secret.txt, which is not for submissions",
+    "import pathlib; pathlib.Path(hidden, 'secret.txt').read_text()": "opens secret.txt, which is not for submissions",
+    "import sys; sys.path.insert(0, hidden); import oracle": "opens hidden, which is not for submissions",
+    "import linecache; linecache.getlines(libraries + '/judge.py')": "opens judge.py, which is not for submissions",
+    "import subprocess; subprocess.run(['true'])": "starts another program",
+    "import os; os.system('true')": "starts another program",
+    "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1)": "looks up the address of 192.0.2.1",
+    "import socket; socket.socket().connect(('192.0.2.1', 80))": "connects to 192.0.2.1",
+    "import sys; getattr(sys, '_get' + 'frame')(0)": "looks at the frames or objects of other code",
+    "import inspect; inspect.stack()": "looks at the frames or objects of other code",
+    "exec('import sys; sys._getframe(1)')": "looks at the frames or objects of other code",
+    "try:\n    1 / 0\nexcept ArithmeticError as error:\n    error.__traceback__.tb_frame": (
+        "looks at the frames or objects of other code"
+    ),
+    "import gc; gc.get_objects()": "looks at the frames or objects of other code",
+    "import ctypes; ctypes.CDLL(None).getpid()": "calls C functions by ctypes",
+    "import os; os.kill(os.getppid(), 0)": "sends signals to other processes",
+}  # fmt: skip
+ALLOWED = [
+    "import collections; collections.namedtuple('A', 'b')",
+    "import logging, warnings; logging.warning('x'); warnings.warn('x', stacklevel=2)",
+    "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())",
+    "import os, tempfile; open(tempfile.mktemp(), 'w').close(); os.listdir('/')",
+    "import dataclasses; dataclasses.make_dataclass('A', ['b'])(1)",
+    "import torch, torch.distributed, torch.fx",
+]
+
+
+def attempt(code: str, tmp_path: Path, before: str = "") -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run code after `watch`; return how it ended, and the log."""
+    for name in ("hidden", "libraries"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hidden" / "secret.txt").write_text("secret")
+    (tmp_path / "hidden" / "oracle.py").write_text("print('secret')")
+    (tmp_path / "libraries" / "judge.py").write_text("secret = 1\n")
+    log = tmp_path / "log"
+    paths = {"hidden": str(tmp_path / "hidden"), "libraries": str(tmp_path / "libraries"), "log": str(log)}
+    program = PROGRAM.format(attempt=code, before=before, **paths)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    return ended, log.read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", ATTEMPTS)
+def test_an_attempt_is_refused_and_written_down_even_if_its_exception_is_swallowed(code: str, tmp_path: Path) -> None:
+    indented = code.replace("\n", "\n    ")
+    ended, log = attempt(f"try:\n    {indented}\nexcept BaseException:\n    pass\nprint('went on')", tmp_path)
+    assert ended.stdout == "went on\n", ended.stderr
+    assert log[0] == ATTEMPTS[code]
+
+
+@pytest.mark.parametrize("code", ALLOWED)
+def test_what_libraries_do_is_allowed(code: str, tmp_path: Path) -> None:
+    ended, log = attempt(code, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert log == []
+
+
+COVERED = """
+why = new_namespaces()
+if why:
+    sys.exit(f"no namespaces: {why}")
+cover(confinement.hidden)
+"""
+
+
+def test_in_namespaces_not_even_c_code_finds_the_files_or_the_network(tmp_path: Path) -> None:
+    look = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(libc.open(os.fsencode(hidden + '/secret.txt'), 0), os.listdir('/sys/class/net') if 0 else "
+        "open('/proc/net/dev').read().count(':'), libc.umount(os.fsencode(hidden)))"
+    )
+    # `-c` code has the file name "<string>", as code of a submission that `exec` runs: watch() comes after it.
+    program = COVERED + f"hidden = confinement.hidden[0]\nexec({look!r})"
+    ended, _ = attempt("pass", tmp_path, program)
+    if "no namespaces" in ended.stderr:
+        pytest.skip(ended.stderr.strip())
+    assert ended.stdout == "-1 1 -1\n", ended.stderr
+    assert (tmp_path / "hidden" / "secret.txt").read_text() == "secret", "it is covered only there"
+
+
+def test_the_confinement_travels_as_json() -> None:
+    import dataclasses
+    import json
+
+    confinement = Confinement(("/a",), (), "/log")
+    assert Confinement(**json.loads(json.dumps(dataclasses.asdict(confinement)))).log == "/log"

@@ -1,0 +1,226 @@
+"""`python -m labkit grade`: right, wrong, broken, endless and dishonest submissions, graded by the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from labkit.classroom.grade import main
+from labkit.classroom.grading import hidden_for
+from labkit.classroom.submissions import exercises_of, lessons_named, submissions
+from labkit.errors.exceptions import LabError
+
+ROOT = Path(__file__).resolve().parents[2]
+LESSON = "02_data_parallel"
+RATE = "scaled_learning_rate"
+AVERAGE = "average_gradients"
+MEAN = "model.parameters()", "p.grad = torch.zeros_like(p) if p.grad is None else p.grad", "dist.all_reduce(p.grad)"
+
+
+def code_cells(path: Path) -> list[str]:
+    return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), path)
+    return path
+
+
+def rate(body: str, name: str = RATE) -> str:
+    indented = body.replace("\n", "\n    ")
+    return f"def {name}(base, base_batch, per_rank, ranks):\n    {indented}\n\nlab.check('{RATE}', {name})"
+
+
+RIGHT_RATE = rate("return base * per_rank * ranks / base_batch")
+IMPORTS = "import torch\nimport torch.distributed as dist\nimport labkit as lab"
+
+
+@pytest.fixture(scope="module")
+def right_average() -> str:
+    """The reference solution."""
+    return next(c for c in code_cells(ROOT / "notebooks" / "solutions" / f"{LESSON}.ipynb") if f"def {AVERAGE}" in c)
+
+
+@pytest.fixture
+def graded(tmp_path: Path) -> Any:
+    """A function that grades files and returns the students in the written results."""
+
+    def run(*arguments: object) -> dict[str, Any]:
+        written = tmp_path / "results.json"
+        assert main([*map(str, arguments), "--json", str(written)]) == 0
+        students: dict[str, Any] = json.loads(written.read_text())["students"]
+        return students
+
+    return run
+
+
+# ------------------------------------------------------------------------------------- what is submitted
+
+
+def test_students_are_named_by_their_notebooks_or_by_the_folders_of_notebooks_named_after_a_lesson(tmp_path: Path) -> None:
+    notebook(tmp_path / "anna" / f"{LESSON}.ipynb")
+    notebook(tmp_path / "hand_in" / "ben.ipynb", "lab.check('bubble', bubble)")
+    notebook(tmp_path / "hand_in" / ".ipynb_checkpoints" / "ben.ipynb")
+    found = submissions([tmp_path], [])
+    assert [(one.student, one.exercises) for one in found] == [
+        ("anna", exercises_of(ROOT / "notebooks" / f"{LESSON}.ipynb")), ("ben", ("bubble",)),
+    ]  # fmt: skip
+
+
+def test_the_exercises_of_lessons_in_their_order() -> None:
+    (lesson,) = lessons_named(["02"])
+    assert exercises_of(lesson) == (AVERAGE, "average_in_buckets", "draw_indices", RATE)
+    with pytest.raises(LabError, match="no lesson is called '99'; there are 00_start_here, "):
+        lessons_named(["99"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere: no such file or folder"),
+        (["."], "there is no notebook in ."),
+        ([".", "--points", "bubble"], "expected an exercise and a number"),
+        ([".", "--lessons", "99"], "no lesson is called '99'"),
+    ],
+)
+def test_a_wrong_command_is_told_in_one_line(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> None:
+    outside = tmp_path / "class" / "a.ipynb"
+    here = ROOT / "a.ipynb"  # the folder of labkit
+    hidden = hidden_for([outside, here])
+    assert str(outside.parent) in hidden
+    assert str(here) in hidden
+    assert str(ROOT) not in hidden
+    assert str(ROOT / "labkit" / "exercises") in hidden
+
+
+def test_what_is_no_notebook_has_no_answers(tmp_path: Path, graded: Any) -> None:
+    (tmp_path / "empty.ipynb").write_text("")
+    (tmp_path / "list.ipynb").write_text("[]")
+    results = graded(tmp_path / "empty.ipynb", tmp_path / "list.ipynb", "--lessons", "02")
+    for student in ("empty", "list"):
+        assert {one["state"] for one in results[student]["exercises"].values()} == {"no answer"}
+        assert f"{student}.ipynb is no notebook" in results[student]["exercises"][RATE]["message"]
+
+
+# -------------------------------------------------------------------------------------- how it is judged
+
+
+@pytest.mark.processes
+def test_a_notebook_of_a_lesson_is_graded_exercise_by_exercise(tmp_path: Path, graded: Any, right_average: str) -> None:
+    summed = right_average.replace("/= dist.get_world_size()", "/= 1")
+    notebook(
+        tmp_path / "anna" / f"{LESSON}.ipynb", IMPORTS, "1 / 0", "factor = 1", "def broken(:", summed,
+        rate("return factor * base * per_rank * ranks / base_batch", "mine"),
+        "def draw_indices(examples, rank, ranks, epoch):\n    ...",
+    )  # fmt: skip
+    anna = graded(tmp_path, "--points", f"{RATE}=3")["anna"]
+    assert {name: one["state"] for name, one in anna["exercises"].items()} == {
+        AVERAGE: "wrong", "average_in_buckets": "no answer", "draw_indices": "not written yet", RATE: "passed",
+    }  # fmt: skip
+    assert anna["points"] == 3
+    assert "summed, not averaged" in anna["exercises"][AVERAGE]["message"]
+
+
+@pytest.mark.processes
+def test_the_reference_solution_is_right_with_other_inputs_and_executed_as_a_whole(tmp_path: Path, graded: Any) -> None:
+    cells = code_cells(ROOT / "notebooks" / "solutions" / f"{LESSON}.ipynb")
+    notebook(tmp_path / "anna" / f"{LESSON}.ipynb", *cells, "%%ranks group\nx = 1")
+    anna = graded(tmp_path, "--execute", "--seed", 12)["anna"]
+    assert {name: one["passed"] for name, one in anna["exercises"].items()} == dict.fromkeys(anna["exercises"], True)
+
+
+CHEATS = {
+    # its code: what the verdict says
+    "from pathlib import Path\nsource = Path(lab.__file__).parent / 'exercises' / 'data_parallel.py'\nexec(source.read_text())": (
+        "opens data_parallel.py"
+    ),
+    f"open('{ROOT}/notebooks/solutions/{LESSON}.ipynb')": f"opens {LESSON}.ipynb",
+    "import sys\nreturn getattr(sys, '_get' + 'frame')(1)": "looks at",
+    "import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=1)": "looks up the address of 192.0.2.1",
+    "import subprocess\nsubprocess.run(['true'])": "starts another program",
+    "class P:\n    def __reduce__(self):\n        return eval, ('1',)\nreturn P()": "expected numbers",
+    "import labkit.exercises.data_parallel": "looks at the code that judges it",
+}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", CHEATS)
+def test_a_dishonest_answer_fails_and_says_why(attempt: str, tmp_path: Path, graded: Any) -> None:
+    result = "\nreturn base * per_rank * ranks / base_batch"
+    swallowed = (
+        attempt if "return" in attempt else "try:\n    " + attempt.replace("\n", "\n    ") + "\nexcept BaseException:\n    pass"
+    )
+    notebook(tmp_path / "cheat.ipynb", IMPORTS, rate(swallowed + result))
+    verdict = graded(tmp_path / "cheat.ipynb")["cheat"]["exercises"][RATE]
+    assert not verdict["passed"]
+    assert CHEATS[attempt] in verdict["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_submission_cannot_read_another_one_nor_change_how_it_is_judged(tmp_path: Path, graded: Any) -> None:
+    other = notebook(tmp_path / "class" / "anna.ipynb", IMPORTS, RIGHT_RATE)
+    notebook(
+        tmp_path / "class" / "reads.ipynb",
+        IMPORTS,
+        f"text = open({str(other)!r}).read()",
+        RIGHT_RATE.replace("return", "text; return"),
+    )
+    notebook(tmp_path / "class" / "rebinds.ipynb", IMPORTS, "lab.check = lambda *_: True\nprint('passed')", rate("return 0"))
+    results = graded(tmp_path / "class")
+    assert {student: one["points"] for student, one in results.items()} == {"anna": 1, "reads": 0, "rebinds": 0}
+    assert results["reads"]["exercises"][RATE]["message"] == "Refused: it opens anna.ipynb, which is not for submissions."
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_one_exercise_that_breaks_its_judge_does_not_cost_the_others(tmp_path: Path, graded: Any, right_average: str) -> None:
+    hoard = "hoard = []\nwhile True:\n    hoard.append(bytearray(100_000_000))"
+    swallows = "while True:\n        try:\n            while True: print('x' * 100)\n        except BaseException: pass"
+    endless = f"def {AVERAGE}(model):\n    {swallows}"
+    notebook(tmp_path / "memory.ipynb", IMPORTS, rate(hoard), right_average)
+    notebook(tmp_path / "endless.ipynb", IMPORTS, endless + f"\n\nlab.check('{AVERAGE}', {AVERAGE})", RIGHT_RATE)
+    notebook(tmp_path / "crash.ipynb", IMPORTS, "import os\nstop = os._exit(3)", RIGHT_RATE.replace("return", "stop; return"))
+    results = graded(
+        tmp_path / "memory.ipynb", tmp_path / "endless.ipynb", tmp_path / "crash.ipynb", "--limit-s", 10, "--memory-mb", 2500
+    )
+    assert {student: one["points"] for student, one in results.items()} == {"memory": 1, "endless": 1, "crash": 0}
+    assert "MB of memory" in results["memory"]["exercises"][RATE]["message"]
+    assert "Not finished after 10 s" in results["endless"]["exercises"][AVERAGE]["message"]
+    assert "ended with exit code 3" in results["crash"]["exercises"][RATE]["message"]
+
+
+@pytest.mark.processes
+def test_an_answer_gets_nothing_of_the_teachers_environment(tmp_path: Path, graded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHERS_TOKEN", "secret")
+    assert os.environ["TEACHERS_TOKEN"] == "secret"
+    body = "import os\nreturn base * per_rank * ranks / base_batch if 'TEACHERS_TOKEN' not in os.environ else 0"
+    notebook(tmp_path / "anna.ipynb", IMPORTS, rate(body))
+    assert graded(tmp_path / "anna.ipynb")["anna"]["points"] == 1
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("lesson", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_reference_solution_gets_all_points(lesson: str, seed: int, tmp_path: Path, graded: Any) -> None:
+    notebook(tmp_path / "anna" / f"{lesson}.ipynb", *code_cells(ROOT / "notebooks" / "solutions" / f"{lesson}.ipynb"))
+    anna = graded(tmp_path, "--seed", seed)["anna"]
+    assert {name: one["message"] for name, one in anna["exercises"].items() if not one["passed"]} == {}

@@ -1,0 +1,92 @@
+"""The forms in which the results of a class are written."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+from labkit.classroom.grading import Graded
+from labkit.classroom.mistakes import draw_mistakes
+from labkit.classroom.results import Results
+
+HINT = "The gradients were summed, not averaged"
+RIGHT = Graded("average_gradients", True, "passed", "Right.", seconds=1.4, score=12.5)
+WRONG = Graded("average_gradients", False, "wrong", HINT, ("on 3 ranks",))
+STUB = Graded("bubble", False, "not written yet", "Return the idle share.")
+ABSENT = Graded("bubble", False, "no answer", "There is no answer in the notebook.")
+POINTS = {"average_gradients": 2.0, "bubble": 1.0}
+CLASS = Results(
+    {
+        "anna": {"average_gradients": RIGHT, "bubble": STUB},
+        "ben": {"average_gradients": WRONG, "bubble": ABSENT},
+        "cem": {"average_gradients": WRONG},
+    },
+    POINTS,
+)
+
+
+def test_the_table() -> None:
+    assert CLASS.as_table().splitlines() == [
+        "| student | average_gradients | bubble | points |",
+        "|---------|-------------------|--------|--------|",
+        "| anna    | ✓                 | ○      | 2      |",
+        "| ben     | ✗                 | –      | 0      |",
+        "| cem     | ✗                 |        | 0      |",
+        "| passed  | 1                 | 0      | of 3   |",
+        "",
+        "✓ right, ✗ wrong, ○ not written, – no answer",
+        "",
+        "The commonest mistakes, with the number of students:",
+        f"  2  average_gradients: {HINT}",
+        "",
+        "average_gradients:",
+        "  1        12.5  anna",
+    ]
+
+
+def test_points_as_csv() -> None:
+    assert [*csv.reader(CLASS.written("csv").splitlines())] == [
+        ["student", "average_gradients", "bubble", "points"], ["anna", "2", "0", "2"], ["ben", "0", "0", "0"],
+        ["cem", "0", "", "0"],
+    ]  # fmt: skip
+
+
+def test_everything_as_json() -> None:
+    written = json.loads(CLASS.written("json"))
+    assert written["students"]["anna"]["points"] == 2
+    assert written["students"]["ben"]["exercises"]["average_gradients"]["details"] == ["on 3 ranks"]
+    assert written["mistakes"] == [{"exercise": "average_gradients", "message": HINT, "students": 2}]
+
+
+def only(student: str) -> Results:
+    return Results({student: CLASS.by_student[student]}, POINTS)
+
+
+def test_gradescope() -> None:
+    written = json.loads(only("anna").written("gradescope"))
+    assert [(t["name"], t["score"], t["max_score"], t["status"]) for t in written["tests"]] == [
+        ("average_gradients", 2, 2, "passed"), ("bubble", 0, 1, "failed"),
+    ]  # fmt: skip
+    assert written["leaderboard"] == [{"name": "average_gradients", "value": 12.5, "order": "asc"}]
+    assert json.loads(only("ben").written("gradescope"))["tests"][0]["output"] == f"{HINT}\non 3 ranks"
+
+
+def test_classroom50() -> None:
+    written = only("ben").for_classroom50({"CLASSROOM": "systems", "ASSIGNMENT": "lesson-02", "OWNER": "ben"})
+    assert (written["schema"], written["classroom"], written["assignment"]) == ("classroom50/result/v1", "systems", "lesson-02")
+    assert (written["score"], written["max-score"]) == (0, 3)
+    assert [(t["test-name"], t["passed"], t["score"], t["max-score"]) for t in written["tests"]] == [
+        ("average_gradients", False, 0, 2), ("bubble", False, 0, 1),
+    ]  # fmt: skip
+
+
+def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
+    ax = draw_mistakes(CLASS.mistakes(), 3)
+    assert [bar.get_width() for bar in ax.patches] == [2]
+    [label] = ax.get_yticklabels()
+    assert label.get_text().replace("\n", " ") == f"average_gradients: {HINT}"
+    assert HINT in ax.figure.alt_text
+
+
+def test_a_class_without_mistakes_has_an_empty_figure() -> None:
+    assert draw_mistakes([], 3).get_title() == "The commonest mistakes of 3 students"
