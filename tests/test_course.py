@@ -49,7 +49,7 @@ def test_nothing_is_left_to_write(path):
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
     rows = [line for line in (NOTEBOOKS.parent / "README.md").read_text().splitlines() if f"/{path.name})" in line]
     left = [line for text in [*cells, *rows] for line in text.splitlines() if "TODO" in line]
-    assert left == [], f"{path.stem}: write these lines"
+    assert not left, "\n".join([f"{path.stem}: write these lines", *left])
 
 
 @lesson

@@ -18,9 +18,11 @@ from torch.nn import functional
 from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, RankError
+from labkit.exercises.answer_ranks import by_value
 from labkit.exercises.comparisons import TOLERANCE, differ, judge_result
 from labkit.exercises.data_parallel import Gradients, gradients_of
 from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, showing
+from labkit.exercises.random_state import case_seed
 from labkit.recording.record import steps
 from labkit.simulation.simulate import Simulation, simulate
 from labkit.tracing.trace import Trace
@@ -36,13 +38,13 @@ SIXTEEN_BITS: Final = 0.02  # relative; the largest error of gradients that trav
 
 
 def _model() -> nn.Sequential:
-    torch.manual_seed(0)
+    torch.manual_seed(case_seed(0))
     return nn.Sequential(*itertools.chain(*((nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))))
 
 
 def _batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the inputs and targets of all ranks in each step."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator().manual_seed(case_seed(1))
     for _ in range(STEPS):
         inputs, targets = torch.randn(2, RANKS * EXAMPLES, WIDTH, generator=random)
         yield inputs, targets
@@ -106,7 +108,8 @@ def _fast_step(answer: Any, on: OnRanks) -> float:
 
 def _simulated(answer: Any) -> Simulation:
     try:
-        return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
+        with by_value():
+            return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
     except RankError:
         raise
     except LabError as error:
