@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from labkit.classroom.confinement import new_namespaces
 from labkit.classroom.grading import Graded, Settings, grade, hidden_for
 from labkit.classroom.results import Results
 from labkit.classroom.submissions import Submission, exercises_of, lessons_named, submissions
@@ -40,6 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     settings = Settings(options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for([s.path for s in given]))
     results = _results(given, settings, options.jobs, points)
     print(results.as_table())
+    if why := _no_namespaces():
+        print(
+            f"This system allows no namespaces ({why}): only Python's audit hooks have kept submissions from files and network."
+        )
     for form in FORMS:
         if path := getattr(options, form):
             path.write_text(results.written(form), encoding="utf-8")
@@ -66,6 +72,13 @@ def points_given(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             raise LabError(f"--points {text}: expected an exercise and a number, as in average_gradients=2") from None
     return points
+
+
+def _no_namespaces() -> str:
+    """Return why submissions cannot have namespaces of their own; "" if they can. Another process tries."""
+    module = new_namespaces.__module__
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import new_namespaces; print(new_namespaces())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from labkit.errors.lists import counted
 from labkit.exercises.comparisons import equal, judge_result, number_of, whole_numbers
 from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, exercise, showing
+from labkit.exercises.random_state import other_cases
 
 __all__ = ["Expected", "calculation", "judge_calculation"]
 
@@ -37,6 +39,7 @@ def calculation(
     passed: str,
     cases: Iterable[tuple[Any, ...]],
     *,
+    other: Callable[[Random], tuple[Any, ...]],
     same: Callable[[Any, Any], bool] = equal,
 ) -> Callable[[Callable[..., Expected]], Exercise]:
     """Make an exercise of an oracle, `_bubble` say; it has the oracle's name without the underscore.
@@ -46,6 +49,8 @@ def calculation(
         target: the task.
         passed: the message for a right answer.
         cases: the arguments of each call. The first case tells the known mistakes apart.
+        other: makes the arguments of one more call, with which graders judge: an answer that knows only the results of
+            `cases`, which verdicts show, fails.
         same: whether two results are equal up to rounding.
     """
 
@@ -53,7 +58,7 @@ def calculation(
         name = oracle.__name__.removeprefix("_")
 
         def judge(answer: Any, _: OnRanks) -> None:
-            for arguments in cases:
+            for arguments in (*cases, *other_cases(other)):
                 judge_calculation(answer, name, arguments, oracle(*arguments), same)
 
         return exercise(lesson, target, passed, name=name)(judge)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from random import Random
 from typing import Any, Final
 
 from labkit.costs.device import Device
@@ -23,6 +24,12 @@ LESSON = "14_choose_a_strategy"
 # ------------------------------------------------------------------------------------------------------ strategy_memory
 
 
+def _other_memory(random: Random) -> tuple[Any, ...]:
+    stages, tensor, shards = (2 ** random.randrange(4) for _ in range(3))
+    layers, micro_batches = stages * random.randint(4, 12), random.randint(1, 12)
+    return random.uniform(1e9, 8e10), layers, random.uniform(5e7, 2e8), stages, tensor, shards, random.randrange(4), micro_batches
+
+
 @calculation(
     LESSON,
     "strategy_memory(parameters, layers, layer_bytes, stages, tensor, shards, zero, micro_batches) returns a dictionary with "
@@ -34,6 +41,7 @@ LESSON = "14_choose_a_strategy"
         (70e9, 80, 2e8, 8, 8, 1, 0, 4),
         (1e9, 24, 5e7, 1, 4, 2, 1, 4),
     ],
+    other=_other_memory,
 )
 def _strategy_memory(
     parameters: float, layers: int, layer_bytes: float, stages: int, tensor: int, shards: int, zero: int, micro_batches: int
@@ -101,6 +109,7 @@ STATE_BYTES: Final = 16  # per parameter, in mixed precision with Adam
     "divided among as few ranks as its 16 bytes per parameter allow, by tensor parallelism first, but only inside a node.",
     "The model is divided no more than it must be: inside a node as far as that goes, then into stages.",
     [(70e9, 80, 16, 8), (7e9, 80, 2, 8), (1e9, 80, 1, 4), (13e9, 24, 4, 4), (7e9, 16, 8, 2), (5e9, 80, 2, 8)],
+    other=lambda random: (random.uniform(1e9, 6e10), random.uniform(16, 80), random.choice([8, 16]), random.choice([8, 16])),
 )
 def _mesh_for(parameters: float, memory_gb: float, nodes: int, per_node: int) -> Expected:
     ranks = nodes * per_node
@@ -188,12 +197,19 @@ def _best(model: Transformer, batch: int, cluster: Cluster) -> tuple[float, bool
     return row.step_s, row.fits
 
 
+def _at_other_prices(random: Random) -> list[tuple[float, Cluster]]:
+    offers = [(round(price * random.uniform(0.6, 1.6), 2), cluster) for price, cluster in CASES[0][0]]
+    random.shuffle(offers)
+    return offers
+
+
 @calculation(
     LESSON,
     "cheapest(offers, model, batch, steps, hours) returns the index of the offer that costs least of those that finish in "
     "time. `offers` is a list of pairs: price per hour, and a lab.Cluster.",
     "The right offer is neither the fastest nor the one with the lowest price per hour.",
     [(list(offers), SEVEN_B, BATCH, steps, hours) for offers, steps, hours in CASES],
+    other=lambda random: (_at_other_prices(random), SEVEN_B, BATCH, *CASES[0][1:]),
 )
 def _cheapest(offers: list[tuple[float, Cluster]], model: Transformer, batch: int, steps: int, hours: float) -> Expected:
     best = [_best(model, batch, cluster) for _, cluster in offers]

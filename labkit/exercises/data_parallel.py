@@ -321,6 +321,7 @@ def _examples(numbers: list[int]) -> str:
     "The learning rate grows as the batch of all ranks together does. (A rule of thumb: warm up, and check.)",
     # The first case tells all rules apart. In the others the new batch is no multiple of the old one, smaller or equal.
     ((0.1, 256, 64, 12), (0.05, 256, 100, 3), (0.1, 256, 32, 2), (0.1, 64, 64, 1)),
+    other=lambda random: (random.uniform(0.001, 1), random.randint(30, 300), random.randint(8, 128), random.randint(2, 16)),
 )
 def _scaled_learning_rate(base: float, base_batch: int, per_rank: int, ranks: int) -> Expected:
     times = per_rank * ranks / base_batch

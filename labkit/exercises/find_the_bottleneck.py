@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any, Final
 
 import torch
@@ -140,12 +141,19 @@ STRAGGLERS: Final = (
 )
 
 
+def _work(random: Random) -> list[list[float]]:
+    """Return what four ranks compute in five steps; one of them is late in at least three."""
+    late = random.randrange(4)
+    return [[random.uniform(10, 30) + 30 * (rank == late and step < 3) for rank in range(4)] for step in range(5)]
+
+
 @calculation(
     LESSON,
     "straggler(spans) returns the rank that the others wait for in most all-reduces. `spans` lists (rank, name, start_ms, "
     "end_ms); each rank's k-th span named all_reduce belongs to the same all-reduce, and begins when the rank arrives.",
     "It arrives last in most all-reduces, so it is the rank that waits least there.",
     [(spans,) for spans in STRAGGLERS],
+    other=lambda random: (_spans(_work(random), random.uniform(2, 9), [0, 0, 0, 0]),),
 )
 def _straggler(spans: Spans) -> Expected:
     ranks = range(1 + max(rank for rank, *_ in spans))
@@ -218,6 +226,12 @@ EXPERIMENTS: Final = (
 )
 
 
+def _other_experiment(random: Random) -> tuple[Any, ...]:
+    data, forward, backward, reduced = (float(random.randint(5, 40)) for _ in range(4))
+    experiment = Experiment([{"data": data}, {"forward": forward, "backward": backward}], {"all_reduce": reduced})
+    return experiment, experiment.phases, random.choice(experiment.phases), random.uniform(1.5, 4)
+
+
 @calculation(
     LESSON,
     "virtual_speedup(step_ms, phases, name, factor) returns how many ms per step it saves if the phase `name` becomes `factor` "
@@ -225,6 +239,7 @@ EXPERIMENTS: Final = (
     "faster. `phases` lists all names.",
     "With everything else slower by the factor, a step takes the factor times as long as with the phase faster.",
     [(experiment, experiment.phases, name, factor) for experiment, name, factor in EXPERIMENTS],
+    other=_other_experiment,
 )
 def _virtual_speedup(step_ms: Experiment, phases: list[str], name: str, factor: float) -> Expected:
     now = step_ms({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ Axes = dict[str, int]  # the size of each axis by its name, the slowest first
 SHAPES_OF_MESHES = ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2))
 
 
+def _other_place(random: Random) -> tuple[int, tuple[int, ...]]:
+    shape = tuple(random.randint(2, 5) for _ in range(random.randint(2, 4)))
+    return random.randrange(math.prod(shape)), shape
+
+
 @calculation(
     LESSON,
     "coordinates(rank, shape) returns the rank's place in a mesh as a list of whole numbers, one for each axis. `shape` is a "
@@ -34,6 +40,7 @@ SHAPES_OF_MESHES = ((2, 2), (2, 3), (2, 2, 2), (3, 1, 4), (5,), (2, 3, 2, 2))
     "The last axis runs fastest, whatever the number of axes and their sizes.",
     # The first case tells a reversed answer from one whose first axis runs fastest.
     [(2, (2, 3)), *((rank, shape) for shape in SHAPES_OF_MESHES for rank in range(math.prod(shape)))],
+    other=_other_place,
 )
 def _coordinates(rank: int, shape: tuple[int, ...]) -> Expected:
     right = _unravel(rank, shape)
@@ -265,6 +272,11 @@ def _sizes(
     }
 
 
+def _other_axes(random: Random) -> tuple[int, ...]:
+    dp, pp, tp = (random.randint(2, 6) for _ in range(3))
+    return dp, pp, tp, pp * random.randint(1, 4), dp * random.randint(20, 90), tp * random.randint(4, 30), random.choice([2, 4])
+
+
 @calculation(
     LESSON,
     "bytes_per_axis(dp, pp, tp, blocks, tokens, hidden, value_bytes) returns a dictionary with the keys dp, pp and tp: how "
@@ -272,6 +284,7 @@ def _sizes(
     "Tensor parallelism sends activations of every block, data parallelism gradients, the pipeline one activation.",
     # The first case has no pipeline; the second has sizes that tell all mistakes apart.
     ((3, 1, 4, 4, 1344, 128, 4), (5, 3, 4, 6, 240, 16, 2), (2, 2, 2, 4, 1344, 128, 4), (1, 4, 4, 8, 96, 8, 2)),
+    other=_other_axes,
 )
 def _bytes_per_axis(dp: int, pp: int, tp: int, blocks: int, tokens: int, hidden: int, value_bytes: int) -> Expected:
     arguments = dp, pp, tp, blocks, tokens, hidden, value_bytes

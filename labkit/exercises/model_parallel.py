@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,17 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.Flatten())
 
 
+def _other_spans(random: Random) -> tuple[list[tuple[int, float, float]]]:
+    spans = []
+    for rank in range(random.randint(2, 4)):
+        now = random.uniform(5, 20)
+        for _ in range(random.randint(1, 3)):
+            end = now + random.uniform(1, 5)
+            spans.append((rank, now, end))
+            now = end + random.uniform(0, 4)
+    return (spans,)
+
+
 @calculation(
     LESSON,
     "idle_shares(spans) returns a list: for each rank, in rank order, the share of the step in which it does not compute. A "
@@ -39,6 +51,7 @@ def _network() -> nn.Sequential:
         ([(0, 3.5, 5.5), (1, 5.5, 6.5), (2, 6.5, 7.5), (2, 7.5, 9.5), (1, 9.5, 11.5), (0, 11.5, 13.5)],),
         ([(0, 50, 54), (0, 54, 58), (1, 54, 57), (1, 58, 60)],),
     ),
+    other=_other_spans,
 )
 def _idle_shares(spans: Sequence[tuple[int, float, float]]) -> Expected:
     ranks = 1 + max(rank for rank, _, _ in spans)

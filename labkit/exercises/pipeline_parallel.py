@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,12 @@ from labkit.exercises.random_state import case_seed
 LESSON = "05_pipeline_parallel"
 
 
+def _other_stages(random: Random) -> tuple[list[float], list[float], int]:
+    forward, backward = ([random.uniform(1, 6) for _ in range(4)] for _ in range(2))
+    stages = random.randint(2, 4)
+    return forward[:stages], backward[:stages], random.randint(2, 12)
+
+
 @calculation(
     LESSON,
     "bubble(forward, backward, micro_batches) returns the idle share of all ranks in a GPipe step. `forward` and `backward` "
@@ -32,6 +39,7 @@ LESSON = "05_pipeline_parallel"
         ([3.0, 1.0], [2.0, 5.0], 4),  # the slowest stage of the backward passes is another one
         ([1.5], [3.0], 3),
     ),
+    other=_other_stages,
 )
 def _bubble(forward: Sequence[float], backward: Sequence[float], m: int) -> Expected:
     s, work = len(forward), m * (sum(forward) + sum(backward))

@@ -6,13 +6,16 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-__all__ = ["case_seed", "other_inputs", "unchanged_generators"]
+__all__ = ["case_seed", "other_cases", "other_inputs", "unchanged_generators"]
 
+Case = TypeVar("Case")
+OTHER_CASES: Final = 3  # of a calculation
 VARIABLE: Final = "LABKIT_EXERCISE_SEED"  # in the environment, which the ranks copy: a judge's code runs there, too
 
 
@@ -53,6 +56,16 @@ def other_inputs(seed: int) -> Iterator[None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+def other_cases(make: Callable[[Random], Case]) -> list[Case]:
+    """Return cases made at random from the seed of `check`; none for the seed of the lesson.
+
+    Args:
+        make: makes a case.
+    """
+    seed = int(os.environ.get(VARIABLE, "0"))
+    return [make(Random(OTHER_CASES * seed + i)) for i in range(OTHER_CASES)] if seed else []
 
 
 def case_seed(seed: int) -> int:

@@ -32,6 +32,7 @@ LESSON = "08_rpc_hybrid"
     "One part through both workers, and behind it the rest at the pace of the slower one.",
     # 5 parts first: with 2, half of something may be the time of a part.
     ((10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)),
+    other=lambda random: (random.uniform(1, 20), random.uniform(1, 20), random.randint(3, 9)),
 )
 def _overlapped_time(first: float, second: float, parts: int) -> Expected:
     both, slower, faster = first + second, max(first, second), min(first, second)

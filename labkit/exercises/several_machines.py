@@ -32,6 +32,7 @@ LESSON = "09b_several_machines"
     "A ring of all ranks sends nearly 2n over each cable; two levels send the same as a ring of one rank per machine.",
     # The first two cases tell all mistakes apart.
     [(n, *of, two) for n, of in ((12e6, (3, 4)), (1e6, (2, 2)), (8e6, (4, 1)), (8e6, (1, 4))) for two in (False, True)],
+    other=lambda random: (random.uniform(1e6, 9e7), random.randint(2, 6), random.randint(2, 8), random.choice([False, True])),
 )
 def _crossing_bytes(nbytes: float, machines: int, per_machine: int, two_level: bool) -> Expected:
     ranks = machines * per_machine

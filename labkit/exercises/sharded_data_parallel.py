@@ -17,6 +17,7 @@ from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare, differ, equal, judge_result, whole_numbers
 from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, reject, showing
+from labkit.exercises.random_state import other_cases
 from labkit.recording.operations import type_of
 
 LESSON: Final = "03_sharded_data_parallel"
@@ -32,7 +33,8 @@ WORLDS: Final = (3, 4, 2, 1)  # 3 first: no size below divides by it, and dividi
     "All shards are equally long, every number has one owner, and the padding fills the last shards.",
 )
 def _shard_range(answer: Any, _: OnRanks) -> None:
-    for numbers, ranks in ((10, 4), (12, 3), (5, 4), (3, 4), (7, 1), (1000, 3)):
+    cases = (10, 4), (12, 3), (5, 4), (3, 4), (7, 1), (1000, 3)
+    for numbers, ranks in (*cases, *other_cases(lambda random: (random.randint(10, 300), random.randint(2, 9)))):
         given = [_as_triple(answer(numbers, ranks, rank), numbers, ranks, rank) for rank in range(ranks)]
         _judge_ranges(given, numbers, ranks)
 
@@ -86,6 +88,12 @@ def _judge_ranges(given: list[tuple[int, int, int]], numbers: int, ranks: int) -
         for stage in (1, 2, 3, 0)
         for sizes in ((1_200_000, 700_000, 5), (999_999, 50_000, 3), (300_000, 4_000_000, 1))
     ],
+    other=lambda random: (
+        random.randint(100_000, 9_000_000),
+        random.randint(100_000, 9_000_000),
+        random.randint(2, 9),
+        random.randrange(4),
+    ),
     same=lambda a, b: abs(a - b) <= 64,  # bytes: shards may be rounded up
 )
 def _memory_per_rank(parameters: int, activations: int, ranks: int, stage: int) -> Expected:

@@ -389,6 +389,7 @@ RING = "a rank of a ring sends 2(p − 1)/p times n bytes, and alone it sends no
     "Four all_reduces per layer, each of the whole activation: more ranks do not make it less.",
     # 4 ranks first: with 2, a rank of a ring sends n bytes, and half is what 1/p is.
     ((3, 10, 5, 7, 4, 8), (1, 64, 28, 128, 2, 4), (2, 4, 10, 6, 3, 4), (5, 3, 4, 8, 1, 2)),
+    other=lambda random: (*(random.randint(2, 40) for _ in range(4)), random.randint(2, 8), random.choice([2, 4])),
 )
 def _bytes_per_step(layers: int, batch: int, sequence: int, hidden: int, ranks: int, value_bytes: int) -> Expected:
     ring, n = 2 * (ranks - 1) / ranks, batch * sequence * hidden * value_bytes

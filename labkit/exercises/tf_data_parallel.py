@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -357,12 +358,24 @@ TIMELINES: tuple[list[TimedSpan], ...] = (
 )
 
 
+def _other_timeline(random: Random) -> tuple[list[TimedSpan]]:
+    spans: list[TimedSpan] = []
+    ranks, end = random.randint(2, 4), 0.0
+    for step in range(random.randint(2, 3)):
+        starts = [end + random.uniform(1, 9) for _ in range(ranks)]
+        end = max(starts) + random.uniform(1, 3)
+        spans += [(rank, step, start, end) for rank, start in enumerate(starts)]
+    random.shuffle(spans)
+    return (spans,)
+
+
 @calculation(
     LESSON,
     "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
     "the ms that each rank waited for the others, summed over the steps.",
     "A rank waits from its own start until the last rank of the same step has started.",
     [(spans,) for spans in TIMELINES],
+    other=_other_timeline,
 )
 def _waited_ms(spans: list[TimedSpan]) -> Expected:
     right = _waits(spans, "others")

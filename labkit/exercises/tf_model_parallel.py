@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 from labkit.exercises.calculations import Expected, calculation
@@ -26,12 +27,19 @@ TIMELINES: tuple[tuple[list[TimedSpan], list[str], float], ...] = (
 )
 
 
+def _other_timeline(random: Random) -> tuple[list[TimedSpan], list[str], float]:
+    devices = [f"CPU:{i}" for i in range(random.randint(2, 3))]
+    starts = [(random.choice(devices), random.uniform(0, 14)) for _ in range(6)]
+    return [(device, start, start + random.uniform(1, 5)) for device, start in starts], devices, 20.0
+
+
 @calculation(
     LESSON,
     "idle_devices(spans, devices, step_ms): spans are (device, start_ms, end_ms) within a step from 0 to step_ms, and may "
     "overlap. Return a dict with the share of the step, 0 to 1, in which each of `devices` is idle.",
     "Spans that overlap count once, and a device without spans is idle for the whole step.",
     TIMELINES,
+    other=_other_timeline,
 )
 def _idle_devices(spans: list[TimedSpan], devices: list[str], step_ms: float) -> Expected:
     right = {device: 1 - _covered(spans, device) / step_ms for device in devices}
@@ -273,12 +281,20 @@ MESHES: tuple[tuple[list[Shape], list[list[str]], dict[str, int]], ...] = (
 )  # fmt: skip
 
 
+def _other_weights(random: Random) -> tuple[list[Shape], list[list[str]], dict[str, int]]:
+    mesh = {"batch": random.randint(2, 4), "model": random.randint(2, 4)}
+    shapes = [(12 * random.randint(1, 9), 12 * random.randint(1, 9)) for _ in range(3)]  # 2, 3 and 4 divide the sides
+    pairs = [[WHOLE, WHOLE], [WHOLE, "model"], ["model", WHOLE], ["batch", "model"], [WHOLE, "batch"]]
+    return [*shapes], [random.choice(pairs) for _ in shapes], mesh
+
+
 @calculation(
     LESSON,
     "weights_per_device(shapes, layouts, mesh) returns how many numbers one device holds of weights with these shapes and "
     'DTensor layouts, on a mesh such as {"batch": 2, "model": 4}.',
     "Along a mesh dimension that a layout does not name, a weight is copied; along the others it is divided.",
     MESHES,
+    other=_other_weights,
 )
 def _weights_per_device(shapes: list[Shape], layouts: list[list[str]], mesh: dict[str, int]) -> Expected:
     cases = list(zip(shapes, layouts, strict=True))

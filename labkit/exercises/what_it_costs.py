@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from labkit.exercises.calculations import Expected, judge_calculation
 from labkit.exercises.comparisons import compare, differ, equal, judge_result, listing, number_of
 from labkit.exercises.data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
 from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, explaining, showing
+from labkit.exercises.random_state import other_cases
 from labkit.recording.operations import type_of
 
 LESSON = "02b_what_it_costs"
@@ -29,6 +31,17 @@ SAVED = "the all-reduce may take what is saved, alone_ms − shared_ms"
 HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer than what is saved
 
 
+def _other_case(random: Random) -> tuple[float, float, int, int, float]:
+    alone_ms = random.uniform(20, 90)
+    return (
+        alone_ms,
+        alone_ms * random.uniform(0.2, 0.6),
+        random.randint(10**6, 10**8),
+        random.randint(2, 8),
+        random.uniform(5, 90),
+    )
+
+
 @exercise(
     LESSON,
     "break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) returns the bandwidth in Gbit/s above which data "
@@ -37,7 +50,7 @@ HOPELESS = (14.0, 13.95, 1_724_320, 2, 50.0)  # the latencies alone take longer 
     "Above this bandwidth the ranks are faster than one process; where latency alone costs more, no bandwidth is enough.",
 )
 def _break_even(answer: Any, _: OnRanks) -> None:
-    for case in CASES:
+    for case in (*CASES, *other_cases(_other_case)):
         judge_calculation(answer, "break_even", case, _even(*case), same=partial(equal, within=1e-3))
     _judge_hopeless(answer)
 
