@@ -130,11 +130,11 @@ def _assigned(form: str, folder: Path) -> None:
 
 
 def _write_submissions(chosen: list[Submission], folder: Path, below: str, released: Path | None = None) -> None:
-    handout = read_handout(released or ORIGINALS / f"{LESSON}.ipynb", POINTS, [])
+    handed_out = read_handout(released or ORIGINALS / f"{LESSON}.ipynb", POINTS, []).notebook
     for one in chosen:
         path = folder / below.format(student=_slug(one)) / f"{LESSON}.ipynb"
         if one.text is None:
-            write_notebook(path, notebook_of(one, handout, folder))
+            write_notebook(path, notebook_of(one, handed_out, folder))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(one.text, encoding="utf-8")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.handout import Handout
+from labkit.classroom.handout import code_cell, read_handout
 from labkit.notebook.lessons import ORIGINALS
 
 __all__ = ["CLASS", "LESSON", "POINTS", "Submission", "notebook_of"]
@@ -151,28 +152,30 @@ CLASS: Final = (
 )
 
 
-def notebook_of(submission: Submission, handout: Handout, folder: Path) -> dict[str, Any]:
+def notebook_of(submission: Submission, handed_out: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the content of a submitted notebook.
 
     Args:
         submission: what is special about it.
-        handout: the lesson as students get it.
+        handed_out: the notebook that students get.
         folder: of the class, in which a cheating submission looks for others.
     """
     original = json.loads((ORIGINALS / "solutions" / f"{LESSON}.ipynb").read_bytes())
     solutions = ["".join(cell["source"]) for cell in original["cells"] if cell["cell_type"] == "code"]
-    content = json.loads(json.dumps(handout.notebook))
-    for exercise in handout.exercises:
+    content: dict[str, Any] = copy.deepcopy(handed_out)
+    cells = {cell["id"]: cell for cell in content["cells"]}
+    lesson = read_handout(ORIGINALS / f"{LESSON}.ipynb", {}, [])
+    for exercise in lesson.exercises:
+        cell = cells[lesson.notebook["cells"][exercise.cell]["id"]]
         until = 1 + next(i for i, source in enumerate(solutions) if f'lab.check("{exercise.name}"' in source)
         answer = submission.answers.get(exercise.name, "")
         if answer:
             name = "my_rate" if "def my_rate" in answer else exercise.name
             answer = f'{answer.replace("FOLDER", str(folder))}\n\nlab.check("{exercise.name}", {name})'
-            content["cells"][exercise.cell]["source"] = answer.strip()
+            cell["source"] = answer.strip()
         elif answer is not None:
-            content["cells"][exercise.cell]["source"] = "\n\n".join(solutions[:until])
+            cell["source"] = "\n\n".join(solutions[:until])
         solutions = solutions[until:]
     if submission.first:
-        cell = {"cell_type": "code", "execution_count": None, "id": "first", "metadata": {}, "outputs": []}
-        content["cells"].insert(4, cell | {"source": submission.first.strip()})
-    return content  # type: ignore[no-any-return]
+        content["cells"].insert(4, code_cell("first", submission.first.strip()))
+    return content
