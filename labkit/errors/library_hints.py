@@ -27,6 +27,10 @@ _HINTS: Final = {
     "unable to allocate shared memory(shm) for file </torch_": _SHARED_MEMORY_FULL,
     "unable to write to file </torch_": _SHARED_MEMORY_FULL,  # older versions of torch
     "is killed by signal: Bus error": _SHARED_MEMORY_FULL,  # a DataLoader's worker
+    "OSError: [Errno 28] No space left on device": (  # also of a semaphore, which DataLoader's queues need
+        "A disk or /dev/shm is full: `df -h` in a terminal shows which. For /dev/shm, lab.doctor() says how to get more; "
+        "a DataLoader with num_workers=0 needs none."
+    ),
     "Error while creating shared memory segment /dev/shm/nccl": _SHARED_MEMORY_FULL,
 }
 
