@@ -122,6 +122,7 @@ def test_a_second_call_writes_the_same(assigned) -> None:
         (["--lessons", "77"], "77"),
         (["--for", "gradescope"], "--wheel"),
         (["--for", "gradescope", "--wheel", "nowhere.whl"], "no such file"),
+        (["--for", "classroom50", "--wheel", __file__, "--points", "draw_indices=0.5"], "whole numbers of points"),
     ],
 )
 def test_what_cannot_be_done_is_said(options, words, tmp_path, capsys) -> None:
