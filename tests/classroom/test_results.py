@@ -89,7 +89,7 @@ def test_classroom50_collects_only_whole_points_and_filled_fields() -> None:
     numbers = [written["score"], written["max-score"], *(t[key] for t in written["tests"] for key in ("score", "max-score"))]
     assert {type(number) for number in numbers} == {int}
     assert written["review"] == "https://example.org/commit"
-    with pytest.raises(LabError, match="2.5 points for average_gradients: Classroom 50 accepts whole"):
+    with pytest.raises(LabError, match=r"2\.5 points for average_gradients: Classroom 50 accepts whole"):
         Results(only("anna").by_student, {"average_gradients": 2.5, "bubble": 1.0}).for_classroom50({})
 
 
