@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks lesson diagrams pictures wheel colab-links lock clean distclean
+.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks lesson diagrams pictures site wheel colab-links lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/image
 
 pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)
+
+site: setup  ## build the lessons and docs as static pages, in build/site
+	$(BIN)/python -m tools.site
 
 wheel: $(BIN)/python  ## build the wheel into dist: the package with its lessons; installs nothing
 	rm -rf dist

@@ -2,15 +2,14 @@
 
     python -m tools.site
 
-The notebooks are rewritten first: each figure becomes a file beside the pages, with its alternative text, and a timeline
-that can be explored gets its data and its scripts, which need no kernel. Sphinx makes the pages.
+The notebooks are rewritten first: each figure becomes a file beside the pages, with its alternative text, and a
+timeline that can be explored gets its data and its scripts, which need no kernel. Sphinx makes the pages.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -43,8 +42,10 @@ def main() -> int:
     for folder in (SOURCE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     _prepare()
-    command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-c", str(THEME), str(SOURCE), str(SITE)]
-    code = subprocess.run(command, check=False).returncode
+    strict = ["-q", "-W", "--keep-going"]
+    static = f"html_static_path={THEME / 'static'},{SOURCE / '_static'}"
+    command = ["-m", "sphinx", "-b", "html", *strict, "-c", str(THEME), "-D", static, str(SOURCE), str(SITE)]
+    code = subprocess.run([sys.executable, *command], check=False).returncode
     if code == 0:
         lessons(SITE / COPIES)
         shutil.make_archive(str(SITE / COPIES), "zip", SITE, COPIES)
@@ -96,7 +97,7 @@ def _rewrite(notebook: Any, page: Path) -> None:
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
             for place, output in enumerate(cell.outputs):
-                _rewrite_output(output, f"{page.stem}-{number}-{place}", up)
+                _rewrite_output(output, f"{page.parent.name}-{page.stem}-{number}-{place}", up)
         elif number == 0 and page.parent.name == "notebooks":
             cell.source += f'\n\n<a class="labkit-copy" href="{up}{COPIES}/{page.name}" download>Your copy, without outputs</a>'
 
@@ -106,8 +107,6 @@ def _rewrite_output(output: Any, name: str, up: str) -> None:
     png = data.pop("image/png", None)
     if png is None:
         return
-    if "solutions" in up:
-        name = f"solution-{name}"
     file = SOURCE / FIGURES / f"{name}.png"
     file.write_bytes(base64.b64decode(png))
     metadata = output.get("metadata", {}).get("image/png", {})

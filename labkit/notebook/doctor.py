@@ -157,8 +157,8 @@ def _package(
 ) -> Entry:  # fmt: skip
     """Make the entry of a package. Its fact is its "version", None if it is not installed, and the reply to a question.
 
-    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads. In a kernel,
-    which has some front end, another `front_end` may be missing.
+    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads. In a
+    kernel, which has some front end, another `front_end` may be missing.
     """
 
     def find(*_: Any) -> dict[str, Any] | Question:

@@ -11,7 +11,7 @@ project = "labkit"
 extensions = ["myst_nb"]
 html_theme = "sphinx_book_theme"
 html_title = "labkit"
-html_static_path = ["static", "../../build/site-source/_static"]
+exclude_patterns = ["_static"]
 html_css_files = ["explorer.css", "site.css"]
 html_js_files = [("site.js", {"type": "module"})]
 html_copy_source = False
@@ -20,10 +20,12 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navigation_with_keys": False,
-    "navbar_start": [], "navbar_center": [], "navbar_end": [], "navbar_persistent": [],  # the sidebar has it all
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],  # the sidebar has it all
 }
 html_math_renderer = "mathml"
-exclude_patterns: list[str] = []
 nb_execution_mode = "off"
 nb_merge_streams = True
 myst_enable_extensions = ["amsmath", "dollarmath"]

@@ -2,9 +2,9 @@
 
 The browser's half are the scripts in this folder. The notebook stores the image, and the run for static pages
 (`saved.py`). The widget's state contains no spans, and the output does not reference the widget, because JupyterLab
-would show an error instead of the image once the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds the image by the end of its data,
-and covers it while the kernel is alive. In front ends that only show widgets referenced by an output, the output
-references it.
+would show an error instead of the image once the kernel is gone. The widget starts with its model (anywidget's
+`initialize`), finds the image by the end of its data, and covers it while the kernel is alive. In front ends that only
+show widgets referenced by an output, the output references it.
 """
 
 from __future__ import annotations
