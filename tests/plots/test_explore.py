@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
+from labkit.plots.explorer.saved import COLUMNS, MIME
 from labkit.plots.explorer.window import EXACT, Windows
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Scalar, Span, Trace
@@ -291,6 +294,29 @@ def test_objects_that_cannot_be_explored_are_reported() -> None:
         lab.explore(Trace([], ranks=["rank 0"]))
     with pytest.raises(LabError, match="this run has the steps 0 to 2"):
         lab.explore(data_parallel(), step=3)
+
+
+# What a notebook keeps for pages without a kernel
+
+
+def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
+    trace = data_parallel()
+    explorer = lab.explore(trace)
+    kept = json.loads(json.dumps(explorer._repr_mimebundle_()[0][MIME]))
+    header, buffers = Windows(trace).look(0, trace.duration_ns, COLUMNS)
+    assert kept["about"] == json.loads(json.dumps(explorer.about))
+    assert kept["header"] == json.loads(json.dumps(header))
+    assert [zlib.decompress(base64.b64decode(one)) for one in kept["buffers"]] == list(buffers)
+    explorer.close()
+
+
+def test_a_run_too_large_for_a_notebook_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.plots.explorer.saved.MOST_BYTES", 100)
+    explorer = lab.explore(data_parallel())
+    data, _ = explorer._repr_mimebundle_()
+    assert MIME not in data
+    assert "image/png" in data
+    explorer.close()
 
 
 # What the page says

@@ -152,5 +152,5 @@ def _visit(page: Any, served: str) -> None:
     explorer.wait_for()
     before = explorer.inner_text()
     explorer.locator("canvas").first.scroll_into_view_if_needed()
-    explorer.press("+")
+    explorer.locator(".labkit-plot").press("+")
     page.wait_for_function("([e, before]) => e.innerText != before", arg=[explorer.element_handle(), before])
