@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _stayed() -> list[str]:
-    """Return the command lines of the processes that submissions have left behind; those that have ended do not count."""
+    """Return the command lines of processes that submissions have left behind, and that still run."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ZombieProcess is one
