@@ -41,7 +41,13 @@ def _largest(answer, on):
     judge_result(given, expected(3), mistakes, "not the largest number of all ranks")
 
 
-@calculation(LESSON, "rounds(ranks) is the number of rounds of a ring all-reduce.", "Two rounds for each other rank.", [(4,)])
+@calculation(
+    LESSON,
+    "rounds(ranks) is the number of rounds of a ring all-reduce.",
+    "Two rounds for each other rank.",
+    [(4,)],
+    other=lambda random: (random.randint(2, 64),),
+)
 def _rounds(ranks):
     return Expected(2 * (ranks - 1), {"one all-gather": ranks - 1}, "draw the ring")
 '''
@@ -104,6 +110,17 @@ def test_the_judges_module_is_not_in_the_ranks(course: ModuleType) -> None:
 def test_a_module_that_is_not_imported_is_not_searched() -> None:
     with pytest.raises(LabError, match="no exercise is called 'largest'"):
         find("largest")
+
+
+def test_an_installed_package_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "installed_course.py").write_text(COURSE)
+    about = tmp_path / "installed_course-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: installed-course\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[labkit.exercises]\ncourse = installed_course\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("rounds").lesson == "w3_reductions"
+    del sys.modules["installed_course"]
 
 
 def test_a_similar_name_of_an_own_exercise_is_offered(course: ModuleType) -> None:
