@@ -11,11 +11,13 @@ import ast
 from typing import Any, Final
 
 from labkit.classroom.statements import Program, parsed
+from labkit.exercises import LESSONS
 from labkit.ipc.code_names import names_read
 
 __all__ = ["OtterPlugin", "only_answers"]
 
 SKIP: Final = "skip-execution"
+DONE: Final = "labkit_only_answers"  # in the notebook's metadata: nbgrader reads its configuration more than once
 
 
 def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
@@ -28,13 +30,19 @@ def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
         resources: returned as they are.
     """
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for cell in code:
+        if _is_graded(cell):
+            cell["metadata"].pop("tags", None)
+    if notebook["metadata"].get(DONE):
+        return notebook, resources
+    notebook["metadata"][DONE] = True
     program = parsed(["" if _is_graded(cell) else "".join(cell["source"]) for cell in code])
     needed = _needed_cells(program)
     for number, cell in enumerate(code, 1):
-        tags = [tag for tag in cell["metadata"].get("tags", []) if tag != SKIP]
-        if not (number in needed or _is_graded(cell)):
-            tags.append(SKIP)
-        cell["metadata"]["tags"] = tags
+        if number not in needed and not _is_graded(cell):
+            cell["metadata"]["tags"] = [SKIP]
+        else:
+            cell["metadata"].pop("tags", None)
     for statement in program.statements:
         if statement.answers:
             cell = code[statement.cell - 1]
@@ -67,6 +75,9 @@ def _needed_cells(program: Program) -> set[int]:
         answer = ast.Expression(program.statements[position].answers[name])
         names = names_read(compile(answer, "answer", "eval"))
         needed |= {position} | program.needed(position, names)
+    every = [name for names in LESSONS.values() for name in names]
+    for position in program.submitted_by_name(every).values():  # the check was deleted
+        needed |= {position} | program.needed(position, program.statements[position].reads)
     return {program.statements[position].cell for position in needed}
 
 

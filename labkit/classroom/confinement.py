@@ -31,9 +31,10 @@ MS_BIND: Final = 1 << 12
 MS_REC: Final = 1 << 14
 MS_PRIVATE: Final = 1 << 18
 PR_SET_DUMPABLE: Final = 4
-# Where the code of Python, of libraries and of labkit is.
+# Where the code of Python, of libraries and of labkit is. Libraries may be elsewhere than Python: in the user's folder.
 _LIBRARIES: Final = (
-    sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), str(Path(__file__).resolve().parent.parent), "<frozen "
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))), sys.prefix, sys.base_prefix,
+    os.path.dirname(os.__file__), str(Path(__file__).resolve().parent.parent), "<frozen "
 )  # fmt: skip
 _PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", "os.rename", "os.remove", "os.link", "os.symlink")
 _PROGRAMS: Final = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")

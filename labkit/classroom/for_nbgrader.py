@@ -23,8 +23,6 @@ TIMEOUT_S: Final = 240  # for a cell: labkit ends an answer after 60 s, and a te
 
 CONFIG: Final = f'''"""How nbgrader handles labkit's lessons; written by `python -m labkit assign`."""
 
-from nbgrader.converters import Autograde
-
 from labkit.classroom.answer_cells import only_answers
 
 c = get_config()
@@ -33,7 +31,7 @@ c.Execute.timeout = {TIMEOUT_S}  # seconds for a cell; nbgrader's default, 30, i
 c.Execute.raise_on_iopub_timeout = False
 c.ClearSolutions.enabled = False  # the source notebooks have the lessons' stubs
 c.OverwriteCells.add_missing_cells = True  # a deleted test costs its points, not the run
-c.Autograde.autograde_preprocessors = [only_answers, *Autograde.autograde_preprocessors.default_value]
+c.Autograde.autograde_preprocessors.insert(0, only_answers)  # cells that no answer needs do not run
 '''
 
 

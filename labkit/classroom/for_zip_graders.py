@@ -12,6 +12,7 @@ from typing import Final
 
 from labkit.classroom.handout import Handout
 from labkit.classroom.order import Order
+from labkit.errors.exceptions import LabError
 
 __all__ = ["write_classroom50", "write_gradescope"]
 
@@ -76,6 +77,9 @@ def write_gradescope(order: Order) -> list[str]:
 def write_classroom50(order: Order) -> list[str]:
     """Write a template of the students' repository and an autograder for each lesson; return what to do with them."""
     wheel = order.wheel_for("classroom50")
+    for exercise in order.exercises():
+        if exercise.points != int(exercise.points):
+            raise LabError(f"--points {exercise.name}={exercise.points:g}: Classroom 50 accepts whole numbers of points only")
     for one in order.handouts:
         slug = one.name.replace("_", "-")
         one.write(order.folder / "templates" / slug)

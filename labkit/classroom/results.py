@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from labkit.classroom.grading import Graded
+from labkit.errors.exceptions import LabError
 
 __all__ = ["Results"]
 
@@ -128,14 +129,21 @@ class Results:
         Args:
             environment: the variables in which its runner tells what is graded.
 
-        Source: Advanced Autograding, https://github.com/foundation50/classroom50/wiki/Advanced-Autograding.
+        Raises:
+            LabError: a number of points is not whole; Classroom 50 refuses those.
+
+        Source: Advanced Autograding, https://github.com/foundation50/classroom50/wiki/Advanced-Autograding, and
+        `validate_result` in collect_scores.py of that repository.
         """
+        if broken := [name for name, number in self.points.items() if number != int(number)]:
+            raise LabError(f"{self.points[broken[0]]} points for {broken[0]}: Classroom 50 accepts whole numbers of points only")
+        points = {name: int(number) for name, number in self.points.items()}
         tests = [
             {
                 "test-name": one.exercise,
                 "passed": one.passed,
-                "score": self.points[one.exercise] * one.passed,
-                "max-score": self.points[one.exercise],
+                "score": points[one.exercise] * one.passed,
+                "max-score": points[one.exercise],
                 "details": "\n".join([one.message, *one.details]),
             }
             for one in self._only()
@@ -144,12 +152,14 @@ class Results:
             "classroom": "CLASSROOM", "assignment": "ASSIGNMENT", "assignment_type": "ASSIGNMENT_TYPE", "owner": "OWNER",
             "submission": "SUBMISSION_TAG", "commit": "COMMIT_URL", "release": "RELEASE_URL", "review": "REVIEW_URL",
         }  # fmt: skip
+        told = {key: environment.get(variable, "") for key, variable in variables.items()}
         return {
             "schema": "classroom50/result/v1",
-            **{key: environment.get(variable, "") for key, variable in variables.items()},
+            **told,
+            "review": told["review"] or told["commit"],  # older runners do not set REVIEW_URL
             "datetime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "score": sum(test["score"] for test in tests),
-            "max-score": sum(self.points.values()),
+            "max-score": sum(points.values()),
             "tests": tests,
         }
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
+
 from labkit.classroom.grading import Graded
 from labkit.classroom.mistakes import draw_mistakes
 from labkit.classroom.results import Results
+from labkit.errors.exceptions import LabError
 
 HINT = "The gradients were summed, not averaged"
 RIGHT = Graded("average_gradients", True, "passed", "Right.", seconds=1.4, score=12.5)
@@ -80,6 +83,16 @@ def test_classroom50() -> None:
     ]  # fmt: skip
 
 
+def test_classroom50_collects_only_whole_points_and_filled_fields() -> None:
+    """As `validate_result` of its collect_scores.py demands."""
+    written = only("anna").for_classroom50({"COMMIT_URL": "https://example.org/commit"})
+    numbers = [written["score"], written["max-score"], *(t[key] for t in written["tests"] for key in ("score", "max-score"))]
+    assert {type(number) for number in numbers} == {int}
+    assert written["review"] == "https://example.org/commit"
+    with pytest.raises(LabError, match=r"2\.5 points for average_gradients: Classroom 50 accepts whole"):
+        Results(only("anna").by_student, {"average_gradients": 2.5, "bubble": 1.0}).for_classroom50({})
+
+
 def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
     ax = draw_mistakes(CLASS.mistakes(), 3)
     assert [bar.get_width() for bar in ax.patches] == [2]
@@ -89,4 +102,4 @@ def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
 
 
 def test_a_class_without_mistakes_has_an_empty_figure() -> None:
-    assert draw_mistakes([], 3).get_title() == "The commonest mistakes of 3 students"
+    assert draw_mistakes([], 3).get_title(loc="left") == "The commonest mistakes of 3 students"
