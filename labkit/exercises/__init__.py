@@ -13,7 +13,6 @@ from labkit.exercises.judging import Exercise
 
 __all__ = ["LESSONS", "find", "own_exercises"]
 
-ENTRY_POINTS: Final = "labkit.exercises"  # of packages that name modules with exercises
 MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
 # The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
@@ -43,8 +42,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
 def find(name: str) -> Exercise:
     """Return the exercise with this name: one of labkit's, or one of a course's own.
 
-    A course's own exercises are in the notebook, in a module that was imported, or in one that an installed package
-    names as an entry point of the group "labkit.exercises".
+    A course's own exercises are in the notebook, or in a module that has been imported.
 
     Raises:
         LabError: there is none; the message lists similar names, or the first of all names.
@@ -53,12 +51,7 @@ def find(name: str) -> Exercise:
         if name in names:
             module = importlib.import_module(f"labkit.exercises.{file}")
             return next(e for e in vars(module).values() if isinstance(e, Exercise) and e.name == name)
-    if name not in (own := _own_by_name()):
-        from importlib.metadata import entry_points  # slow to import
-
-        for entry_point in entry_points(group=ENTRY_POINTS):
-            entry_point.load()
-        own = _own_by_name()
+    own = {exercise.name: exercise for exercises in own_exercises().values() for exercise in exercises}
     if name in own:
         return own[name]
     every = [*own, *(n for names in LESSONS.values() for n in names)]
@@ -66,10 +59,6 @@ def find(name: str) -> Exercise:
     close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {listed(every, most=MOST_NAMED)}"
     raise LabError(f"no exercise is called {name!r}; {hint}")
-
-
-def _own_by_name() -> dict[str, Exercise]:
-    return {exercise.name: exercise for exercises in own_exercises().values() for exercise in exercises}
 
 
 def own_exercises() -> dict[str, list[Exercise]]:

@@ -112,17 +112,6 @@ def test_a_module_that_is_not_imported_is_not_searched() -> None:
         find("largest")
 
 
-def test_an_installed_package_names_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "installed_course.py").write_text(COURSE)
-    about = tmp_path / "installed_course-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Name: installed-course\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[labkit.exercises]\ncourse = installed_course\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find("rounds").lesson == "w3_reductions"
-    del sys.modules["installed_course"]
-
-
 def test_a_similar_name_of_an_own_exercise_is_offered(course: ModuleType) -> None:
     with pytest.raises(LabError, match="did you mean 'largest'"):
         find("larges")
