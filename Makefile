@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures wheel colab-links lock clean distclean
+.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks lesson diagrams pictures wheel colab-links lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -84,6 +84,9 @@ gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into do
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)
 	$(BIN)/python -m tools.lesson_predictions
+
+lesson: setup  ## make a new lesson from the template (NAME=15_my_topic)
+	@$(BIN)/python -m tools.new_lesson $(NAME)
 
 diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/images
 	$(BIN)/python -m tools.diagrams.draw

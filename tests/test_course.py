@@ -36,11 +36,20 @@ def test_six_parts_in_order(path):
 @lesson
 def test_a_lesson_is_short_and_begins_soon(path):
     numbers = numbers_of(path)
-    assert 1200 <= numbers.words <= 2700
+    assert 1200 <= numbers.words <= 2700, f"{path.stem} has {numbers.words} words: expected 1,200 to 2,700"
     assert numbers.words_per_cell <= 60
     assert numbers.words_to_code <= 300
     assert numbers.words_to_picture <= 500
     assert numbers.kilobytes < 500
+
+
+@lesson
+def test_nothing_is_left_to_write(path):
+    """`make lesson` marks with TODO what a person must write."""
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    rows = [line for line in (NOTEBOOKS.parent / "README.md").read_text().splitlines() if f"/{path.name})" in line]
+    left = [line for text in [*cells, *rows] for line in text.splitlines() if "TODO" in line]
+    assert not left, "\n".join([f"{path.stem}: write these lines", *left])
 
 
 @lesson

@@ -20,8 +20,8 @@ from labkit.classroom.for_zip_graders import write_classroom50, write_gradescope
 from labkit.classroom.grade import points_given
 from labkit.classroom.handout import read_handout
 from labkit.classroom.order import Order
-from labkit.classroom.submissions import LESSONS_FOLDER, lessons_named
 from labkit.errors.exceptions import LabError
+from labkit.notebook.lessons import ORIGINALS, lessons_named
 
 __all__ = ["main"]
 
@@ -29,7 +29,7 @@ __all__ = ["main"]
 def _write_plain(order: Order) -> list[str]:
     for one in order.handouts:
         one.write(order.folder)
-    if (guide := LESSONS_FOLDER / "AGENTS.md").exists():
+    if (guide := ORIGINALS / "AGENTS.md").exists():
         shutil.copyfile(guide, order.folder / guide.name)
     return [f"Hand out the folder {order.folder}."]
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        lessons = lessons_named(options.lessons) if options.lessons else sorted(LESSONS_FOLDER.glob("*.ipynb"))
+        lessons = lessons_named(options.lessons)
         points = points_given(options.points)
         beside = [lesson.name for lesson in lessons] if options.form in TOGETHER else []
         handouts = [read_handout(lesson, points, beside) for lesson in lessons]

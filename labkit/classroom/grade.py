@@ -12,9 +12,10 @@ from pathlib import Path
 from labkit.classroom.confinement import new_namespaces
 from labkit.classroom.grading import Graded, Settings, grade, hidden_for
 from labkit.classroom.results import Results
-from labkit.classroom.submissions import Submission, exercises_of, lessons_named, submissions
+from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import end_children
+from labkit.notebook.lessons import lessons_named
 
 __all__ = ["main", "points_given"]
 
@@ -32,14 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         points = points_given(options.points)
-        required = [name for lesson in lessons_named(options.lessons) for name in exercises_of(lesson)]
+        lessons = lessons_named(options.lessons) if options.lessons else []
+        required = [name for lesson in lessons for name in exercises_of(lesson)]
         given = submissions(options.files, list(dict.fromkeys([*required, *points])) if required else [])
+        hidden = hidden_for([one.path for one in given], options.modules)
     except LabError as error:
         parser.error(str(error))
     single = options.gradescope or options.classroom50
     if single and len({one.student for one in given}) > 1:
         parser.error(f"--gradescope and --classroom50 are for one student; there are {len({s.student for s in given})}")
-    settings = Settings(options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for([s.path for s in given]))
+    modules = tuple(options.modules)
+    settings = Settings(options.execute, options.seed, options.limit_s, options.memory_mb, hidden, modules)
     results = _results(given, settings, options.jobs, points)
     print(results.as_table())
     if why := _no_namespaces():
@@ -96,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "default: the lesson that a notebook is named after, else the exercises that it checks",
     )
     parser.add_argument("--points", nargs="+", default=[], metavar="NAME=N", help="points for an exercise; default: 1 for each")
+    parser.add_argument("--modules", nargs="+", default=[], help="modules that have exercises of your own, as in `import`")
     parser.add_argument("--execute", action="store_true", help="run the whole notebook, not only what the answers need")
     parser.add_argument("--seed", type=int, default=1, help="other inputs for the judges; 0: those of the lessons (default: 1)")
     parser.add_argument("--jobs", type=int, default=2, help="submissions at a time (default: 2)")

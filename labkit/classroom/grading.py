@@ -10,6 +10,8 @@ which it ended has failed, and a new process judges the rest.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -24,7 +26,9 @@ from labkit.classroom.bounded import Ended, Limits, run_bounded
 from labkit.classroom.collect import Job
 from labkit.classroom.confinement import Confinement
 from labkit.classroom.judge import Judging
-from labkit.classroom.submissions import LESSONS_FOLDER, Submission
+from labkit.classroom.submissions import Submission
+from labkit.errors.exceptions import LabError
+from labkit.notebook.lessons import ORIGINALS
 
 __all__ = ["Graded", "Settings", "grade", "hidden_for"]
 
@@ -44,6 +48,7 @@ class Settings:
         limit_s: seconds for one run of an answer.
         memory_mb: megabytes of resident memory.
         hidden: files and folders that submissions must not open.
+        modules: the modules that have a course's own exercises, by name; their folders are in `sys.path`.
     """
 
     execute: bool = False
@@ -51,6 +56,7 @@ class Settings:
     limit_s: float = 60.0
     memory_mb: float = 4000.0
     hidden: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,29 @@ class Graded:
     seconds: float = 0.0
 
 
-def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
+def hidden_for(paths: Sequence[Path], modules: Sequence[str] = ()) -> tuple[str, ...]:
     """Return what submissions must not open: the judges, the lessons with their solutions, and other submissions.
 
     Args:
         paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
+        modules: the modules that have a course's own exercises.
+
+    Raises:
+        LabError: a module cannot be found.
     """
     needed = [Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir(), exercises.__file__, os.devnull)]
-    hidden = {str(Path(exercises.__file__).parent), str(LESSONS_FOLDER)}
-    for path in (path.resolve() for path in paths):
+    hidden = {str(Path(exercises.__file__).parent), str(ORIGINALS)}
+    for path in (path.resolve() for path in (*paths, *map(_file_of, modules))):
         holds_python = any(one.resolve().is_relative_to(path.parent) for one in needed)
         hidden.add(str(path if holds_python else path.parent))
     return tuple(sorted(hidden))
+
+
+def _file_of(module: str) -> Path:
+    with contextlib.suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(module)) is not None and spec.origin is not None:
+            return Path(spec.origin)
+    raise LabError(f"--modules {module}: there is no such module in {', '.join(map(repr, sys.path[:3]))} ...")
 
 
 def grade(submission: Submission, settings: Settings) -> list[Graded]:
@@ -109,11 +126,12 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
     return [by_name[name] for name in submission.exercises]
 
 
-def _environment(folder: str) -> dict[str, str]:
+def _environment(folder: str, path: Sequence[str] = ()) -> dict[str, str]:
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     root = str(Path(exercises.__file__).parent.parent.parent)
     return kept | {
-        "CUDA_VISIBLE_DEVICES": "", "HOME": folder, "LABKIT_NETWORK": "shared", "PYTHONPATH": root, "PYTHONUTF8": "1",
+        "CUDA_VISIBLE_DEVICES": "", "HOME": folder, "LABKIT_NETWORK": "shared",
+        "PYTHONPATH": os.pathsep.join([root, *path]), "PYTHONUTF8": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }  # fmt: skip
 
@@ -137,9 +155,11 @@ def _judged(
 ) -> list[Graded]:
     graded: list[Graded] = []
     while waiting := list(found)[len(graded) :]:
-        judging = Judging({name: found[name] for name in waiting}, settings.seed, settings.limit_s, confinement)
+        answers = {name: found[name] for name in waiting}
+        judging = Judging(answers, settings.seed, settings.limit_s, confinement, settings.modules)
         limits = Limits(START_S + 2 * settings.limit_s * len(waiting), settings.memory_mb)
-        ended = run_bounded("labkit.classroom.judge", judging.to_json(), limits, work, _environment(folder))
+        path = [str(_file_of(module).parent) for module in settings.modules]
+        ended = run_bounded("labkit.classroom.judge", judging.to_json(), limits, work, _environment(folder, path))
         verdicts = [_graded(json.loads(line)) for line in ended.result.splitlines()]
         graded += verdicts
         if len(verdicts) < len(waiting):

@@ -7,6 +7,7 @@ that is its argument.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -37,12 +38,14 @@ class Judging:
         seed: as for `labkit.check`.
         limit_s: seconds for one run of an answer.
         confinement: what the answers must not do on ranks.
+        modules: the modules that have a course's own exercises.
     """
 
     answers: dict[str, dict[str, Any]]
     seed: int
     limit_s: float
     confinement: Confinement
+    modules: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return this as text."""
@@ -52,7 +55,7 @@ class Judging:
     def from_json(cls, text: str) -> Judging:
         """Return what `to_json` was given."""
         given = json.loads(text)
-        return cls(given["answers"], given["seed"], given["limit_s"], Confinement(**given["confinement"]))
+        return cls(given["answers"], given["seed"], given["limit_s"], Confinement(**given["confinement"]), given["modules"])
 
 
 def main(result: int) -> None:
@@ -64,6 +67,8 @@ def main(result: int) -> None:
     refused = new_namespaces()  # needs a single thread
     adopt_orphans()
     judging = Judging.from_json(sys.stdin.read())
+    for module in judging.modules:
+        importlib.import_module(module)
     exercises = [find(name) for name in judging.answers]  # imports the judges, whose files are hidden then
     if any(exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises):
         judging = dataclasses.replace(judging, confinement=_readable_by_libraries(judging.confinement))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Final
 
 from labkit.classroom.statements import parsed
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
-LESSONS_FOLDER: Final = ORIGINALS
-
-__all__ = ["LESSONS_FOLDER", "Submission", "exercises_of", "lessons_named", "submissions"]
+__all__ = ["Submission", "exercises_of", "submissions"]
 
 
 @dataclass(frozen=True)
@@ -58,29 +56,14 @@ def submissions(paths: Iterable[Path], required: Sequence[str]) -> list[Submissi
     return [_read(file, required) for file in files]
 
 
-def lessons_named(beginnings: Iterable[str]) -> list[Path]:
-    """Return the lessons with these numbers, or other beginnings of their names.
-
-    Raises:
-        LabError: there is none, or there are several.
-    """
-    every = sorted(LESSONS_FOLDER.glob("*.ipynb"))
-    chosen = []
-    for beginning in beginnings:
-        found = [p for p in every if p.stem.partition("_")[0] == beginning] or [p for p in every if p.stem.startswith(beginning)]
-        if len(found) != 1:
-            raise LabError(f"no lesson is called {beginning!r}; there are {', '.join(p.stem for p in every)}")
-        chosen += found
-    return chosen
-
-
+@cache
 def exercises_of(lesson: Path) -> tuple[str, ...]:
     """Return the names of a lesson's exercises, in its order."""
     return tuple(dict.fromkeys(name for _, name in parsed(_cells(lesson)).answers()))
 
 
 def _read(path: Path, required: Sequence[str]) -> Submission:
-    lesson = next((p for p in LESSONS_FOLDER.glob("*.ipynb") if path.stem.startswith(p.stem)), None)
+    lesson = next((p for p in ORIGINALS.glob("*.ipynb") if path.stem.startswith(p.stem)), None)
     student = path.parent.name if lesson is not None and path.stem == lesson.stem else path.stem
     names = tuple(required) or (exercises_of(lesson) if lesson is not None else ())
     try:

@@ -70,7 +70,7 @@ def _is_trusted(module: str, name: str) -> bool:
     found = getattr(sys.modules.get(module), name, None)
     if module == "torch":
         return isinstance(found, sys.modules["torch"].dtype)
-    # What exercises of RPC return. Making one runs no code of its own.
-    return (
-        module.startswith("labkit.exercises.") and isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple))
-    )
+    # What exercises of RPC and simulated ranks return. Making one runs no code of its own.
+    if not module.startswith(("labkit.exercises.", "labkit.simulation.program")) or not isinstance(found, type):
+        return False
+    return is_dataclass(found) or issubclass(found, tuple)

@@ -6,6 +6,10 @@ from typing import Final
 
 __all__ = ["library_hint"]
 
+_SHARED_MEMORY_FULL: Final = (
+    "/dev/shm is full: a container has 64 MiB of it by default. lab.doctor() says how much there is, and how to get more; "
+    "a DataLoader with num_workers=0 needs none."
+)
 # A part of the error's text, and the usual mistake behind it.
 _HINTS: Final = {
     "Collective ops must be configured at program startup": (
@@ -20,6 +24,14 @@ _HINTS: Final = {
         "The workers ran different collectives. Under MultiWorkerMirroredStrategy all must have the same number of batches and "
         "of epochs: look for datasets of unlike length; `steps_per_epoch` with `dataset.repeat()` makes them equal."
     ),
+    "unable to allocate shared memory(shm) for file </torch_": _SHARED_MEMORY_FULL,
+    "unable to write to file </torch_": _SHARED_MEMORY_FULL,  # older versions of torch
+    "is killed by signal: Bus error": _SHARED_MEMORY_FULL,  # a DataLoader's worker
+    "OSError: [Errno 28] No space left on device": (  # also of a semaphore, which DataLoader's queues need
+        "A disk or /dev/shm is full: `df -h` in a terminal shows which. For /dev/shm, lab.doctor() says how to get more; "
+        "a DataLoader with num_workers=0 needs none."
+    ),
+    "Error while creating shared memory segment /dev/shm/nccl": _SHARED_MEMORY_FULL,
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from typing import Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.exercises.judging import Exercise
 
-__all__ = ["LESSONS", "find"]
+__all__ = ["LESSONS", "find", "own_exercises"]
 
 MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
@@ -20,6 +21,7 @@ LESSONS: dict[str, tuple[str, ...]] = {
     "messages": ("link_from_times", "ring_all_reduce", "tree_broadcast"),
     "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
     "what_it_costs": ("break_even", "accumulate"),
+    "fast_step": ("fast_step",),
     "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
     "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
     "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
@@ -38,7 +40,9 @@ LESSONS: dict[str, tuple[str, ...]] = {
 
 
 def find(name: str) -> Exercise:
-    """Return the exercise with this name.
+    """Return the exercise with this name: one of labkit's, or one of a course's own.
+
+    A course's own exercises are in the notebook, or in a module that has been imported.
 
     Raises:
         LabError: there is none; the message lists similar names, or the first of all names.
@@ -47,8 +51,21 @@ def find(name: str) -> Exercise:
         if name in names:
             module = importlib.import_module(f"labkit.exercises.{file}")
             return next(e for e in vars(module).values() if isinstance(e, Exercise) and e.name == name)
-    every = [n for names in LESSONS.values() for n in names]
+    own = {exercise.name: exercise for exercises in own_exercises().values() for exercise in exercises}
+    if name in own:
+        return own[name]
+    every = [*own, *(n for names in LESSONS.values() for n in names)]
     folded = {n.casefold(): n for n in every}
     close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {listed(every, most=MOST_NAMED)}"
     raise LabError(f"no exercise is called {name!r}; {hint}")
+
+
+def own_exercises() -> dict[str, list[Exercise]]:
+    """Return the exercises of imported modules outside of this package, by module: a course's, and `__main__`'s."""
+    found = {
+        name: [value for value in list(getattr(module, "__dict__", {}).values()) if type(value) is Exercise]
+        for name, module in list(sys.modules.items())
+        if not name.startswith(f"{__name__}.")
+    }
+    return {name: exercises for name, exercises in found.items() if exercises}

@@ -17,7 +17,7 @@ from labkit.exercises.judging import AnswerError, Results, call, call_reporting_
 from labkit.group.group import Group
 from labkit.recording.group_keys import DIST_BACKWARD
 
-__all__ = ["AnswerRanks", "require_data"]
+__all__ = ["AnswerRanks", "by_value", "require_data"]
 
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
 _DATA: Final = ("builtins", "collections", "decimal", "fractions", "numpy", "torch", "tensorflow")  # whose types are data
@@ -108,8 +108,8 @@ def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
         if group.runtime == "rpc":  # its ranks look up the functions that they call in labkit's modules
             results = Results(group.run(call_reporting_exit, function, *args))
         else:
-            with _by_value():
-                results = Results(group.run(without_judges, function, *args))
+            with by_value() as modules:
+                results = Results(group.run(without_judges, modules, function, *args))
     except DeadlockError as deadlock:
         details = filter(None, (deadlock.hint, *deadlock.doings))
         raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
@@ -119,13 +119,21 @@ def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
 
 
 @contextlib.contextmanager
-def _by_value() -> Iterator[None]:
-    """Send a judge's functions by value, so that the modules with the expected results are not there to be found."""
-    cloudpickle.register_pickle_by_value(exercises)
+def by_value() -> Iterator[set[str]]:
+    """Send a judge's functions by value, so that the modules with the expected results are not there to be found.
+
+    Yields:
+        the names of the modules with exercises.
+    """
+    modules = {exercises.__name__, *exercises.own_exercises()} - {"__main__"}
+    new = [sys.modules[name] for name in modules - cloudpickle.list_registry_pickle_by_value()]
+    for module in new:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        yield
+        yield modules
     finally:
-        cloudpickle.unregister_pickle_by_value(exercises)
+        for module in new:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 def _shown(value: Any) -> str:

@@ -48,6 +48,7 @@ class Verdict:
         message: one sentence: what the answer achieves, or what is wrong and where to look.
         details: further lines, such as what was given and what was expected.
         written: False if the stub has not been changed yet.
+        score: of a right answer to an exercise with a leaderboard; lower is better. None otherwise.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Verdict:
     message: str
     details: tuple[str, ...] = ()
     written: bool = True
+    score: float | None = None
 
     @property
     def state(self) -> str:
@@ -145,7 +147,8 @@ def _judged_on(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     try:
         if exercise.number:
             require_data(answer)
-        return Verdict(name, True, exercise.judge(answer if exercise.number else ranks, ranks.on))
+        passed = exercise.judge(answer if exercise.number else ranks, ranks.on)
+        return Verdict(name, True, passed.message, score=passed.score)
     except Stopped as stopped:  # it names a function of the judge
         raise Stopped(f'lab.check("{name}")', stopped.doings) from None
     except AnswerError as wrong:

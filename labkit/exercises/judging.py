@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from labkit.errors.exceptions import RankError
 
@@ -20,6 +20,7 @@ __all__ = [
     "Exercise",
     "Hint",
     "OnRanks",
+    "Passed",
     "Results",
     "call",
     "call_reporting_exit",
@@ -69,6 +70,18 @@ class OnRanks(Protocol):
         """
 
 
+class Passed(NamedTuple):
+    """The judgement on a right answer.
+
+    Args:
+        message: what the answer achieves.
+        score: its place on a leaderboard, where lower is better; None for an exercise without one.
+    """
+
+    message: str
+    score: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Exercise:
     """An exercise, and the function that judges answers to it.
@@ -77,7 +90,7 @@ class Exercise:
         name: its name in `lab.check`.
         lesson: the notebook that contains it, such as "02_data_parallel".
         target: the task, in one or two sentences.
-        judge: called with the student's answer and an `OnRanks`; returns the message for a right answer, or raises
+        judge: called with the student's answer and an `OnRanks`; returns the judgement on a right answer, or raises
             `AnswerError`.
         number: whether the answer is a number rather than a function or a class.
     """
@@ -85,7 +98,7 @@ class Exercise:
     name: str
     lesson: str
     target: str
-    judge: Callable[[Any, OnRanks], str]
+    judge: Callable[[Any, OnRanks], Passed]
     number: bool = False
 
 
@@ -115,21 +128,23 @@ class AnswerError(Exception):
 
 def exercise(
     lesson: str, target: str, passed: str, *, name: str = "", number: bool = False
-) -> Callable[[Callable[[Any, OnRanks], None]], Exercise]:
+) -> Callable[[Callable[[Any, OnRanks], float | None]], Exercise]:
     """Make an exercise of a judge, `_ring_all_reduce` say; it has the judge's name without the underscore.
+
+    The judge raises `AnswerError` for a wrong answer. It may return a score, lower for a better answer.
 
     Args:
         lesson: the notebook that contains it, such as "02_data_parallel".
         target: the task, in one or two sentences.
-        passed: the message for a right answer.
+        passed: the message for a right answer; with a score, a format for it, such as "{score:.1f} ms".
         name: its name in `lab.check`, if it is another one: that of a class.
         number: whether the answer is a number rather than a function or a class.
     """
 
-    def made(judge: Callable[[Any, OnRanks], None]) -> Exercise:
-        def judged(answer: Any, on: OnRanks) -> str:
-            judge(answer, on)
-            return passed
+    def made(judge: Callable[[Any, OnRanks], float | None]) -> Exercise:
+        def judged(answer: Any, on: OnRanks) -> Passed:
+            score = judge(answer, on)
+            return Passed(passed if score is None else passed.format(score=score), score)
 
         return Exercise(name or judge.__name__.removeprefix("_"), lesson, target, judged, number)
 
@@ -206,9 +221,10 @@ def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError("it called exit(): end a function with `return`") from None
 
 
-def without_judges(function: Callable[..., Any], *args: Any) -> Any:
-    """`call_reporting_exit` on a rank to which the judge was sent by value: it has no use for labkit's exercises."""
-    sys.modules["labkit.exercises"] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
+def without_judges(modules: Iterable[str], function: Callable[..., Any], *args: Any) -> Any:
+    """`call_reporting_exit` on a rank to which the judge was sent by value: it needs no module with exercises."""
+    for name in modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
     return call_reporting_exit(function, *args)
 
 

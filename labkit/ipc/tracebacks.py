@@ -47,6 +47,7 @@ _LOST = (
     "(this error originated at tensorpipe/",
     "remote process exited or there was a network error",
 )
+_IN_A_WORKER = re.compile(r" in DataLoader worker process \d+(?=\.$)")  # of torch
 _WORKER_DIED = "DataLoader worker (pid"  # of torch; the connection that is lost then is one to a child process
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 # Frames that are useless even as the innermost: AutoGraph's generated code, and where TensorFlow raises all its errors.
@@ -85,6 +86,8 @@ def _headline(error: BaseException) -> str:
     if remote is not None:
         return remote.headline
     lines = _readable(text).strip().splitlines()
+    if worker := _IN_A_WORKER.search(lines[0]):
+        return _of_a_worker(lines, worker[0])
     if isinstance(error, SyntaxError):  # file, line and a marker come first
         return lines[-1]
     if lines[0].endswith(": in user code:"):  # AutoGraph's report: frames, an empty line, the error
@@ -92,6 +95,13 @@ def _headline(error: BaseException) -> str:
     if lines[0].endswith(": Graph execution error:"):  # frames, an empty line, the message, the node
         return lines[0].removesuffix("Graph execution error:") + _first_message_line(lines[1:])
     return _of_keras(lines)
+
+
+def _of_a_worker(lines: list[str], where: str) -> str:
+    """Return the headline of a message that contains the traceback of a DataLoader's worker."""
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] :] if frames else []
+    return next((f"{line}{where}" for line in after if not line.startswith(" ")), lines[0])
 
 
 def _raised_in(error: BaseException, module: str) -> bool:

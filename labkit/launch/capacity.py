@@ -10,6 +10,7 @@ from typing import Final
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 from labkit.launch.server_requests import BATCH
+from labkit.launch.usable_memory import usable_memory
 from labkit.recording.ring_layout import RING_BYTES
 
 __all__ = ["check_capacity", "count_open_files", "processes_visible", "raise_limit"]
@@ -81,9 +82,7 @@ def _check_file_size() -> None:
 
 
 def _check_memory(count: int, rank_bytes: int) -> None:
-    import psutil
-
-    available, needed = psutil.virtual_memory().available, count * rank_bytes
+    available, needed = usable_memory().free_nbytes, count * rank_bytes
     if needed > available:
         raise LabError(
             f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "

@@ -17,6 +17,7 @@ import psutil
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.place import LOOPBACK
+from labkit.launch.usable_memory import usable_memory
 from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
@@ -64,10 +65,9 @@ class Facts:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package).partition("+")[0]
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
-        memory = psutil.virtual_memory().available
         return cls(
             socket.gethostname(), address, _interface(address), _addresses(), sys.executable, versions, layout,
-            usable_cores(), memory, gpu_count(),
+            usable_cores(), usable_memory().free_nbytes, gpu_count(),
         )  # fmt: skip
 
 

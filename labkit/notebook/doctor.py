@@ -6,7 +6,6 @@ the packages' metadata; facts that only a framework knows come from a separate p
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
@@ -14,18 +13,19 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import psutil
-
-from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
+from labkit.launch.usable_memory import Memory, usable_memory
 from labkit.machines.engines import Engine
+from labkit.notebook.doctor_gpus import ask_gpus, cuda_here, find_cuda_here, gpu_types
+from labkit.notebook.doctor_packages import HOSTED, find_replaced, replaced
+from labkit.notebook.doctor_places import Place, find_place, place
+from labkit.notebook.doctor_shared_memory import find_shared_memory, shared_memory
 from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Report, collect, report
 from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
@@ -33,14 +33,13 @@ from labkit.recording.cores import usable_cores
 __all__ = ["TABLE", "Gpus", "doctor"]
 
 DRIVER: Final = Path("/proc/driver/nvidia/gpus")
-SHARED_MEMORY_WANTED: Final = 2**30  # with a container's default of 64 MiB, NCCL and DataLoader die of SIGBUS
 
 
 @public_api
 def doctor(on: Engine | None = None) -> Report:
     """Report what this machine can run (cores, memory, GPUs, torch, TensorFlow, Jupyter), and how to install the rest.
 
-    Takes a few seconds, because separate processes import torch and TensorFlow.
+    Takes a few seconds, because separate processes import torch and TensorFlow, and compute on the GPUs.
 
     Args:
         on: machines, as for `labkit.Group`: report what these have, and what is missing there, instead.
@@ -63,29 +62,9 @@ def _cores(cores: tuple[int, float]) -> list[Finding]:
     return [Finding(f"{number}{limit}{few}")]
 
 
-def _find_memory(root: Path = Path("/")) -> tuple[int, int | None]:
-    """Return the size of the memory and of its free part, in bytes; the latter is None in a container with a limit."""
-    memory = psutil.virtual_memory()
-    limit = memory.total
-    for folder, name in product(control_group_folders("memory", root), ("memory.max", "memory.limit_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # without a limit: "max", or more than the machine's memory
-            limit = min(limit, int((folder / name).read_text()))
-    return limit, None if limit < memory.total else memory.available  # a container's usage includes the disk cache
-
-
-def _memory(sizes: tuple[int, int | None]) -> list[Finding]:
-    nbytes, free_nbytes = sizes
-    free = "the container's limit" if free_nbytes is None else f"{in_words(free_nbytes, 'iB')} of it free"
-    return [Finding(f"{in_words(nbytes, 'iB')}, {free}")]
-
-
-def _shared_memory(nbytes: int | None) -> list[Finding]:
-    if nbytes is None:
-        return []
-    found = f"{in_words(nbytes, 'iB')} in /dev/shm"
-    if nbytes >= SHARED_MEMORY_WANTED:
-        return [Finding(found)]
-    return [Finding(f"only {found}", ok=False, remedy="start the container with  docker run --shm-size=2g")]
+def _memory(memory: Memory) -> list[Finding]:
+    limit = " (the container's limit)" if memory.limited else ""
+    return [Finding(f"{in_words(memory.nbytes, 'iB')}{limit}, {in_words(memory.free_nbytes, 'iB')} of it free")]
 
 
 class Gpus(NamedTuple):
@@ -166,14 +145,20 @@ def _network(network: dict[str, Any], start: tuple[str | None, str | None]) -> l
     return [Finding(f"this machine's network, {reach} ({why})")]
 
 
+def _ask_about_gpus(gpus: Gpus, torch: Question | dict[str, Any]) -> Question | None:
+    installed = isinstance(torch, Question)
+    return Question(ask_gpus) if installed and gpus.names and gpus.visible != "" else None
+
+
 def _package(
-    name: str, extra: str, purpose: str, *, optional: bool = False, needs: tuple[str, ...] = (),
+    name: str, extra: str, purpose: str, *, optional: bool = False, front_end: bool = False, needs: tuple[str, ...] = (),
     ask: Callable[[], dict[str, Any]] | None = None,
     means: Callable[..., Iterable[Finding]] = lambda fact: [Finding(fact["version"])],
 ) -> Entry:  # fmt: skip
     """Make the entry of a package. Its fact is its "version", None if it is not installed, and the reply to a question.
 
-    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads.
+    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads. In a kernel,
+    which has some front end, another `front_end` may be missing.
     """
 
     def find(*_: Any) -> dict[str, Any] | Question:
@@ -183,17 +168,20 @@ def _package(
             return {"version": None}
         return Question(ask, version=version) if ask else {"version": version}
 
-    def findings(fact: dict[str, Any], *needed: Any) -> Iterable[Finding]:
+    def findings(fact: dict[str, Any], place: Place, *needed: Any) -> Iterable[Finding]:
         version = fact["version"]
         if version is None:
+            if front_end and place.has_kernel:
+                return []
             found = f"not installed; needed for {purpose}"
-            return [Finding(found, ok=optional, remedy=install_command(extra), pip=True)]
+            command = install_command(HOSTED if place.hosted and extra in ("course", "plot") else extra)
+            return [Finding(found, ok=optional, remedy=command, pip=True)]
         if "error" in fact:
             remedy = f"pip install --force-reinstall {name.lower()}"
             return [Finding(f"{version}, but it does not load: {fact['error']}", ok=False, remedy=remedy, pip=True)]
         return means(fact, *needed)
 
-    return Entry(name, find, findings, needs)
+    return Entry(name, find, findings, ("place", *needs))
 
 
 def _ask_torch() -> dict[str, Any]:
@@ -259,16 +247,19 @@ def _tensorflow(tensorflow: dict[str, Any], gpus: Gpus) -> Iterator[Finding]:
 
 TABLE: Final = (
     Entry("Python", _find_python, lambda python: [Finding(python)]),
+    Entry("place", find_place, place),
     Entry("cores", lambda: (os.cpu_count() or 1, usable_cores()), _cores),
-    Entry("memory", _find_memory, _memory),
-    Entry("shared memory", lambda: shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None, _shared_memory),
+    Entry("memory", usable_memory, _memory),
+    Entry("shared memory", lambda _: find_shared_memory(), shared_memory, needs=("place",)),
     Entry("GPUs", _find_gpus, _gpus),
     Entry("ranks start by", _find_start, _start),
     Entry("ranks talk over", lambda _: Question(_ask_network), _network, needs=("ranks start by",)),
     _package("torch", "torch", "all PyTorch lessons", needs=("GPUs",), ask=_ask_torch, means=_torch),
+    Entry("GPU types", _ask_about_gpus, gpu_types, needs=("GPUs", "torch")),
+    Entry("CUDA here", lambda _: find_cuda_here(), cuda_here, needs=("ranks start by",)),
     _package("TensorFlow", "tf", "the TensorFlow lessons", needs=("GPUs",), ask=_ask_tensorflow, means=_tensorflow),
     _package("Keras", "tf", "the TensorFlow lessons"),
-    _package("JupyterLab", "course", "opening the lessons"),
+    _package("JupyterLab", "course", "opening the lessons", front_end=True),
     _package("ipykernel", "course", "running cells"),
     _package("ipywidgets", "course", "interactive controls in a cell"),
     _package("anywidget", "course", "timelines to explore"),
@@ -277,4 +268,5 @@ TABLE: Final = (
     _package(
         "TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard", optional=True
     ),
+    Entry("pip install", find_replaced, lambda conflicts, _: replaced(conflicts), needs=("place",)),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Final
 
-__all__ = ["Entry", "Finding", "Question", "Report", "collect", "report"]
+__all__ = ["Entry", "Finding", "Question", "Report", "call_elsewhere", "collect", "report", "why_ended"]
 
 ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk can take a minute
 _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px;white-space:normal;word-break:normal"
@@ -60,17 +61,13 @@ class Question:
 
     Args:
         function: returns the reply as a dictionary; the process imports it by its name.
+        arguments: what it is called with; JSON can express them.
         known: what the reply contains besides.
     """
 
-    def __init__(self, function: Callable[[], dict[str, Any]], **known: Any) -> None:
-        module, name = function.__module__, function.__name__
-        program = f"import sys; sys.path[:] = {sys.path!r}; import json; from {module} import {name}; print(json.dumps({name}()))"
+    def __init__(self, function: Callable[..., dict[str, Any]], *arguments: Any, **known: Any) -> None:
         self._known = known
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self._process = call_elsewhere(function, *arguments, variables={"TF_CPP_MIN_LOG_LEVEL": "3"}, stderr=subprocess.PIPE)
 
     def reply(self) -> dict[str, Any]:
         """Wait for the reply and return it; if there is none, the reason under "error"."""
@@ -83,10 +80,40 @@ class Question:
         if process.returncode == 0:
             reply: dict[str, Any] = json.loads(output.splitlines()[-1])  # the last line: frameworks print others before
             return self._known | reply
-        if process.returncode < 0:
-            return self._known | {"error": f"ended by {signal.Signals(-process.returncode).name}"}
-        said = [line for line in errors.splitlines() if line.strip()]
-        return self._known | {"error": said[-1] if said else f"exit code {process.returncode}"}
+        return self._known | {"error": why_ended(process.returncode, errors)}
+
+
+def call_elsewhere(
+    function: Callable[..., dict[str, Any]], *arguments: Any, variables: Mapping[str, str], stderr: int
+) -> subprocess.Popen[str]:
+    """Start a process that imports a function by its name, calls it, and prints the result as its last line, in JSON.
+
+    Args:
+        function: the function.
+        arguments: what it is called with; JSON can express them.
+        variables: environment variables of the process, beside those of this one.
+        stderr: what `subprocess.Popen` gets as `stderr`.
+    """
+    module, name = function.__module__, function.__name__
+    call = f"{name}(*json.loads(sys.stdin.readline()))"
+    program = f"import sys; sys.path[:] = {sys.path!r}; import json; from {module} import {name}; print(json.dumps({call}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+        text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        process.stdin.write(json.dumps(arguments) + "\n")
+        process.stdin.flush()
+    return process
+
+
+def why_ended(returncode: int, errors: str) -> str:
+    """Return why a process failed, given its exit code and what it wrote: a signal, the last line, or the exit code."""
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}"
+    said = [line for line in errors.splitlines() if line.strip()]
+    return said[-1] if said else f"exit code {returncode}"
 
 
 @dataclass(frozen=True, slots=True)

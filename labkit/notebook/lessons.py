@@ -14,7 +14,7 @@ from labkit.errors.lists import listed
 from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["Copies", "lessons", "reset_lesson"]
+__all__ = ["ORIGINALS", "Copies", "lessons", "lessons_named", "reset_lesson"]
 
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
 _INSTALLED: Final = Path(LABKIT, "course")
@@ -71,7 +71,7 @@ def lessons(folder: str | Path = "my_lessons", *, only: str | Sequence[str] = ()
         LabError: no lesson or several lessons have names that begin so, or the folder cannot be written.
     """
     folder = Path(folder)
-    chosen = [_chosen(beginning) for beginning in ([only] if isinstance(only, str) else only)] or _originals()
+    chosen = lessons_named([only] if isinstance(only, str) else only)
     new, updated, outdated = [], [], []
     try:
         for original in chosen:
@@ -111,7 +111,7 @@ def reset_lesson(lesson: str) -> str:
         LabError: no lesson or several lessons have names that begin so, the current folder has no copies of lessons, or
             the copy cannot be written.
     """
-    original = _chosen(lesson.removesuffix(".ipynb"))
+    original = _named(lesson.removesuffix(".ipynb"))
     folder = Path.cwd()
     if not any(map(_copied_digest, folder.glob("*.ipynb"))):
         raise LabError(f"reset_lesson({lesson!r}): {folder} has no copies of lessons; lab.lessons(folder) makes them")
@@ -129,6 +129,15 @@ def reset_lesson(lesson: str) -> str:
     return f"{copy.name} is as it was at first{kept}. If the lesson is open, choose File → Reload Notebook from Disk."
 
 
+def lessons_named(beginnings: Sequence[str] = ()) -> list[Path]:
+    """Return the lessons that have these numbers, or whose names begin so; all lessons if none is given.
+
+    Raises:
+        LabError: no lesson or several lessons have names that begin so, or this installation has no lessons.
+    """
+    return [_named(beginning) for beginning in beginnings] or _originals()
+
+
 def _originals() -> list[Path]:
     found = sorted(ORIGINALS.glob("*.ipynb"))
     if not found:
@@ -136,7 +145,7 @@ def _originals() -> list[Path]:
     return found
 
 
-def _chosen(beginning: str) -> Path:
+def _named(beginning: str) -> Path:
     """Return the lesson that has a number, or whose name begins so."""
     originals = _originals()
     found = [path for path in originals if beginning in (path.stem, path.stem.partition("_")[0])]  # "02" is not "02b"

@@ -21,7 +21,8 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
     """Draw an interactive timeline of a run: hover over a bar to read its details, zoom, and isolate a rank.
 
     The cell's output is the image that `timeline` draws. While the kernel is alive, the page covers the image with the
-    interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image only.
+    interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image,
+    and the run for `make site`, whose pages have no kernel.
 
     Args:
         run: a run or a trace.

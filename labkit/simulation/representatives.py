@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import Any, Final
 
 from labkit.group.group import Group
 from labkit.ipc.code_names import name_of
+from labkit.recording.cores import usable_cores
 from labkit.simulation.program import Program, with_marks
 
 __all__ = ["execute_ranks", "programs_of"]
@@ -65,7 +65,7 @@ def programs_of(
 
 
 def _at_once(measured: bool) -> int:
-    return 1 if measured else max(os.cpu_count() or 1, AT_ONCE)
+    return 1 if measured else max(int(usable_cores()), AT_ONCE)
 
 
 class _Execution:

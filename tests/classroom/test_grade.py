@@ -12,8 +12,9 @@ import pytest
 
 from labkit.classroom.grade import main
 from labkit.classroom.grading import hidden_for
-from labkit.classroom.submissions import exercises_of, lessons_named, submissions
+from labkit.classroom.submissions import exercises_of, submissions
 from labkit.errors.exceptions import LabError
+from labkit.notebook.lessons import lessons_named
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "02_data_parallel"
@@ -76,7 +77,7 @@ def test_students_are_named_by_their_notebooks_or_by_the_folders_of_notebooks_na
 def test_the_exercises_of_lessons_in_their_order() -> None:
     (lesson,) = lessons_named(["02"])
     assert exercises_of(lesson) == (AVERAGE, "average_in_buckets", "draw_indices", RATE)
-    with pytest.raises(LabError, match="no lesson is called '99'; there are 00_start_here, "):
+    with pytest.raises(LabError, match="'99' is not the beginning of one lesson's name; expected 00_start_here, "):
         lessons_named(["99"])
 
 
@@ -86,13 +87,16 @@ def test_the_exercises_of_lessons_in_their_order() -> None:
         (["nowhere"], "nowhere: no such file or folder"),
         (["."], "there is no notebook in ."),
         ([".", "--points", "bubble"], "expected an exercise and a number"),
-        ([".", "--lessons", "99"], "no lesson is called '99'"),
+        (["a.ipynb", "--modules", "nowhere"], "--modules nowhere: there is no such module"),
+        ([".", "--lessons", "99"], "'99' is not the beginning of one lesson's name"),
     ],
 )
 def test_a_wrong_command_is_told_in_one_line(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if "a.ipynb" in arguments:
+        notebook(tmp_path / "a.ipynb")
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
@@ -143,6 +147,32 @@ def test_the_reference_solution_is_right_with_other_inputs_and_executed_as_a_who
     notebook(tmp_path / "anna" / f"{LESSON}.ipynb", *cells, "%%ranks group\nx = 1")
     anna = graded(tmp_path, "--execute", "--seed", 12)["anna"]
     assert {name: one["passed"] for name, one in anna["exercises"].items()} == dict.fromkeys(anna["exercises"], True)
+
+
+OWN = """
+from labkit.exercises.judging import AnswerError, exercise
+
+@exercise("my_lesson", "half(x) returns half of x.", "That is half.")
+def _half(answer, on):
+    if answer(3.0) != 1.5:
+        raise AnswerError("that is not half")
+"""
+
+
+@pytest.mark.processes
+def test_an_exercise_of_a_courses_own_module_which_answers_cannot_read(
+    tmp_path: Path, graded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "course").mkdir()
+    (tmp_path / "course" / "own_exercises.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path / "course")
+    check = "\n\nlab.check('half', half)"
+    notebook(tmp_path / "anna.ipynb", IMPORTS, "def half(x):\n    return x / 2" + check)
+    reads = f"def half(x):\n    open({str(tmp_path / 'course' / 'own_exercises.py')!r})\n    return x / 2"
+    notebook(tmp_path / "ben.ipynb", IMPORTS, reads + check)
+    results = graded(tmp_path / "anna.ipynb", tmp_path / "ben.ipynb", "--modules", "own_exercises")
+    assert {student: one["points"] for student, one in results.items()} == {"anna": 1, "ben": 0}
+    assert results["ben"]["exercises"]["half"]["message"].startswith("Refused: it opens own_exercises.py")
 
 
 CHEATS = {

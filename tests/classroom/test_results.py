@@ -102,4 +102,4 @@ def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
 
 
 def test_a_class_without_mistakes_has_an_empty_figure() -> None:
-    assert draw_mistakes([], 3).get_title() == "The commonest mistakes of 3 students"
+    assert draw_mistakes([], 3).get_title(loc="left") == "The commonest mistakes of 3 students"

@@ -32,7 +32,7 @@ from labkit.exercises import answer_ranks, model_parallel
 from labkit.exercises.check import Verdict, check, is_unwritten
 from labkit.exercises.comparisons import compare, factor, listing
 from labkit.exercises.guesses import Note
-from labkit.exercises.judging import AnswerError, Exercise
+from labkit.exercises.judging import AnswerError, Exercise, Passed
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -538,9 +538,9 @@ def test_the_random_numbers_of_the_notebook_go_on_as_if_nothing_was_judged(monke
 
 @pytest.mark.parametrize(("hint", "more"), [("x is off by a factor", ". Divide by p"), ("by which factor?", " Divide by p")])
 def test_the_second_wrong_answer_is_told_more(hint: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(*_: object) -> str:
+    def judge(*_: object) -> Passed:
         if right:
-            return "Right."
+            return Passed("Right.")
         raise AnswerError(hint, cure="divide by p")
 
     exercise = labkit.exercises.find("best_cut")

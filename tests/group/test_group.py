@@ -10,14 +10,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cells as in_cells
 import numpy as np
-import psutil
 import pytest
 from doings import computing, returned
 from processes import SELDOM_SPAWNED, left_after
@@ -28,6 +26,7 @@ from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.group.processes import RankPool
 from labkit.ipc.protocol import Message, NewFiles
+from labkit.launch.usable_memory import Memory
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
@@ -116,7 +115,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
             lab.Group(*args, **options)
         return str(caught.value)
 
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1000 << 20))
+    monkeypatch.setattr("labkit.launch.capacity.usable_memory", lambda: Memory(2000 << 20, 1000 << 20, limited=False))
     assert refused(11) == (
         "11 ranks need at least 1.07 GiB of memory (100 MiB each), and 1000 MiB are available. "
         "Use at most 10 ranks, or close other groups and notebooks."

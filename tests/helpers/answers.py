@@ -15,7 +15,7 @@ from processes import kept
 import labkit.exercises
 from labkit.exercises.check import check, tries
 from labkit.exercises.comparisons import equal, judge_result
-from labkit.exercises.judging import AnswerError, Hint
+from labkit.exercises.judging import AnswerError, Hint, Passed
 from labkit.group.group import Group
 from labkit.worker.runtimes.registry import RUNTIMES
 
@@ -127,7 +127,7 @@ def first_try(exercise: str) -> Iterator[list[str]]:
     """Forget earlier wrong answers, and collect the cures that the judge gives and `check` does not show yet."""
     found, cures = labkit.exercises.find(exercise), list[str]()
 
-    def judge(*args: Any) -> str:
+    def judge(*args: Any) -> Passed:
         try:
             return found.judge(*args)
         except AnswerError as wrong:

@@ -53,6 +53,15 @@ KERAS = """Exception encountered when calling Sequential.call().
 Arguments received by Sequential.call():
   • training=False"""
 
+IN_A_WORKER = """Caught RuntimeError in DataLoader worker process 3.
+Original Traceback (most recent call last):
+  File "worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+RuntimeError: unable to allocate: No space left
+with a second line
+"""
+
 
 @pytest.fixture(autouse=True)
 def _cell_7(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +83,8 @@ def _cell_7(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError(KERAS), "ValueError: Invalid input shape. Expected shape (None, 1000)"),
         (ValueError(TRACED_KERAS.format("")), "ValueError: Input 0 of layer 'dense' is incompatible with the layer"),
         (ValueError(TRACED_KERAS.format(TRIED_OUT)), "ValueError: Input 0 of layer 'dense' is incompatible with the layer"),
+        (RuntimeError(IN_A_WORKER), "RuntimeError: unable to allocate: No space left in DataLoader worker process 3"),
+        (RuntimeError("Caught E in DataLoader worker process 3."), "RuntimeError: Caught E in DataLoader worker process 3."),
         (ValueError("Exception encountered when calling nothing"), "ValueError: Exception encountered when calling nothing"),
     ],
 )

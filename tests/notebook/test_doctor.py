@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import questions
-from fake_control_groups import fake_control_groups
 
+from labkit.launch.usable_memory import Memory
 from labkit.notebook import findings
 from labkit.notebook.doctor import TABLE, Gpus
+from labkit.notebook.doctor_places import PLAIN, Place
+from labkit.notebook.doctor_shared_memory import SharedMemory
 from labkit.notebook.findings import Finding, Question, Report
 
 doctor = sys.modules["labkit.notebook.doctor"]  # `labkit.doctor` as a name is the function
@@ -38,14 +40,18 @@ TENSORFLOW = {"version": "1.2", "gpus": 0, "lost": []}
 LAPTOP = {
     "Python": "3.11.7 (CPython) on Linux x86_64",
     "cores": (8, 8),
-    "memory": (16 * GIB, 9 * GIB),
-    "shared memory": 8 * GIB,
+    "place": PLAIN,
+    "memory": Memory(16 * GIB, 9 * GIB, limited=False),
+    "shared memory": SharedMemory(8 * GIB, 7 * GIB),
     "GPUs": Gpus((), "no nvidia-smi, no NVIDIA driver in /proc", None),
     "ranks start by": ("fork", None),
     "ranks talk over": {"private": True, "why": "", "others": True},
     **{name: {"version": "1.2"} for name, *_ in PACKAGES},
     "torch": TORCH,
     "TensorFlow": TENSORFLOW,
+    "GPU types": None,
+    "CUDA here": {"started": False},
+    "pip install": {},
 }
 GPUS = Gpus(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
 SERVER = LAPTOP | {
@@ -131,8 +137,11 @@ def test_remedies_name_extras_that_exist() -> None:
     ("changes", "expected"),
     [
         ({"cores": (8, 1.5)}, "  cores              8, of which this process may use 1.5; lessons with more ranks run, too"),
-        ({"memory": (16 * GIB, None)}, "  memory             16 GiB, the container's limit"),
-        ({"shared memory": 2**26}, "✗ shared memory      only 64 MiB in /dev/shm"),
+        (
+            {"memory": Memory(2 * GIB, GIB, limited=True)},
+            "  memory             2 GiB (the container's limit), 1 GiB of it free",
+        ),
+        ({"place": Place("a hub", limits="few cores")}, "  place              a hub: few cores"),
         ({"ranks start by": ("spawn", None)}, "  ranks start by     spawn, with spare ranks kept ready"),
         (
             {"ranks start by": ("spawn", "spawn")},
@@ -288,23 +297,28 @@ def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
     assert doctor._find_gpus() == (gpus, search, None)
 
 
+def test_a_kernel_needs_no_jupyterlab() -> None:
+    missing = {"JupyterLab": {"version": None}, "anywidget": {"version": None}}
+    assert diagnose(LAPTOP | missing | {"place": Place("", has_kernel=True)}).findings == tuple(
+        f for f in diagnose(LAPTOP | missing).findings if f.subject != "JupyterLab"
+    )
+
+
+def test_hosted_kernels_keep_their_packages() -> None:
+    report = diagnose(LAPTOP | {"place": Place("a service", hosted=True), "anywidget": {"version": None}})
+    assert [f.remedy for f in report.findings if f.remedy] == ['pip install "labkit[hosted]"']
+
+
 @pytest.mark.parametrize(
-    ("version", "files", "limit"),
-    [
-        ("v2", {"memory.max": "max\n"}, None),
-        ("v2", {"memory.max": "536870912\n"}, 2**29),
-        ("v2", {"memory.max": "536870912\n", "pod/memory.max": "1073741824\n"}, 2**29),
-        ("v1", {"memory/memory.limit_in_bytes": "536870912\n"}, 2**29),
-        ("v1", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
-    ],
+    ("gpus", "installed", "asked"),
+    [(GPUS, True, True), (GPUS, False, False), (LAPTOP["GPUs"], True, False), (GPUS._replace(visible=""), True, False)],
 )
-def test_a_containers_limit_of_memory(version: str, files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
-    folder = fake_control_groups(tmp_path, version, "/pod")
-    total, free = doctor._find_memory(tmp_path)
-    assert free is not None
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    total_now, free_now = doctor._find_memory(tmp_path)
-    assert total_now == (limit or total)
-    assert (free_now is None) == (limit is not None)
+@pytest.mark.processes
+def test_gpus_are_tried_where_torch_may_see_some(gpus: Gpus, installed: bool, asked: bool) -> None:
+    torch: Any = Question(questions.noisy) if installed else {"version": None}
+    answer = doctor._ask_about_gpus(gpus, torch)
+    if installed:
+        torch.reply()
+    assert isinstance(answer, Question) is asked
+    if answer is not None:
+        assert answer.reply() == {"gpus": [], "pairs": 0, "peers": 0, "nccl": [], "amd": False}

@@ -1,8 +1,8 @@
 """The interactive timeline's widget: the kernel's half, which answers the page's queries.
 
-The browser's half are the scripts in this folder. The notebook stores the image only: the widget's state contains no
-spans, and the output does not reference the widget, because JupyterLab would show an error instead of the image once
-the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds the image by the end of its data,
+The browser's half are the scripts in this folder. The notebook stores the image, and the run for static pages
+(`saved.py`). The widget's state contains no spans, and the output does not reference the widget, because JupyterLab
+would show an error instead of the image once the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds the image by the end of its data,
 and covers it while the kernel is alive. In front ends that only show widgets referenced by an output, the output
 references it.
 """
@@ -17,15 +17,17 @@ from typing import Any, Final
 import anywidget
 import traitlets
 
+from labkit.plots.explorer.saved import MIME, saved
 from labkit.plots.explorer.window import Windows, about
 from labkit.plots.image import as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View
 
-__all__ = ["Explorer"]
+__all__ = ["STYLE", "Explorer", "script"]
 
 END: Final = 40  # characters of base64 that identify a PNG: they contain its checksum
 _HERE: Final = Path(__file__).parent
+STYLE: Final = _HERE / "explorer.css"
 _SCRIPTS: Final = ("texts", "layer", "picture", "input", "explorer", "placement")
 
 
@@ -43,7 +45,7 @@ class Explorer(anywidget.AnyWidget):
     """
 
     _esm = script()
-    _css = _HERE / "explorer.css"
+    _css = STYLE
     about = traitlets.Dict().tag(sync=True)
 
     def __init__(self, view: View, step: int | range | str | None) -> None:
@@ -52,6 +54,7 @@ class Explorer(anywidget.AnyWidget):
         self._alt_text = f"timeline of {view.in_words()}"
         self._windows = Windows(view.whole)
         super().__init__(about=about(view, self._image["image/png"][-END:]))
+        self._saved = saved(self.about, self._windows)
         self.on_msg(self._answer)
 
     def __repr__(self) -> str:
@@ -64,6 +67,8 @@ class Explorer(anywidget.AnyWidget):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         data: dict[str, Any] = self._image | {"text/plain": self._alt_text}
+        if self._saved is not None:
+            data[MIME] = self._saved
         if needs_a_view():
             reference = super()._repr_mimebundle_(**kwargs)
             assert reference is not None, "a widget without a view"

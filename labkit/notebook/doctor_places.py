@@ -1,0 +1,107 @@
+"""Where this notebook runs: a hosted service, a hub, a container or a plain machine; and the known limits of each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from labkit.notebook.findings import Finding
+
+__all__ = ["PLAIN", "Place", "find_place", "place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where notebooks run.
+
+    Args:
+        name: its name; "" for a plain machine.
+        variables: environment variables that exist only there.
+        files: files that exist only there.
+        limits: what is known of its limits.
+        shared_memory: what enlarges its /dev/shm.
+        hosted: whether its kernel comes with packages that an installation should not replace.
+        has_kernel: whether this process is a kernel, so that some front end is at hand.
+    """
+
+    name: str
+    variables: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    limits: str = ""
+    shared_memory: str = "it cannot be enlarged here: use DataLoader(..., num_workers=0)"
+    hosted: bool = False
+    has_kernel: bool = False
+
+
+PLAIN: Final = Place("", shared_memory="sudo mount -o remount,size=2G /dev/shm")
+# The first that fits. Kaggle's image is made from Colab's, Binder is a JupyterHub, and all but Colab run in containers.
+_PLACES: Final = (
+    # https://github.com/Kaggle/kagglehub/blob/main/src/kagglehub/env.py, https://www.kaggle.com/docs/notebooks
+    Place(
+        "Kaggle", ("KAGGLE_KERNEL_RUN_TYPE",), hosted=True,
+        limits="a session lasts 12 hours at most; with internet switched off, pip installs only from files of a dataset",
+    ),
+    # https://github.com/Kaggle/kagglehub/pull/230, https://research.google.com/colaboratory/faq.html
+    Place(
+        "Google Colab", ("COLAB_RELEASE_TAG",), hosted=True,
+        limits="a runtime without charge lasts 12 hours at most, ends earlier when it is idle, and its files end with it",
+    ),
+    # https://github.com/jupyterhub/binderhub/blob/main/binderhub/binderspawner_mixin.py,
+    # https://mybinder.readthedocs.io/en/latest/about/user-guidelines.html
+    Place(
+        "Binder", ("BINDER_LAUNCH_HOST", "BINDER_REPO_URL"), hosted=True,
+        limits="mybinder.org gives 1 to 2 GB of memory, and ends a session after 10 minutes without activity, or after 6 hours",
+    ),
+    # https://docs.github.com/en/codespaces/developing-in-a-codespace/default-environment-variables-for-your-codespace,
+    # https://docs.github.com/en/codespaces/setting-your-user-preferences/setting-your-timeout-period-for-github-codespaces
+    Place(
+        "GitHub Codespaces", ("CODESPACES",),
+        limits="a codespace stops after 30 minutes without activity, unless its settings say otherwise",
+        shared_memory='add  "runArgs": ["--shm-size=2g"]  to .devcontainer/devcontainer.json, and rebuild the container',
+    ),
+    # https://jupyterhub.readthedocs.io/en/stable/reference/api/spawner.html
+    Place(
+        "JupyterHub", ("JUPYTERHUB_USER", "JUPYTERHUB_API_URL"), hosted=True,
+        limits="its administrators limit memory, cores and idle time",
+        shared_memory="ask its administrators for a volume  emptyDir: {medium: Memory}  at /dev/shm",
+    ),
+    # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    Place(
+        "a Kubernetes pod", ("KUBERNETES_SERVICE_HOST",), limits="the pod's resources limit memory and cores",
+        shared_memory="mount a volume  emptyDir: {medium: Memory}  at /dev/shm",
+    ),
+    # https://docs.podman.io/en/latest/markdown/podman-run.1.html
+    Place(
+        "a Podman container", files=("run/.containerenv",), limits="options of podman run limit memory and cores",
+        shared_memory="start the container with  podman run --shm-size=2g",
+    ),
+    # Docker documents no mark; it has created this file since 2013: https://github.com/moby/moby/blob/master/daemon/initlayer
+    Place(
+        "a Docker container", files=(".dockerenv",), limits="options of docker run limit memory and cores",
+        shared_memory="start the container with  docker run --shm-size=2g",
+    ),
+)  # fmt: skip
+
+
+def find_place(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place:
+    """Return where this process runs.
+
+    Args:
+        environment: its environment variables.
+        root: the root of the file system; tests pass their own.
+    """
+    found = next(
+        (p for p in _PLACES if any(map(environment.get, p.variables)) or any((root / file).exists() for file in p.files)), PLAIN
+    )
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return replace(found, has_kernel=hasattr(shell, "kernel"))
+
+
+def place(place: Place) -> list[Finding]:
+    """Report the place, unless it is a plain machine."""
+    return [Finding(f"{place.name}: {place.limits}")] if place.name else []

@@ -1,0 +1,105 @@
+"""Makes a lesson from the template: its notebook and solutions, an exercise with its tests, and its rows in tables.
+
+    python -m tools.new_lesson 15_my_topic
+
+What a person must write is marked TODO; tests/test_course.py names each place.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+__all__ = ["make_lesson"]
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+TEMPLATE: Final = Path(__file__).resolve().parent / "lesson_template"
+MINUTES, EXERCISES = 45, 15  # a lesson's own guess of its time, until a reader has measured it
+_CODE: Final = re.compile(r"^```python ?(?P<tags>.*)\n(?P<code>(?s:.*?))^```$", re.MULTILINE)
+
+
+def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
+    """Write the files of a lesson; returns those that are new or changed.
+
+    Args:
+        lesson: its name, such as "15_my_topic".
+        root: the repository.
+
+    Raises:
+        ValueError: not a name of a lesson, or the lesson or its topic exists.
+    """
+    if not re.fullmatch(r"\d\d[a-z]?_[a-z][a-z0-9_]*", lesson):
+        raise ValueError(f"NAME={lesson}: expected two digits and a topic, as in NAME=15_my_topic")
+    number, _, topic = lesson.partition("_")
+    title = topic.replace("_", " ").capitalize()
+    words = {"lesson": lesson, "number": number, "topic": topic, "title": title}
+    words |= {"minutes": str(MINUTES), "exercises": str(EXERCISES)}
+    new = {
+        root / "notebooks" / f"{lesson}.ipynb": "lesson.md",
+        root / "notebooks" / "solutions" / f"{lesson}.ipynb": "solutions.md",
+        root / "labkit" / "exercises" / f"{topic}.py": "exercises.txt",
+        root / "tests" / "exercises" / f"test_exercises_{topic}.py": "test.txt",
+    }
+    if taken := [path for path in new if path.exists()]:
+        raise ValueError(f"NAME={lesson}: {taken[0].relative_to(root)} exists; choose another number or topic")
+    for path, name in new.items():
+        text = re.sub(r"\{\{(\w+)\}\}", lambda match: words[match[1]], (TEMPLATE / name).read_text(encoding="utf-8"))
+        if path.suffix == ".ipynb":
+            nbformat.write(_notebook(text), path)
+        else:
+            path.write_text(text, encoding="utf-8")
+    row = f"| [{number} {title}](notebooks/{lesson}.ipynb) | {MINUTES} + {EXERCISES} | TODO: what you will be able to do |"
+    return [
+        *new,
+        _add(root / "README.md", r"^\| \[\d\d[a-z]? .*\n", row, f"| [{number} "),
+        _add(root / "labkit" / "exercises" / "__init__.py", r'^    "\w+": \(.*\),\n', f'    "{topic}": ("{topic}_mean",),'),
+    ]
+
+
+def _notebook(text: str) -> Any:
+    """Return a notebook: fenced code, with the cell's tags after "python", and the text between."""
+    cells, end = [], 0
+    for block in [*_CODE.finditer(text), None]:
+        between = text[end : block.start() if block else len(text)].strip()
+        cells += [new_markdown_cell(part.strip()) for part in re.split(r"^(?=## )", between, flags=re.MULTILINE) if part]
+        if block:
+            cells.append(new_code_cell(block["code"].rstrip()))
+            cells[-1].metadata["tags"] = block["tags"].split()
+            end = block.end()
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
+        if not cell.metadata.get("tags"):
+            cell.metadata.pop("tags", None)
+    return new_notebook(cells=cells)
+
+
+def _add(path: Path, rows: str, new: str, before: str = "") -> Path:
+    """Insert a line behind the last row that a pattern finds, or that sorts before a text, and return the path."""
+    text = path.read_text(encoding="utf-8")
+    found = list(re.finditer(rows, text, re.MULTILINE))
+    end = max(match.end() for match in found if not before or match.group() < before)
+    path.write_text(f"{text[:end]}{new}\n{text[end:]}", encoding="utf-8")
+    return path
+
+
+def main(arguments: list[str]) -> int:
+    """Make the lesson that the command line names."""
+    try:
+        written = make_lesson(arguments[0] if arguments else "")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path in written:
+        print(path.relative_to(ROOT))
+    number = arguments[0].partition("_")[0]
+    print(f"\nWrite what is marked TODO, then: make notebooks ONLY={number}, and pytest tests/test_course.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
