@@ -10,6 +10,7 @@ The environments have nbgrader or Otter-Grader, torch, and what labkit needs; th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -53,7 +54,7 @@ def main() -> None:
         began = time.perf_counter()
         graded = WAYS[options.by](chosen, Path(folder), options.python, options.jobs)
         took_s = time.perf_counter() - began
-    stayed = [" ".join(process.cmdline())[:100] for process in psutil.Process().children(recursive=True)]
+    stayed = _stayed()
     end_children()
     rows = []
     for one in chosen:
@@ -64,6 +65,15 @@ def main() -> None:
     print(f"\n{len(rows)} submissions by {options.by} in {took_s / 60:.1f} min; {len(stayed)} processes stayed")
     print("\n".join(stayed))
     sys.exit(any(row[-1] for row in rows) or bool(stayed))
+
+
+def _stayed() -> list[str]:
+    """Return the command lines of processes that submissions have left behind, and that still run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ZombieProcess is one
+            found.append(" ".join(process.cmdline())[:100])
+    return found
 
 
 def _by_grade(chosen: list[Submission], folder: Path, python: str, jobs: int) -> Graded:

@@ -117,7 +117,7 @@ _FULL: Final = ("kept = [bytearray(b'x' * 2**26) for _ in range(48)]", "return [
 CLASS: Final = (
     Submission("right", 5),
     Submission("right by all_gather", 5, _average(*_GATHERED)),
-    Submission("right with a helper", 5, _rate("base = same(base)"), first="def same(number):\n    return number"),
+    Submission("right with a helper", 5, _rate("base = as_given(base)"), first="def as_given(number):\n    return number"),
     Submission("right under another name", 5, _rate(name="my_rate"), in_kernel=4),
     Submission("right beside a syntax error", 5, first="def broken(:\n    pass"),
     Submission("right beside an error", 5, first="1 / 0"),

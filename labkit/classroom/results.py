@@ -152,11 +152,11 @@ class Results:
             "classroom": "CLASSROOM", "assignment": "ASSIGNMENT", "assignment_type": "ASSIGNMENT_TYPE", "owner": "OWNER",
             "submission": "SUBMISSION_TAG", "commit": "COMMIT_URL", "release": "RELEASE_URL", "review": "REVIEW_URL",
         }  # fmt: skip
-        told = {key: environment.get(variable, "") for key, variable in variables.items()}
+        context = {key: environment.get(variable, "") for key, variable in variables.items()}
         return {
             "schema": "classroom50/result/v1",
-            **told,
-            "review": told["review"] or told["commit"],  # older runners do not set REVIEW_URL
+            **context,
+            "review": context["review"] or context["commit"],  # older runners do not set REVIEW_URL
             "datetime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "score": sum(test["score"] for test in tests),
             "max-score": sum(points.values()),

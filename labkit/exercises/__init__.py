@@ -40,7 +40,9 @@ LESSONS: dict[str, tuple[str, ...]] = {
 
 
 def find(name: str) -> Exercise:
-    """Return the exercise with this name: one of labkit's, or one that an imported module or the notebook defines.
+    """Return the exercise with this name: one of labkit's, or one of a course's own.
+
+    A course's own exercises are in the notebook, or in a module that has been imported.
 
     Raises:
         LabError: there is none; the message lists similar names, or the first of all names.

@@ -41,7 +41,13 @@ def _largest(answer, on):
     judge_result(given, expected(3), mistakes, "not the largest number of all ranks")
 
 
-@calculation(LESSON, "rounds(ranks) is the number of rounds of a ring all-reduce.", "Two rounds for each other rank.", [(4,)])
+@calculation(
+    LESSON,
+    "rounds(ranks) is the number of rounds of a ring all-reduce.",
+    "Two rounds for each other rank.",
+    [(4,)],
+    other=lambda random: (random.randint(2, 64),),
+)
 def _rounds(ranks):
     return Expected(2 * (ranks - 1), {"one all-gather": ranks - 1}, "draw the ring")
 '''
