@@ -27,6 +27,7 @@ class Breakpoints:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
+        self._ended: set[int] = set()  # ranks that have ended at their prompts
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
 
@@ -34,17 +35,24 @@ class Breakpoints:
         """A rank is at its prompt."""
         self.texts[rank] = text
 
+    def ended(self, rank: int) -> None:
+        """A rank has ended at its prompt."""
+        self._ended.add(rank)
+
     def left(self, rank: int) -> None:
-        """A rank continues, or has ended."""
+        """A rank continues."""
         self.texts.pop(rank, None)
         if self._turn == rank:
             self._turn = None
 
     def next(self, now_s: float) -> int | None:
         """Return the rank to ask now; None if there is none, or the last one may come back to its prompt soon."""
-        if not self.texts or (self._turn is not None and self._turn not in self.texts and now_s - self._since_s < TURN_S):
+        asking = [rank for rank in self.texts if rank not in self._ended]
+        if self._turn in asking:
+            return self._turn
+        if self._turn is not None and now_s - self._since_s < TURN_S:
             return None
-        return self._turn if self._turn in self.texts else next(iter(self.texts))
+        return asking[0] if asking else None
 
     def asked(self, rank: int) -> None:
         """The rank got its command."""

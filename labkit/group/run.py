@@ -232,7 +232,7 @@ class Execution:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
             self._drain()
-            if not self._breakpoints.texts:
+            if not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
                 self._look_for_stuck(time.perf_counter_ns())
             self._pool.oom_kills.sample(now)
         if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
@@ -260,7 +260,7 @@ class Execution:
             line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._drain)
             member.channel.send(protocol.Command(line))
         except OSError:  # the rank has ended, which the loop will report
-            self._breakpoints.left(member.rank)
+            self._breakpoints.ended(member.rank)
             return
         self._breakpoints.asked(member.rank)
         if line is None and NOBODY not in self.notes:
@@ -394,7 +394,6 @@ class Execution:
     def died(self, member: Member) -> None:
         """See `Receiver`. A death is a failure even after the rank has answered, since others may still need it."""
         self._dead.add(member.rank)
-        self._breakpoints.left(member.rank)
         self._pool.state.spend()
         self._read_output(member)
         if member.rank in self._failures or member.rank in self._pool.lost:
@@ -482,6 +481,8 @@ class Execution:
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
         """Return a sentence about what a rank was doing when it died; "" if it was idle."""
+        if member.rank in self._breakpoints.texts:
+            return "It was at a breakpoint."
         pending = member.reader.pending()
         if member.rank not in self._on or member.rank in self._results:
             served = [SERVE.function_in(p.name) for p in pending if p.type is SERVE]

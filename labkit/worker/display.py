@@ -80,6 +80,7 @@ class RankDisplay:
             if "matplotlib" in sys.modules:
                 sys.modules["matplotlib"].use(BACKEND)
         when_imported(IPYTHONS, self._patch)
+        when_imported("tqdm.notebook", _show_bars_as_text)
 
     def display(
         self,
@@ -166,6 +167,13 @@ class RankDisplay:
         vars(module).update(
             display=self.display, clear_output=self.clear_output, publish_display_data=publish, update_display=update
         )
+
+
+def _show_bars_as_text(module: ModuleType) -> None:
+    """Replace tqdm's bars for notebooks, which are widgets of the rank's own process, by those for terminals."""
+    from tqdm.std import tqdm, trange
+
+    vars(module).update(tqdm=tqdm, trange=trange, tqdm_notebook=tqdm, tnrange=trange)
 
 
 class _Handle:

@@ -42,7 +42,12 @@ from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
-_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
+_MODULE_NAMES: Final = {
+    "__annotations__",
+    "__builtins__",
+    "__exception__",
+    "__return__",
+}  # names that Python and pdb add to a module
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
@@ -361,7 +366,9 @@ class _Rank:
         at_ns = time.perf_counter_ns()
         if quit_at_prompt(error):
             what = "was ended at a breakpoint, with q"
-            return RankFailure(self._rank_config.rank, self._rank_config.name, what, at_ns=at_ns, verb="", own=True, in_python=True)
+            return RankFailure(
+                self._rank_config.rank, self._rank_config.name, what, at_ns=at_ns, verb="", own=True, in_python=True
+            )
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),

@@ -7,6 +7,7 @@ import sys
 from types import FrameType, TracebackType
 from typing import Any
 
+from labkit.errors.own_code import LABKIT
 from labkit.recording.record import is_students
 from labkit.worker.breakpoints import Breakpoints
 
@@ -46,8 +47,13 @@ class RankPdb(pdb.Pdb):
         self.breakpoints.left()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """Return the frames from the student's outermost one, and the number of the current frame."""
+        """Return the frames from the student's outermost one, without labkit's, and the number of the current frame."""
         stack, current = super().get_stack(f, t)
         students = (i for i, (frame, _) in enumerate(stack) if is_students(frame.f_code.co_filename))
         first = min(next(students, 0), current)
-        return stack[first:], current - first
+        kept = [i for i in range(first, len(stack)) if i == current or not _is_labkits(stack[i][0].f_code.co_filename)]
+        return [stack[i] for i in kept], kept.index(current)
+
+
+def _is_labkits(filename: str) -> bool:
+    return filename.startswith((LABKIT, "<labkit"))
