@@ -19,9 +19,9 @@ from labkit.ipc.place import LOOPBACK, Place
 
 __all__ = [
     "Assigned", "AtBreakpoint", "CallFunction", "Changes", "Close", "Command", "Displayed", "Files", "Forget", "Frame",
-    "Imported", "ImportedModule", "Install", "Installed", "LeftBreakpoint", "Message", "NewFiles", "NewSettings", "Notice", "Observe", "Observed", "Offer", "Offers", "Profile",
-    "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead", "Returned", "RunCell", "Serving", "Warned",
-    "decode", "encode",
+    "Imported", "ImportedModule", "Install", "Installed", "LeftBreakpoint", "Message", "NewFiles", "NewSettings", "Notice",
+    "Observe", "Observed", "Offer", "Offers", "Profile", "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead",
+    "Returned", "RunCell", "Serving", "Warned", "decode", "encode",
 ]  # fmt: skip
 
 Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them

@@ -1,4 +1,4 @@
-"""What `import labkit` starts: in a notebook `%%ranks`, `%%rank` and the preload of torch; in a script, recording on request."""
+"""What `import labkit` starts: in a notebook its magics and the preload of torch; in a script, recording on request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live") 
 def begin() -> None:
     """Prepare this process for labkit.
 
-    In a notebook's kernel, register `%%ranks`, `%%rank` and a hint at `group.spawn`. In the background, start a server that
-    imports torch, which takes a second, and import here what the first group needs, which takes 0.06 s. In a script,
-    start recording if `LABKIT_TRACE` names a folder.
+    In a notebook's kernel, register `%%ranks`, `%%rank` and a hint at `group.spawn`. In the background, start a server
+    that imports torch, which takes a second, and import here what the first group needs, which takes 0.06 s. In a
+    script, start recording if `LABKIT_TRACE` names a folder.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

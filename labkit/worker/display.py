@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import importlib
 import io
 import itertools
 import json
@@ -171,9 +172,8 @@ class RankDisplay:
 
 def _show_bars_as_text(module: ModuleType) -> None:
     """Replace tqdm's bars for notebooks, which are widgets of the rank's own process, by those for terminals."""
-    from tqdm.std import tqdm, trange
-
-    vars(module).update(tqdm=tqdm, trange=trange, tqdm_notebook=tqdm, tnrange=trange)
+    std = importlib.import_module("tqdm.std")
+    vars(module).update(tqdm=std.tqdm, trange=std.trange, tqdm_notebook=std.tqdm, tnrange=std.trange)
 
 
 class _Handle:

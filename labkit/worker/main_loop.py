@@ -25,9 +25,9 @@ from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_b
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
-from labkit.worker.breakpoints import Breakpoints, quit_at_prompt
 from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
+from labkit.worker.debugger import Debugger, quit_at_prompt
 from labkit.worker.display import RankDisplay
 from labkit.worker.edited_modules import Imports
 from labkit.worker.network_namespace import Network
@@ -112,8 +112,8 @@ class _Rank:
         self._display.install()
         self._warnings = RankWarnings(self._send)
         self._warnings.install()
-        self._breakpoints = Breakpoints(self._send, channel.receive)
-        self._breakpoints.install()
+        self._debugger = Debugger(self._send, channel.receive)
+        self._debugger.install()
         self._settings = AppliedSettings()
         sys.argv = [""]
         self._inherited = dict(os.environ)
@@ -294,7 +294,7 @@ class _Rank:
             raise error
         self._exits = {}
         self._display.begin()
-        self._breakpoints.begin()
+        self._debugger.begin()
         self._runtime.begin_recording()
         if here.recorder is not None:
             here.recorder.begin_run()
@@ -309,7 +309,7 @@ class _Rank:
             self._exits = {self._rank_config.rank: self._failure(end, verb="has no result, unlike others:")}
             return None
         finally:
-            self._breakpoints.end()
+            self._debugger.end()
             end_ns = time.perf_counter_ns()
             recorder = here.recorder
             if recorder is not None:
@@ -365,9 +365,9 @@ class _Rank:
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()
         if quit_at_prompt(error):
-            what = "was ended at a breakpoint, with q"
+            ended = "was ended at a breakpoint, with q"
             return RankFailure(
-                self._rank_config.rank, self._rank_config.name, what, at_ns=at_ns, verb="", own=True, in_python=True
+                self._rank_config.rank, self._rank_config.name, ended, at_ns=at_ns, verb="", own=True, in_python=True
             )
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(

@@ -1,9 +1,9 @@
-"""`breakpoint()` in a rank: its prompt, its turn, its end; the student's lines come from a function in place of `input`."""
+"""`breakpoint()` in a rank: its prompt, its turn, its end. A function in place of `input` types the lines."""
 
 from __future__ import annotations
 
 import os
-import pdb
+import pdb  # noqa: T100
 import signal
 import threading
 import time
@@ -57,7 +57,7 @@ def counted(names: str = "a", times: int = 1) -> int:
     total = 0
     for i in range(times):
         if name() in names:
-            breakpoint()
+            breakpoint()  # noqa: T100
         total += i + 1
     return total
 
@@ -67,7 +67,8 @@ def test_commands_show_and_change_the_program(group: lab.Group, typed: Typed, ca
     assert group.run(counted).results == [100, 1]
     assert prompts == ["[a] (Pdb) "] * 7
     said = capsys.readouterr().out
-    assert "[a] -> total += i + 1\n" in said and "[a] 0\n" in said
+    assert "[a] -> total += i + 1\n" in said
+    assert "[a] 0\n" in said
     assert "def counted(" in said, "`l` shows the lines"
     assert "[a] *** SyntaxError: invalid syntax" in said
     assert "main_loop" not in said, "`w` shows the student's frames"
@@ -78,7 +79,7 @@ def test_ranks_take_turns(group: lab.Group, typed: Typed) -> None:
     assert group.run(counted, "ab", 2).results == [3, 3]
     asked = [prompt[1] for prompt in prompts]
     assert asked[::2] == asked[1::2], "a rank keeps its turn until it continues"
-    assert sorted(asked[::2]) == list("aabb") and asked[0] != asked[2] != asked[4], "then it is the other's"
+    assert asked[::2] in (list("abab"), list("baba")), "then it is the other's"
 
 
 def test_turns() -> None:
@@ -103,9 +104,9 @@ def test_a_rank_that_waits_for_another_one_gives_its_turn_away(typed: Typed) -> 
     def meet() -> None:
         import torch.distributed as dist
 
-        breakpoint()
+        breakpoint()  # noqa: T100
         dist.barrier()
-        breakpoint()
+        breakpoint()  # noqa: T100
 
     with lab.Group(2, timeout_s=100) as group:
         prompts = typed("n", "c", "c", "c", "c", "c")
@@ -116,7 +117,7 @@ def test_a_rank_that_waits_for_another_one_gives_its_turn_away(typed: Typed) -> 
 def test_every_function_of_pdb(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
     def f() -> str:
         if name() == "a":
-            pdb.set_trace()
+            pdb.set_trace()  # noqa: T100
             value = "unused"
             try:
                 value = {}["missing"]

@@ -15,13 +15,13 @@ from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, span
 
-__all__ = ["Breakpoints", "quit_at_prompt"]
+__all__ = ["Debugger", "quit_at_prompt"]
 
 _IN_CHILD = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
 _SERVING = "in code that the rank runs for other ranks, or after its function has returned."
 
 
-class Breakpoints:
+class Debugger:
     """The debugger of this rank. All of pdb's functions use it: `breakpoint()`, `pdb.set_trace()`, `pdb.post_mortem()`.
 
     Threads that the student's function has started may stop as well, one at a time. Code that the rank runs for others
@@ -82,7 +82,7 @@ class Breakpoints:
     def _patch(self, module: ModuleType) -> None:
         from labkit.worker.rank_pdb import RankPdb
 
-        vars(module)["Pdb"] = type("Pdb", (RankPdb,), {"breakpoints": self})
+        vars(module)["Pdb"] = type("Pdb", (RankPdb,), {"debugger": self})
 
     def _ask(self, text: str) -> str:
         self._send(AtBreakpoint(text))
