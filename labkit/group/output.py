@@ -78,6 +78,12 @@ class Output:
             self._warnings.take(rank, message.text, message.count)
             self._changed = True
 
+    def show(self) -> None:
+        """Show all prints so far, before and after the student is asked something, which counts as no silence."""
+        self._start = self._shown_at = 0.0
+        self._heard = time.monotonic()
+        self.refresh()
+
     def refresh(self) -> None:
         """Show new prints if an update is due; call it regularly from the thread that runs the cell."""
         now = time.monotonic()

@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Final
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
 from labkit.errors.library_hints import library_hint
+from labkit.group import breakpoints
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, mismatch_in_words, serving_for_ever
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
-from labkit.group.output import Output
+from labkit.group.output import Output, put
 from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
@@ -37,6 +38,11 @@ FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last 
 GRACE_S: Final = 0.1  # usually
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
+
+NOBODY: Final = (
+    "breakpoint() was skipped: here, nobody can be asked for commands. It works in JupyterLab, Notebook and in a terminal, in a "
+    "run that was started by the main thread."
+)
 
 
 class Run:
@@ -87,6 +93,7 @@ class Execution:
     - A rank prints more than its pipe holds, and blocks until somebody reads
       (`test_output.py`: `test_100_000_lines_of_each_rank`).
     - Ranks wait for one another (`test_deadlock_run.py`), or all serve the others for ever, and none returns.
+    - A person debugs a rank (`test_breakpoints.py`). Then no time counts, and the others do not wait in vain.
     - All return, and the results are wrong (`test_mismatches.py`), or something is left for the next run to meet
       (`test_unfinished.py`).
     - Stop comes at any moment (`test_stop.py`), or another thread closes the group (`test_lifetime.py`). Then, as after
@@ -115,6 +122,7 @@ class Execution:
         self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned
         self._released = False  # whether the serving ranks have been told to stop
         self._dead: set[int] = set()  # ranks whose process has ended
+        self._breakpoints = breakpoints.Breakpoints()
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
@@ -223,16 +231,43 @@ class Execution:
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
-            records = self._records.drain()
-            if self._picture is not None:
-                for mine, fresh in zip(self._new, records, strict=True):
-                    mine.append(fresh)
-            self._look_for_stuck(time.perf_counter_ns())
+            self._drain()
+            if not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
+                self._look_for_stuck(time.perf_counter_ns())
             self._pool.oom_kills.sample(now)
         if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
             self._show(self._picture)
         self._output.refresh()
+        if not self._failures and (rank := self._breakpoints.next(now)) is not None:
+            self._ask(self._members[rank])
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
+
+    def _drain(self) -> None:
+        records = self._records.drain()
+        if self._picture is not None:
+            for mine, fresh in zip(self._new, records, strict=True):
+                mine.append(fresh)
+
+    def _ask(self, member: Member) -> None:
+        """Ask for a command for a rank that is at a breakpoint. No time counts while the student thinks."""
+        self._drain()
+        if self._picture is not None:
+            self._show(self._picture)
+        self._output.show()
+        start_s = time.monotonic()
+        try:
+            text = self._breakpoints.texts[member.rank]
+            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._drain)
+            member.channel.send(protocol.Command(line))
+        except OSError:  # the rank has ended, which the loop will report
+            self._breakpoints.ended(member.rank)
+            return
+        self._breakpoints.asked(member.rank)
+        if line is None and NOBODY not in self.notes:
+            self.notes.append(NOBODY)
+        self._output.show()
+        if self._deadline_s is not None:
+            self._deadline_s += time.monotonic() - start_s
 
     def _grace_s(self) -> float:
         """Return how long the run continues after the first failure."""
@@ -295,6 +330,13 @@ class Execution:
         if message.failure.broken:
             self._pool.state.spend()
 
+    def _at_breakpoint(self, member: Member, message: protocol.AtBreakpoint) -> None:
+        self._breakpoints.arrived(member.rank, message.text)
+
+    def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
+        self._breakpoints.left(member.rank)
+        put("".join(f"[{member.name}] {line}\n" for line in message.text.splitlines()))
+
     def _serves(self, member: Member, _: protocol.Serving) -> None:
         self._serving.add(member.rank)
         self._release_servers()
@@ -323,6 +365,8 @@ class Execution:
 
     _handlers: ClassVar[Mapping[type[Message], Callable[[Execution, Member, Any], None]]] = {
         protocol.Assigned: _assigned,
+        protocol.AtBreakpoint: _at_breakpoint,
+        protocol.LeftBreakpoint: _left_breakpoint,
         protocol.Raised: _raised,
         protocol.Serving: _serves,
         protocol.Imported: _imported,
@@ -374,6 +418,9 @@ class Execution:
         found = {rank: line for rank, line in self._pool.lost.doings().items() if rank not in self._failures}
         for m in self._members:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
+                continue
+            if m.rank in self._breakpoints.texts:
+                found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
             pending = self._records.pending(m.rank) if closely else m.reader.pending()
             found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
@@ -434,6 +481,8 @@ class Execution:
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
         """Return a sentence about what a rank was doing when it died; "" if it was idle."""
+        if member.rank in self._breakpoints.texts:
+            return "It was at a breakpoint."
         pending = member.reader.pending()
         if member.rank not in self._on or member.rank in self._results:
             served = [SERVE.function_in(p.name) for p in pending if p.type is SERVE]

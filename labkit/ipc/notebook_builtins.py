@@ -1,26 +1,22 @@
-"""`input`, `breakpoint`, `exit` and `get_ipython` in a rank: what they do there in place of the notebook's versions."""
+"""`input`, `exit` and `get_ipython` in a rank: what they do there in place of the notebook's versions."""
 
 from __future__ import annotations
 
 import builtins
-import os
 import subprocess
 import sys
 import types
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.ranks_cell import instead_of_magic
 
 __all__ = ["install", "reduce_ipython"]
 
-_NO_DEBUGGER: Final = "{}: a rank has no keyboard for a debugger. Print instead, or call the function in the notebook itself"
-
 
 def install() -> None:
     """Install them in this process, which is a rank."""
     builtins.input = _input
-    sys.breakpointhook = _breakpoint
     vars(builtins).update(exit=_Exit("exit"), quit=_Exit("quit"), get_ipython=_Shell)
 
 
@@ -45,16 +41,9 @@ def _builtin(name: str) -> Any:
 
 
 def _input(prompt: object = "", /) -> NoReturn:
-    if sys._getframe(1).f_globals.get("__name__") == "cmd":  # `pdb.set_trace()` reads its commands with `input`
-        raise LabError(_NO_DEBUGGER.format("pdb"))
     raise LabError(
         f"input({str(prompt)!r}): a rank has no keyboard. Ask in the notebook, and pass the answer: group.run(f, answer)"
     )
-
-
-def _breakpoint(*_: Any, **__: Any) -> None:
-    if os.environ.get("PYTHONBREAKPOINT") != "0":  # with "0", Python ignores breakpoints everywhere
-        raise LabError(_NO_DEBUGGER.format("breakpoint()"))
 
 
 class _Exit:

@@ -18,10 +18,10 @@ from labkit.ipc.pickling import Payload
 from labkit.ipc.place import LOOPBACK, Place
 
 __all__ = [
-    "Assigned", "CallFunction", "Changes", "Close", "Displayed", "Files", "Forget", "Frame", "Imported", "ImportedModule",
-    "Install", "Installed", "Message", "NewFiles", "NewSettings", "Notice", "Observe", "Observed", "Offer", "Offers", "Profile",
-    "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead", "Returned", "RunCell", "Serving", "Warned",
-    "decode", "encode",
+    "Assigned", "AtBreakpoint", "CallFunction", "Changes", "Close", "Command", "Displayed", "Files", "Forget", "Frame",
+    "Imported", "ImportedModule", "Install", "Installed", "LeftBreakpoint", "Message", "NewFiles", "NewSettings", "Notice",
+    "Observe", "Observed", "Offer", "Offers", "Profile", "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead",
+    "Returned", "RunCell", "Serving", "Warned", "decode", "encode",
 ]  # fmt: skip
 
 Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them
@@ -263,6 +263,17 @@ class ResultRead(Notice):
 
 
 @dataclass(slots=True)
+class Command(Notice):
+    """What the student has typed at the debugger's prompt.
+
+    Args:
+        line: the line; "" at the end of the input, None if nobody can be asked.
+    """
+
+    line: str | None
+
+
+@dataclass(slots=True)
 class Release(Notice):
     """All ranks that were called and do not serve have returned: serving ends."""
 
@@ -285,6 +296,20 @@ class Assigned(Message):
     """The names that a cell has assigned or deleted in the rank's `__main__`."""
 
     names: list[str]
+
+
+@dataclass(slots=True)
+class AtBreakpoint(Message):
+    """The rank's debugger has printed this text, of which the last line is its prompt, and waits for a `Command`."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class LeftBreakpoint(Message):
+    """The rank's debugger has printed this text, and continues the program until its next breakpoint."""
+
+    text: str
 
 
 class ImportedModule(NamedTuple):

@@ -1,4 +1,4 @@
-"""What `import labkit` starts: in a notebook `%%ranks` and the preload of torch; in a script, recording on request."""
+"""What `import labkit` starts: in a notebook its magics and the preload of torch; in a script, recording on request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live") 
 def begin() -> None:
     """Prepare this process for labkit.
 
-    In a notebook's kernel, register `%%ranks` and a hint at `group.spawn`. In the background, start a server that
-    imports torch, which takes a second, and import here what the first group needs, which takes 0.06 s. In a script,
-    start recording if `LABKIT_TRACE` names a folder.
+    In a notebook's kernel, register `%%ranks`, `%%rank` and a hint at `group.spawn`. In the background, start a server
+    that imports torch, which takes a second, and import here what the first group needs, which takes 0.06 s. In a
+    script, start recording if `LABKIT_TRACE` names a folder.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
@@ -38,7 +38,13 @@ def begin() -> None:
 
         ranks_magic.ranks(line, cell, shell)
 
+    def rank(line: str, cell: str) -> None:
+        from labkit.notebook import ranks_magic
+
+        ranks_magic.rank(line, cell, shell)
+
     shell.register_magic_function(ranks, "cell", "ranks")
+    shell.register_magic_function(rank, "cell", "rank")
     shell.events.register("post_run_cell", hint_after)
     if hasattr(shell, "kernel"):
         from labkit.group.open_groups import warm_up

@@ -1,4 +1,4 @@
-"""`%%ranks` runs a cell on all ranks, in a namespace that persists from cell to cell."""
+"""`%%ranks` and `%%rank` run a cell on ranks, in a namespace that persists from cell to cell."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.group.group import Group
+from labkit.group.open_groups import notebook
 from labkit.group.rank_selection import Ranks
 from labkit.ipc.ranks_cell import cell_filename
 
-__all__ = ["ranks"]
+__all__ = ["rank", "ranks"]
 
 USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --run name"
 
@@ -70,6 +71,44 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     run = group.run_cell(cell, cell_filename(number), f"cell {number}", on, watch=options.watch)
     if options.run is not None:
         shell.user_ns[options.run] = run
+
+
+def rank(line: str, cell: str, shell: Any) -> None:
+    """Run a cell on one rank: `%%rank 0` is a short form of `%%ranks group --on 0`, with the same options.
+
+        %%rank 0             of the only open group
+        %%rank worker1       by name
+        %%rank 0 group       of this group; needed if several are open
+
+    Raises:
+        LabError: no group was given, and none or several are open; or as for `%%ranks`.
+        RankError: the rank failed.
+    """
+    which, _, rest = line.strip().partition(" ")
+    group, _, options = rest.strip().partition(" ")
+    if not which or which.startswith("--"):
+        raise LabError("%%rank: which rank? Write: %%rank 0   or   %%rank 0 group --watch --run name")
+    if not group or group.startswith(("-", "#")):
+        group, options = _only_open_group(which, shell.user_ns), rest
+    ranks(f"{group} --on={which} {options}", cell, shell)
+
+
+def _only_open_group(which: str, names: dict[str, Any]) -> str:
+    """Return the name of the notebook's only open group.
+
+    Raises:
+        LabError: none is open, or several are.
+    """
+    names_of: dict[int, str] = {}
+    for name, value in names.items():
+        if not name.startswith("_") and isinstance(value, Group) and value in notebook.groups:  # `_3` is IPython's
+            names_of.setdefault(id(value), name)
+    if not names_of:
+        raise LabError(f"%%rank {which}: no group is open; create one first: group = lab.Group(2)")
+    if len(names_of) > 1:
+        choices = "   or   ".join(f"%%rank {which} {name}" for name in names_of.values())
+        raise LabError(f"%%rank {which}: several groups are open. Write: {choices}")
+    return next(iter(names_of.values()))
 
 
 class _Parser(argparse.ArgumentParser):

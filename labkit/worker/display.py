@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import importlib
 import io
 import itertools
 import json
@@ -80,6 +81,7 @@ class RankDisplay:
             if "matplotlib" in sys.modules:
                 sys.modules["matplotlib"].use(BACKEND)
         when_imported(IPYTHONS, self._patch)
+        when_imported("tqdm.notebook", _show_bars_as_text)
 
     def display(
         self,
@@ -166,6 +168,12 @@ class RankDisplay:
         vars(module).update(
             display=self.display, clear_output=self.clear_output, publish_display_data=publish, update_display=update
         )
+
+
+def _show_bars_as_text(module: ModuleType) -> None:
+    """Replace tqdm's bars for notebooks, which are widgets of the rank's own process, by those for terminals."""
+    std = importlib.import_module("tqdm.std")
+    vars(module).update(tqdm=std.tqdm, trange=std.trange, tqdm_notebook=std.tqdm, tnrange=std.trange)
 
 
 class _Handle:

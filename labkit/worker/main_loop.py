@@ -27,6 +27,7 @@ from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
+from labkit.worker.debugger import Debugger, quit_at_prompt
 from labkit.worker.display import RankDisplay
 from labkit.worker.edited_modules import Imports
 from labkit.worker.network_namespace import Network
@@ -41,7 +42,12 @@ from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
-_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
+_MODULE_NAMES: Final = {
+    "__annotations__",
+    "__builtins__",
+    "__exception__",
+    "__return__",
+}  # names that Python and pdb add to a module
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
@@ -106,6 +112,8 @@ class _Rank:
         self._display.install()
         self._warnings = RankWarnings(self._send)
         self._warnings.install()
+        self._debugger = Debugger(self._send, channel.receive)
+        self._debugger.install()
         self._settings = AppliedSettings()
         sys.argv = [""]
         self._inherited = dict(os.environ)
@@ -286,6 +294,7 @@ class _Rank:
             raise error
         self._exits = {}
         self._display.begin()
+        self._debugger.begin()
         self._runtime.begin_recording()
         if here.recorder is not None:
             here.recorder.begin_run()
@@ -300,6 +309,7 @@ class _Rank:
             self._exits = {self._rank_config.rank: self._failure(end, verb="has no result, unlike others:")}
             return None
         finally:
+            self._debugger.end()
             end_ns = time.perf_counter_ns()
             recorder = here.recorder
             if recorder is not None:
@@ -354,6 +364,11 @@ class _Rank:
 
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()
+        if quit_at_prompt(error):
+            ended = "was ended at a breakpoint, with q"
+            return RankFailure(
+                self._rank_config.rank, self._rank_config.name, ended, at_ns=at_ns, verb="", own=True, in_python=True
+            )
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),

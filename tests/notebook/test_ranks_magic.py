@@ -20,6 +20,7 @@ import labkit as lab
 from labkit.ipc.code_names import assigned, name_of, names_read, reads
 from labkit.ipc.ranks_cell import CellSyntaxError, cell_filename
 from labkit.notebook.ranks_magic import USAGE
+from labkit.notebook.ranks_magic import rank as rank_magic
 from labkit.notebook.ranks_magic import ranks as magic
 
 pytestmark = pytest.mark.processes
@@ -87,6 +88,36 @@ def test_some_of_the_ranks(shell: Shell, shown: Callable[[], list[str]]) -> None
     for on, names in {"0,2": "ac", "b": "b", "c,0": "ac", "-1": "c", "1,1,b": "b", "'a, b'": "ab"}.items():
         shell(f"group --on {on}", "'here'")
         assert shown() == [f"[{name}] 'here'" for name in names], on
+
+
+def test_one_rank(shell: Shell, shown: Callable[[], list[str]]) -> None:
+    for line in ("1", "b", " b  group", "1 --run run", "1 # the second", "b group --run run"):
+        shell.history_manager.input_hist_parsed.append("")
+        rank_magic(line, "'here'", shell)
+        assert shown() == ["[b] 'here'"], line
+    assert shell.user_ns["run"].ranks == ("b",)
+    rank_magic("-1", "'here'", shell)
+    assert shown() == ["[c] 'here'"]
+
+
+def test_one_rank_of_which_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    with lab.Group(1, runtime="bare") as other:
+        cells.__dict__["_main"].__dict__.update(other=other, again=other, _3=other)
+        with pytest.raises(lab.LabError, match=r"several groups are open. Write: %%rank 0 group   or   %%rank 0 other$"):
+            rank_magic("0 --watch", "1", shell)
+    rank_magic("0", "'closed groups do not count'", shell)
+    assert shown() == ["[a] 'closed groups do not count'"]
+    for line, said in (
+        ("", "which rank"),
+        ("--on 1", "which rank"),
+        ("9", "no rank 9"),
+        ("0 nothing", "'nothing' is not defined"),
+    ):
+        with pytest.raises(lab.LabError, match=said):
+            rank_magic(line, "1", shell)
+    del shell.user_ns["group"]
+    with pytest.raises(lab.LabError, match="no group is open"):
+        rank_magic("0", "1", shell)
 
 
 def test_the_notebooks_definitions_are_sent(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
@@ -400,21 +431,25 @@ def test_a_syntax_error_shows_only_its_line(shell: Shell) -> None:
         shell("group", "break")
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        ("input('name?')", "input('name?'): a rank has no keyboard"),
-        ("breakpoint()", "breakpoint(): a rank has no keyboard"),
-        ("__import__('pdb').set_trace(); x = 1", "pdb: a rank has no keyboard"),
-    ],
-)
-def test_input_and_breakpoint_are_refused(shell: Shell, cells: in_cells.Cells, call: str, said: str) -> None:
-    cells(f"def f():\n    {call}\n    return 1")
-    for ask in (lambda: shell("group", call), lambda: cells.group.run(cells.f)):
+def test_input_is_refused(shell: Shell, cells: in_cells.Cells) -> None:
+    cells("def f():\n    input('name?')\n    return 1")
+    for ask in (lambda: shell("group", "input('name?')"), lambda: cells.group.run(cells.f)):
         with pytest.raises(lab.RankError) as caught:
             ask()
-        assert caught.value.failures[0].headline.startswith(f"LabError: {said}")
+        assert caught.value.failures[0].headline.startswith("LabError: input('name?'): a rank has no keyboard")
         assert "labkit" not in caught.value.report()
+
+
+def test_a_breakpoint_shows_the_cells_lines(
+    shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["l", "n", "c"])
+    monkeypatch.setattr("labkit.group.breakpoints.input", lambda _: next(typed), raising=False)
+    rank_magic("b", "x = 1\nbreakpoint()\ny = 2", shell)
+    said = capsys.readouterr().out
+    assert "[b] > cell 0(3)<module>()" in said
+    assert "[b]   2  \tbreakpoint()\n" in said
+    assert cells.group._pool.members[1].made.keys() == {"x", "y"}, "pdb's own names are not the cell's"
 
 
 def test_breakpoints_can_be_switched_off(cells: in_cells.Cells) -> None:

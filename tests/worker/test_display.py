@@ -377,3 +377,17 @@ def test_names_that_ipython_defines_become_the_ranks_own(cells: in_cells.Cells) 
     assert cells.group[0].run(cells.g).results == [None]
     assert reduce_ipython([].append) is None
     assert reduce_ipython(3) is None
+
+
+@pytest.mark.processes
+def test_bars_of_tqdm_for_notebooks_are_text(cells: in_cells.Cells, page: Page, tmp_path: Path) -> None:
+    """With a package in place of tqdm, which is not among the tests' tools."""
+    folder = tmp_path / "tqdm"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "std.py").write_text("def tqdm(items): return 'text'\ntrange = tqdm\n")
+    (folder / "notebook.py").write_text("def tqdm(items): return 'widget'\ntqdm_notebook = tnrange = trange = tqdm\n")
+    imported = "from tqdm.notebook import tnrange, tqdm, tqdm_notebook, trange"
+    run_cell(cells, f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{imported}", [0])
+    run_cell(cells, "[make(3) for make in (tnrange, tqdm, tqdm_notebook, trange)]", [0])
+    assert page.shown == ["[a] ['text', 'text', 'text', 'text']"]

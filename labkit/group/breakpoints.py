@@ -1,0 +1,133 @@
+"""Ranks at breakpoints: which of them the student is asked about, and the question below the cell."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from labkit.group.member import Member
+from labkit.group.output import notebook_shell, put
+
+__all__ = ["Breakpoints", "ask"]
+
+TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
+LOOK_EVERY_S: Final = 0.1  # while the student thinks
+
+
+class Breakpoints:
+    """The ranks at breakpoints. They are asked first come, first served, and a rank keeps its turn until it continues.
+
+    A rank also loses its turn while it executes a command for long: it may wait for a rank that waits for its turn.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
+        self._ended: set[int] = set()  # ranks that have ended at their prompts
+        self._turn: int | None = None
+        self._since_s = 0.0  # when the rank whose turn it is got its last command
+
+    def arrived(self, rank: int, text: str) -> None:
+        """A rank is at its prompt."""
+        self.texts[rank] = text
+
+    def ended(self, rank: int) -> None:
+        """A rank has ended at its prompt."""
+        self._ended.add(rank)
+
+    def left(self, rank: int) -> None:
+        """A rank continues."""
+        self.texts.pop(rank, None)
+        if self._turn == rank:
+            self._turn = None
+
+    def next(self, now_s: float) -> int | None:
+        """Return the rank to ask now; None if there is none, or the last one may come back to its prompt soon."""
+        asking = [rank for rank in self.texts if rank not in self._ended]
+        if self._turn in asking:
+            return self._turn
+        if self._turn is not None and now_s - self._since_s < TURN_S:
+            return None
+        return asking[0] if asking else None
+
+    def asked(self, rank: int) -> None:
+        """The rank got its command."""
+        del self.texts[rank]
+        self._turn, self._since_s = rank, time.monotonic()
+
+
+def ask(member: Member, text: str, look: Callable[[], None]) -> str | None:
+    """Show what a rank's debugger has printed, and ask for a command.
+
+    Args:
+        member: the rank.
+        text: what its debugger has printed. The last line is the prompt.
+        look: is called now and then, on another thread, while the student thinks.
+
+    Returns:
+        the line; "" at the end of the input; None if nobody can be asked.
+
+    Raises:
+        ConnectionError: the rank has ended meanwhile.
+        KeyboardInterrupt: Stop.
+    """
+    if not _can_ask():
+        return None
+    *lines, prompt = text.split("\n")
+    put("".join(f"[{member.name}] {line}\n" for line in lines))
+    with _watched(member, look):
+        try:
+            return f"{input(f'[{member.name}] {prompt}')}\n"
+        except EOFError:
+            return "" if notebook_shell() is not None or sys.stdin.isatty() else None
+        except (OSError, NotImplementedError):  # NotImplementedError: of a kernel whose front end has no input
+            return None
+
+
+def _can_ask() -> bool:
+    """Whether the front end of the notebook, or the terminal, can ask for input."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    shell = notebook_shell()
+    # The kernel's own function finds this out as well, but only after the lines above the prompt have been shown.
+    return bool(getattr(shell.kernel, "_allow_stdin", True)) if shell is not None else sys.stdin is not None
+
+
+@contextlib.contextmanager
+def _watched(member: Member, look: Callable[[], None]) -> Iterator[None]:
+    """Watch a rank while the main thread waits for the student's line, and interrupt that wait if the rank ends.
+
+    The signal must reach the main thread inside this block, whatever the student does at that moment. So the block ends
+    only after the watching thread has, and after the main thread has had the occasion to handle the signal.
+
+    Raises:
+        ConnectionError: the rank has ended.
+    """
+    answered, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not answered.wait(LOOK_EVERY_S):
+            look()
+            if member.process.status().exiting:
+                ended.set()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                return
+
+    watching = threading.Thread(target=watch, name="labkit breakpoint", daemon=True)
+    watching.start()
+    try:
+        try:
+            yield
+        finally:
+            answered.set()
+            watching.join()
+            time.sleep(0)  # Python calls the handler of a signal here at the latest
+    except KeyboardInterrupt:
+        if not ended.is_set():
+            raise
+    if ended.is_set():
+        raise ConnectionError(f"{member.name} has ended")

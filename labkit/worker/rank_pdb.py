@@ -1,0 +1,58 @@
+"""`RankPdb`: Python's debugger in a rank, with the student's frames only."""
+
+from __future__ import annotations
+
+import pdb  # noqa: T100  # not left behind: this is the debugger
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+from labkit.errors.own_code import LABKIT
+from labkit.recording.record import is_students
+
+__all__ = ["RankPdb"]
+
+
+class RankPdb(pdb.Pdb):
+    """Replaces `pdb.Pdb` in a rank. Arguments are accepted and ignored: input and output are the notebook's."""
+
+    debugger: Any  # the rank's `Debugger`, which replaces pdb's class by a subclass that has it
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        stream = self.debugger.stream
+        super().__init__(stdin=stream, stdout=stream, skip=["labkit.*"], nosigint=True)
+
+    def set_trace(self, frame: FrameType | None = None, **kwargs: Any) -> None:
+        """Stop at the next line, if the notebook can be asked."""
+        if self.debugger.may_stop():
+            super().set_trace(frame or sys._getframe().f_back, **kwargs)
+
+    def interaction(self, *args: Any, **kwargs: Any) -> None:
+        """Ask for commands until one of them continues the program."""
+        if not self.debugger.may_stop():  # in a process that was forked while its parent was traced, for example
+            sys.settrace(None)
+            return
+        with self.debugger.at_prompt():
+            super().interaction(*args, **kwargs)
+
+    def set_continue(self) -> None:
+        """Continue until the next breakpoint."""
+        super().set_continue()
+        self.debugger.left()
+
+    def set_quit(self) -> None:
+        """End the program."""
+        super().set_quit()
+        self.debugger.left()
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the frames from the student's outermost one, without labkit's, and the number of the current frame."""
+        stack, current = super().get_stack(f, t)
+        students = (i for i, (frame, _) in enumerate(stack) if is_students(frame.f_code.co_filename))
+        first = min(next(students, 0), current)
+        kept = [i for i in range(first, len(stack)) if i == current or not _is_labkits(stack[i][0].f_code.co_filename)]
+        return [stack[i] for i in kept], kept.index(current)
+
+
+def _is_labkits(filename: str) -> bool:
+    return filename.startswith((LABKIT, "<labkit"))

@@ -1,0 +1,261 @@
+"""`breakpoint()` in a rank: its prompt, its turn, its end. A function in place of `input` types the lines."""
+
+from __future__ import annotations
+
+import os
+import pdb  # noqa: T100
+import signal
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from processes import SELDOM_SPAWNED
+
+import labkit as lab
+from labkit.group import breakpoints
+from labkit.group.breakpoints import TURN_S, Breakpoints
+from labkit.group.run import NOBODY
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", params=SELDOM_SPAWNED)
+def group(request: pytest.FixtureRequest) -> Iterator[lab.Group]:
+    with lab.Group(["a", "b"], runtime="bare", start=request.param, timeout_s=100) as group:
+        yield group
+
+
+Typed = Callable[..., list[str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Types lines at the prompts; returns the prompts, which grow during the run."""
+
+    def types_them(*lines: str | Callable[[], str]) -> list[str]:
+        rest, prompts = list(lines), list[str]()
+
+        def answer(prompt: str) -> str:
+            prompts.append(prompt)
+            line = rest.pop(0)
+            return line() if callable(line) else line
+
+        monkeypatch.setattr(breakpoints, "input", answer, raising=False)
+        return prompts
+
+    return types_them
+
+
+def name() -> str:
+    return "ab"[int(os.environ["RANK"])]
+
+
+def counted(names: str = "a", times: int = 1) -> int:
+    total = 0
+    for i in range(times):
+        if name() in names:
+            breakpoint()  # noqa: T100
+        total += i + 1
+    return total
+
+
+def test_commands_show_and_change_the_program(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = typed("p i", "l", "n", "nonsense here", "w", "!total = 100", "c")
+    assert group.run(counted).results == [100, 1]
+    assert prompts == ["[a] (Pdb) "] * 7
+    said = capsys.readouterr().out
+    assert "[a] -> total += i + 1\n" in said
+    assert "[a] 0\n" in said
+    assert "def counted(" in said, "`l` shows the lines"
+    assert "[a] *** SyntaxError: invalid syntax" in said
+    assert "main_loop" not in said, "`w` shows the student's frames"
+
+
+def test_ranks_take_turns(group: lab.Group, typed: Typed) -> None:
+    prompts = typed(*["p 1", "c"] * 4)
+    assert group.run(counted, "ab", 2).results == [3, 3]
+    asked = [prompt[1] for prompt in prompts]
+    assert asked[::2] == asked[1::2], "a rank keeps its turn until it continues"
+    assert asked[::2] in (list("abab"), list("baba")), "then it is the other's"
+
+
+def test_turns() -> None:
+    turns = Breakpoints()
+    assert turns.next(0.0) is None
+    turns.arrived(1, "one")
+    turns.arrived(0, "zero")
+    assert turns.next(0.0) == 1
+    turns.asked(1)
+    given_s = turns._since_s
+    assert turns.next(given_s) is None, "it may come back soon"
+    assert turns.next(given_s + 2 * TURN_S) == 0, "it may wait for the other one"
+    turns.arrived(1, "one")
+    assert turns.next(given_s) == 1
+    turns.left(1)
+    assert turns.next(given_s) == 0
+    turns.left(0)
+    assert turns.next(given_s) is None
+
+
+def test_a_rank_that_waits_for_another_one_gives_its_turn_away(typed: Typed) -> None:
+    def meet() -> None:
+        import torch.distributed as dist
+
+        breakpoint()  # noqa: T100
+        dist.barrier()
+        breakpoint()  # noqa: T100
+
+    with lab.Group(2, timeout_s=100) as group:
+        prompts = typed("n", "c", "c", "c", "c", "c")
+        group.run(meet)
+    assert prompts[0] != prompts[1], "the first one is in `barrier`, for which it needs the other one"
+
+
+def test_every_function_of_pdb(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    def f() -> str:
+        if name() == "a":
+            pdb.set_trace()  # noqa: T100
+            value = "unused"
+            try:
+                value = {}["missing"]
+            except KeyError as error:
+                pdb.post_mortem(error.__traceback__)
+            return value
+        return ""
+
+    prompts = typed("c", "p value", "q")
+    assert group.run(f).results == ["unused", ""]
+    assert len(prompts) == 3
+    assert "[a] 'unused'" in capsys.readouterr().out
+
+
+def test_breakpoints_of_pdb_and_steps_end_with_the_run(group: lab.Group, typed: Typed) -> None:
+    prompts = typed("b counted", "n", "n", "n", "n", "n", "c")
+    group.run(counted)
+    stepped = len(prompts)
+    assert stepped < 7, "no step stops in labkit's own code"
+    assert group.run(counted, "").results == [1, 1]
+    assert len(prompts) == stepped
+
+
+@pytest.mark.parametrize("line", ["q", EOFError])
+def test_quit(group: lab.Group, typed: Typed, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: True))
+    typed(line if isinstance(line, str) else end)
+    with pytest.raises(lab.RankError) as caught:
+        group.run(counted)
+    first = caught.value.failures[0]
+    assert (first.rank, str(first), first.traceback) == (0, "a was ended at a breakpoint, with q", "")
+    assert group.run(counted, "").results == [1, 1]
+
+
+def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_s = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited_s[0], perf_counter_ns=time.perf_counter_ns)
+    monkeypatch.setattr("labkit.group.run.time", clock)
+
+    def think() -> str:
+        waited_s[0] += 1000.0
+        return "p 1"
+
+    typed(think, think, "c")
+    assert group.run(counted).results == [1, 1]
+    assert waited_s == [2000.0], "20 times the limit of the group"
+
+
+def test_stop_at_the_prompt(group: lab.Group, typed: Typed) -> None:
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    typed(stop)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        group.run(counted)
+    assert "a was at a breakpoint" in str(caught.value)
+    assert group.run(counted, "").results == [1, 1]
+
+
+def test_a_rank_that_dies_at_the_prompt(group: lab.Group, typed: Typed) -> None:
+    def kill() -> str:
+        assert group._pool is not None
+        os.kill(group._pool.members[0].process.pid, signal.SIGKILL)
+        time.sleep(100)  # ends with the signal of labkit's that interrupts `input`
+        return ""
+
+    typed(kill)
+    with pytest.raises(lab.RankError, match="SIGKILL") as caught:
+        group.run(counted)
+    assert caught.value.failures[0].last == "It was at a breakpoint."
+    assert group.run(counted, "").results == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["a thread", "no input", "pytest"])
+def test_without_input_breakpoints_are_skipped(
+    group: lab.Group, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if place == "no input":
+        monkeypatch.setattr("sys.stdin", None)
+    group._announced.clear()
+    results: list[Any] = []
+
+    def run() -> None:
+        results.extend(group.run(counted, "ab", 1000).results)
+
+    if place == "a thread":
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    assert results == [500_500, 500_500]
+    assert capsys.readouterr().out.count(NOBODY) == 1
+
+
+def test_threads_may_stop_and_processes_may_not(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    def f() -> int:
+        if name() == "b":
+            return 0
+        thread = threading.Thread(target=counted)
+        thread.start()
+        child = os.fork()
+        if child == 0:
+            counted(times=3)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    prompts = typed("p total", "c")
+    assert group.run(f).results == [0, 0]
+    assert len(prompts) == 2
+    assert capsys.readouterr().out.count("labkit: breakpoint() is skipped in a process that the rank has started") == 1
+
+
+def test_code_that_is_run_for_another_rank_does_not_stop(typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask() -> int:
+        from torch.distributed import rpc
+
+        return rpc.rpc_sync("worker1", counted, args=("b",)) if name() == "a" else 0
+
+    prompts = typed()
+    with lab.Group(["master", "worker1"], runtime="rpc", timeout_s=100) as group:
+        assert group[0].run(ask).results == [1]
+    assert not prompts
+    assert "labkit: breakpoint() is skipped in code that the rank runs for other ranks" in capsys.readouterr().out
+
+
+def test_torchs_own_breakpoint(typed: Typed) -> None:
+    def f() -> int:
+        import torch.distributed as dist
+
+        x = 1
+        dist.breakpoint(1)
+        return x
+
+    with lab.Group(2, timeout_s=100) as group:
+        prompts = typed("up", "!x = 5", "c")
+        group.run(f)
+    assert set(prompts) == {"[rank 1] (Pdb) "}
