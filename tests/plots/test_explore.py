@@ -19,7 +19,7 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
-from labkit.plots.explorer.saved import COLUMNS, MIME
+from labkit.plots.explorer.saved_run import COLUMNS, MIME
 from labkit.plots.explorer.window import EXACT, Windows
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Scalar, Span, Trace
@@ -235,7 +235,7 @@ def test_the_output_is_the_image_of_timeline_and_names_no_widget(monkeypatch: py
     monkeypatch.delenv("VSCODE_PID", raising=False)
     explorer = lab.explore(data_parallel())
     data, metadata = explorer._repr_mimebundle_()
-    assert sorted(data) == ["image/png", "text/html", "text/plain"]
+    assert sorted(data) == [MIME, "image/png", "text/html", "text/plain"]
     assert data["text/plain"] == "timeline of 4 ranks, 3 steps, 67.7 ms"
     assert metadata["image/png"]["alt"].startswith("Timeline: 4 ranks, 3 steps, 67.7 ms. One row for each of rank 0,")
     assert data["image/png"].endswith(explorer.about["image"]), "the page finds the image by its end"
@@ -311,7 +311,7 @@ def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
 
 
 def test_a_run_too_large_for_a_notebook_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.plots.explorer.saved.MOST_BYTES", 100)
+    monkeypatch.setattr("labkit.plots.explorer.saved_run.MOST_BYTES", 100)
     explorer = lab.explore(data_parallel())
     data, _ = explorer._repr_mimebundle_()
     assert MIME not in data

@@ -1,7 +1,7 @@
 """The interactive timeline's widget: the kernel's half, which answers the page's queries.
 
 The browser's half are the scripts in this folder. The notebook stores the image, and the run for static pages
-(`saved.py`). The widget's state contains no spans, and the output does not reference the widget, because JupyterLab
+(`saved_run.py`). The widget's state contains no spans, and the output does not reference the widget, because JupyterLab
 would show an error instead of the image once the kernel is gone. The widget starts with its model (anywidget's
 `initialize`), finds the image by the end of its data, and covers it while the kernel is alive. In front ends that only
 show widgets referenced by an output, the output references it.
@@ -17,7 +17,7 @@ from typing import Any, Final
 import anywidget
 import traitlets
 
-from labkit.plots.explorer.saved import MIME, saved
+from labkit.plots.explorer.saved_run import MIME, saved
 from labkit.plots.explorer.window import Windows, about
 from labkit.plots.image import as_image
 from labkit.plots.timeline import figure_of
