@@ -74,14 +74,15 @@ class Versions:
     @property
     def options(self) -> tuple[str, ...]:
         """The options of pytest; those of nbval only where it is installed."""
-        options = ("-q", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", "--durations=3")
-        return (*options, "--nbval-lax") if self.pins else (*options, "-o", "addopts=--import-mode=importlib --strict-markers")
+        options = ("-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider", "--durations=3")
+        # Other people's old packages warn of what Python deprecates.
+        return (*options, "--nbval-lax", "-o", "filterwarnings=default") if self.pins else (*options, "-o", "addopts=--import-mode=importlib --strict-markers")
 
 
 TABLE: Final = {
     # Colab's image of August 2026: github.com/googlecolab/backend-info, pip-freeze.txt
     "colab": Versions("3.13", (
-        "torch==2.11.0", *HOSTED, "ipywidgets==7.7.1", "jupyterlab_widgets==1.1.11", "widgetsnbextension==3.6.10",
+        "torch==2.11.0", *HOSTED, "ipywidgets==7.7.1", "widgetsnbextension==3.6.10",
         "anywidget==0.9.21", "numpy==2.1.3",
     )),
     # Kaggle's image of August 2026 is made from Colab's of May: github.com/Kaggle/docker-python. The oldest torch.

@@ -295,7 +295,8 @@ def test_the_widgets_state_holds_no_spans() -> None:
     sizes = [len(json.dumps(e.about)) for e in (small, large)]
     assert abs(sizes[0] - sizes[1]) < 100
     assert sizes[1] < 5000
-    assert {key for key in large.get_state() if not key.startswith("_")} == {"about", "layout", "tabbable", "tooltip"}
+    ours = {key for key in large.get_state() if not key.startswith("_")}
+    assert ours - {"layout", "tabbable", "tooltip"} == {"about"}  # the others are those of all widgets
     small.close()
     large.close()
 
