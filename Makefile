@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks lesson diagrams pictures site wheel colab-links lock clean distclean
+.PHONY: help setup lab test test-slow quick test-versions lint format bench chaos gpu notebooks lesson diagrams pictures site wheel colab-links lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -55,11 +55,8 @@ quick-tests:
 quick-lesson: lint
 	$(BIN)/python -m pytest --nbval-lax notebooks/00_start_here.ipynb
 
-pythons: setup  ## a short suite, without torch, on each other promised Python that this machine has
-	@$(BIN)/python tools/pythons.py
-
-torch-2.11: setup  ## a short suite with torch 2.11, the oldest that labkit supports, and without TensorFlow
-	@$(BIN)/python tools/oldest_torch.py
+test-versions: setup  ## a short suite on the other Pythons, and with Colab's and Kaggle's packages (ONLY="colab 3.13": these)
+	@$(BIN)/python tools/versions.py $(ONLY)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/python -m ruff check .

@@ -207,7 +207,9 @@ def _describe(process: psutil.Process) -> str:
 
 
 def _listening() -> set[int]:
-    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    process = psutil.Process()
+    connections = process.net_connections if hasattr(process, "net_connections") else process.connections  # before psutil 6
+    return {c.laddr.port for c in connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
 def _state() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import labkit
 from labkit.errors.lists import listed
-from tools import pythons
+from tools import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -216,15 +216,40 @@ def test_a_version_that_is_missing_is_reported_in_one_sentence(tmp_path: Path) -
     assert answer.stderr == ("labkit needs Python 3.12; found only 3.11.4 (python3): install it, with pyenv or uv, say.\n")
 
 
-def test_a_version_that_is_missing_is_skipped_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert pythons.tested("3.10")
-    assert re.fullmatch(r"Python 3\.10 is not tested: labkit needs Python 3\.10; found .*\n", capfd.readouterr().out)
+@pytest.mark.processes
+def test_a_version_that_is_missing_is_skipped_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(versions.TABLE, "old", versions.Versions("3.10"))
+    assert versions.main(["old"]) == 0
+    assert re.fullmatch(r"old is not tested: labkit needs Python 3\.10; found .*\n", capfd.readouterr().out)
+
+
+def test_without_room_for_torch_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    monkeypatch.setattr(versions, "ROOM_BYTES", 1 << 62)
+    assert versions.main(["colab"]) == 0
+    assert re.fullmatch(r"colab is not tested: a CUDA build of torch needs .* GB of free space\n", capfd.readouterr().out)
+    assert not list(tmp_path.iterdir())
+    assert versions.main(["colab", "calob"]) == 2
+    assert "ONLY must name some of colab, kaggle, 3.11, 3.12, 3.13; got calob" in capfd.readouterr().err
 
 
 @pytest.mark.processes
-def test_the_short_suite_runs_on_the_pythons_of_the_course() -> None:
-    assert f"labkit needs Python {listed(pythons.VERSIONS, word='or')};" in find_python(ROOT, {}, PYTHON="nowhere").stderr
-    assert not [path for path in pythons.TESTS if not (ROOT / path).exists()]
+def test_the_short_suites_run_on_the_pythons_and_the_torches_of_the_course() -> None:
+    pythons = sorted({entry.python for entry in versions.TABLE.values()})
+    assert f"labkit needs Python {listed(pythons, word='or')};" in find_python(ROOT, {}, PYTHON="nowhere").stderr
+    assert not [path for entry in versions.TABLE.values() for path in entry.tests if not (ROOT / path).exists()]
+    (oldest,) = next(iter(r for r in DIRECT if r.name == "torch")).specifier
+    assert f"torch=={oldest.version}.0" in versions.TABLE["kaggle"].pins
+
+
+def test_pins_replace_those_of_the_course() -> None:
+    constraints = "numpy==2.4.6\nnumpy-financial==1\nSetuptools==84\nIPython==9\n"
+    assert versions.without(constraints, ("numpy==2.1.3", "ipython==7.34.0")) == "numpy-financial==1\n"
+    assert versions.without(constraints, ()) == constraints.replace("Setuptools==84\n", "")
 
 
 @pytest.mark.processes
@@ -337,7 +362,10 @@ def test_clean_leaves_the_environment(tree: Path) -> None:
 @pytest.mark.processes
 def test_ci_runs_all_tests_and_a_few_elsewhere() -> None:
     script = ROOT / ".ci" / "run"
-    assert script.read_text().splitlines()[-4:] == ["make test", "make test-slow", "make pythons", "exec make torch-2.11"]
+    assert script.read_text().splitlines()[-4:] == [
+        "", "make test", "make test-slow",
+        'exec make test-versions ONLY="kaggle 3.13"  # the oldest torch with IPython 7, and the newest Python',
+    ]  # fmt: skip
     if shutil.which("bash"):
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=200)
 

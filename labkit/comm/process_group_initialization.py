@@ -180,7 +180,8 @@ def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
     """
     destroy(group)
     if "torch.distributed.tensor" in sys.modules and DTENSOR_CACHE.found:
-        DTENSOR_CACHE["_clear_sharding_prop_cache"]()
+        DTENSOR_CACHE["_clear_python_sharding_prop_cache"]()
+        DTENSOR_CACHE["_clear_fast_path_sharding_prop_cache"]()
 
 
 def _asked(given: dict[str, Any]) -> Address:

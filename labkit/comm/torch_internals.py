@@ -19,7 +19,7 @@ from labkit.comm.private_names import PrivateNames
 
 __all__ = ["TABLE", "lost"]
 
-_Torch: Final = partial(PrivateNames, versions="2.11 to 2.13")
+_Torch: Final = partial(PrivateNames, versions="2.10 to 2.13")
 _GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
 _C10D: Final = "torch.distributed.distributed_c10d"
 _RPC: Final = "torch.distributed.rpc.api"
@@ -67,7 +67,8 @@ RENDEZVOUS: Final = _Torch(
     public="register_rendezvous_handler for a scheme that has a handler",
 )
 DTENSOR_CACHE: Final = _Torch(
-    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    "torch.distributed.tensor.debug:_clear_python_sharding_prop_cache",
+    "torch.distributed.tensor.debug:_clear_fast_path_sharding_prop_cache",
     lost="runs with DTensor after a run that has destroyed the default group",
     public="a destroy_process_group that clears DTensor's cache, which names destroyed groups",
 )

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 from labkit.group.displays import Displays
 from labkit.group.printed_lines import Lines
@@ -182,8 +182,24 @@ def cell_label(filename: str) -> str:
     """A file's name for the student: "cell 5" for a cell of this notebook, else the base name."""
     shell, number = _shell(), cell_number(filename)
     if number is None and shell is not None:
-        number = getattr(shell.compile, "_filename_map", {}).get(filename)
+        number = _executed_as(filename, shell)
     return f"cell {number}" if number is not None else os.path.basename(filename)
+
+
+def _executed_as(filename: str, shell: Any) -> int | None:
+    """The number of the notebook's cell with this file name; the latest if it has been executed several times."""
+    numbers = getattr(shell.compile, "_filename_map", None)
+    if numbers is not None:
+        return cast("int | None", numbers.get(filename))
+    # IPython 7, which Colab and Kaggle have, keeps no table: each cell's name is computed again, from its text.
+    if os.path.dirname(filename) != os.path.dirname(shell.compile.get_code_name("", "", 0)):
+        return None
+    cells = shell.history_manager.input_hist_raw
+    for number in range(len(cells) - 1, 0, -1):
+        texts = (cells[number], cells[number] + "\n")  # the history has cells without their last line's end
+        if filename in (shell.compile.get_code_name(text, text, number) for text in texts):
+            return number
+    return None
 
 
 def notebook_shell() -> Any:

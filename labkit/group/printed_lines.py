@@ -21,6 +21,8 @@ _STEP: Final = re.compile(rb"\n|\x1b\[(\d*)([AF])|\x1b\[[23]J")  # ends a line, 
 _UNFINISHED: Final = re.compile(rb"\x1b(\[\d{0,3})?\Z")
 # Other cursor movements, which are removed; colours (`m`) are kept, since a notebook shows them.
 _OTHER: Final = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-ln-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[78=>cDEHMNOZ])")
+# gloo prints this in torch 2.10, on each rank for each group; in pieces, so it is recognized by the whole line.
+_GLOO: Final = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+")
 
 
 class Lines:
@@ -51,8 +53,7 @@ class Lines:
             self._write(data[at : step.start()])
             at = step.end()
             if step.group() == b"\n":
-                complete.append(_clean(bytes(self._open)))
-                self._add(complete[-1])
+                complete += self._keep([bytes(self._open)])
                 self._open = bytearray(self._below.pop(0).rstrip(b"\r") + b"\r" if self._below else b"")
             elif step[2]:
                 for _ in range(min(int(step[1] or 1), HELD_LINES)):
@@ -71,10 +72,7 @@ class Lines:
         self._below.clear()
         while rest and not _clean(rest[-1]):
             rest.pop()
-        lines = [_clean(line) for line in rest]
-        for line in lines:
-            self._add(line)
-        lines = [*self._held, *lines]
+        lines = [*self._held, *self._keep(rest)]
         self._held.clear()
         self._moved = False
         return lines
@@ -95,7 +93,11 @@ class Lines:
             whole[0] = bytes(self._open) + whole[0]
             self._open.clear()
         self._write(rest)
-        lines = [_clean(line) for line in whole]
+        return self._keep(whole)
+
+    def _keep(self, whole: list[bytes]) -> list[str]:
+        """Add complete lines, and return them as text, without those of gloo."""
+        lines = [line for line in map(_clean, whole) if not _GLOO.fullmatch(line)]
         for line in lines:
             self._add(line)
         return lines

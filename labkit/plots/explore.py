@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.view import view_of
 from labkit.tracing.run_argument import HasTrace, trace_of
@@ -12,12 +12,13 @@ from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from labkit.plots.explorer import Explorer
+    from labkit.plots.figure import LabFigure
 
 __all__ = ["explore"]
 
 
 @public_api
-def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer:
+def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer | LabFigure:
     """Draw an interactive timeline of a run: hover over a bar to read its details, zoom, and isolate a rank.
 
     The cell's output is the image that `timeline` draws. While the kernel is alive, the page covers the image with the
@@ -31,10 +32,10 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
 
     Returns:
         a widget, shown when it is a cell's last expression. It keeps the trace in memory until its `close()`; the image
-        remains after that.
+        remains after that. Without anywidget: the figure of `timeline`.
 
     Raises:
-        LabError: the trace is empty, has no such step, or a library is not installed.
+        LabError: the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
     view = view_of(trace_of(run, "explore"), step, "")
@@ -43,5 +44,8 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
     except ModuleNotFoundError as error:
         if error.name not in ("anywidget", "ipywidgets", "traitlets"):
             raise
-        raise missing("anywidget", "hosted") from None
+        from labkit.plots.timeline import figure_of
+
+        print(f"{error.name} is not installed, so this is a picture only: %pip install anywidget", file=sys.stderr)
+        return figure_of(view.whole, "", step)
     return Explorer(view, step)

@@ -41,7 +41,7 @@ METHODS: Final = {
     "_repr_javascript_": "application/javascript",
 }
 WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
-IPYTHONS: Final = "IPython.core.display_functions"
+IPYTHONS: Final = ("IPython.core.display_functions", "IPython.core.display")  # from IPython 8 on; in IPython 7
 BACKEND: Final = "module://labkit.worker.figures"
 FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
 
@@ -80,7 +80,8 @@ class RankDisplay:
             os.environ["MPLBACKEND"] = BACKEND
             if "matplotlib" in sys.modules:
                 sys.modules["matplotlib"].use(BACKEND)
-        when_imported(IPYTHONS, self._patch)
+        for name in IPYTHONS:
+            when_imported(name, self._patch)
         when_imported("tqdm.notebook", _show_bars_as_text)
 
     def display(
@@ -165,9 +166,10 @@ class RankDisplay:
         def update(thing: Any, *, display_id: str, **kwargs: Any) -> None:
             self.display(thing, display_id=display_id, **(kwargs | {"update": True}))
 
-        vars(module).update(
-            display=self.display, clear_output=self.clear_output, publish_display_data=publish, update_display=update
-        )
+        ours = {
+            "display": self.display, "clear_output": self.clear_output, "publish_display_data": publish, "update_display": update
+        }  # fmt: skip
+        vars(module).update({name: function for name, function in ours.items() if name in vars(module)})
 
 
 def _show_bars_as_text(module: ModuleType) -> None:
@@ -210,7 +212,7 @@ def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         _, drawn = _attempt(thing.savefig, stream, format="png", bbox_inches="tight", dpi="figure")
         if drawn:
             data["image/png"] = stream.getvalue()
-    elif hasattr(type(thing), "_ipython_display_") and _attempt(thing._ipython_display_)[1]:
+    elif callable(getattr(type(thing), "_ipython_display_", None)) and _attempt(thing._ipython_display_)[1]:
         return None
     elif not isinstance(thing, type):
         for name, kind in METHODS.items():

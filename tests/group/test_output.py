@@ -24,6 +24,7 @@ from labkit.worker.runtimes.base import quiet_stderr
 
 # What three bars of tqdm with `position=` 0, 1 and 2 write when each of them is drawn.
 TQDM = b"\r%b\n\r%b\x1b[A\n\n\r%b\x1b[A\x1b[A"
+GLOO = b" peer ranks. Expected number of connected peer ranks is : 1\n"  # torch 2.10 writes it in pieces
 
 
 def finished(*pieces: bytes) -> str:
@@ -56,6 +57,9 @@ def finished(*pieces: bytes) -> str:
         ([b"not utf-8: \xff\xfe!\n"], "not utf-8: \ufffd\ufffd!"),
         ([b"nul \0 and bell \7\n"], "nul \0 and bell \7"),
         ([b"10%\b\b\b20%\b\b\b100%\n"], "100%"),
+        ([b"a\n[Gloo] Rank 0 is connected", b" to ", b"1", GLOO, b"[Gloo] Rank 1 is connected to 3", GLOO, b"b"], "a\nb"),
+        ([b"\x1b[1mbold\x1b[0m\n[Gloo] Rank 0 is connected to 1", GLOO], "\x1b[1mbold\x1b[0m"),
+        ([b"[Gloo] Rank 0 is lost\n"], "[Gloo] Rank 0 is lost"),
         ([b"\x1b[1mbold\x1b[0m \x1b[Kand \x1b[?25lhidden\n"], "\x1b[1mbold\x1b[0m and hidden"),
         ([b"a\nb\nc\x1b[2A\rA\nB"], "A\nB\nc"),
         ([b"a\x1b[5A\rb\n"], "b"),
@@ -298,6 +302,25 @@ def test_a_notice_in_a_terminal_does_not_mix_with_the_programs_output(capsys: py
     notice.show("takes long")
     notice.clear()
     assert capsys.readouterr() == ("", "takes long\n")
+
+
+# Names of cells
+
+
+class Compiler:
+    """That of IPython 7 with ipykernel 6: a cell's file is named by its text, and no table has the numbers."""
+
+    def get_code_name(self, raw: str, _: str, __: int) -> str:
+        return f"/tmp/ipykernel_7/{len(raw)}.py"
+
+
+def test_a_cell_is_found_where_ipython_keeps_no_table_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = types.SimpleNamespace(input_hist_raw=["", "a", "ab", "x", "abc"])
+    shell = types.SimpleNamespace(compile=Compiler(), history_manager=history)
+    monkeypatch.setattr(output, "_shell", lambda: shell)
+    labels = {length: output.cell_label(f"/tmp/ipykernel_7/{length}.py") for length in (1, 2, 4, 9)}
+    assert labels == {1: "cell 3", 2: "cell 3", 4: "cell 4", 9: "9.py"}, "2: a cell of one letter that ends its line"
+    assert output.cell_label("/elsewhere/2.py") == "2.py"
 
 
 # Real ranks

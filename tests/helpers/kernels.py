@@ -63,7 +63,8 @@ class Kernel:
 
     def __call__(self, source: str, when: Callable[[Cell], bool] | None = None, then: Callable[[], None] | None = None) -> Cell:
         """Run a cell; as soon as `when` is true of its messages so far, call `then`."""
-        number = self.client.execute(textwrap.dedent(source))
+        # ipykernel 6 may skip a cell that follows an error at once.
+        number = self.client.execute(textwrap.dedent(source), stop_on_error=False)
         cell = Cell()
         until = time.monotonic() + ANSWER_LIMIT_S
         while True:

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
 from labkit.plots.explorer.saved_run import COLUMNS, MIME
 from labkit.plots.explorer.window import EXACT, Windows
+from labkit.plots.timeline import figure_of
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Scalar, Span, Trace
 
-pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'hosted' brings it")
+anywidget = pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'hosted' brings it")
+ipywidgets = pytest.importorskip("ipywidgets")
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
 NUMBER = {name: i for i, name in enumerate(STYLES)}
@@ -241,9 +245,52 @@ def test_the_output_is_the_image_of_timeline_and_names_no_widget(monkeypatch: py
     assert data["image/png"].endswith(explorer.about["image"]), "the page finds the image by its end"
     monkeypatch.setenv("VSCODE_PID", "1")  # there, a widget is loaded only if an output names it
     named = explorer._repr_mimebundle_()[0]
-    assert named["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.model_id
-    assert named["image/png"] == data["image/png"]
+    assert named[WIDGET]["model_id"] == explorer.model_id
+    assert {kind: named[kind] for kind in data} == data, "also where no script of a widget can be loaded"
     explorer.close()
+
+
+def test_colab_is_told_of_its_widget_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the metadata, Colab knows no widgets but those of ipywidgets itself."""
+    asked = []
+    output = types.ModuleType("google.colab.output")
+    output.enable_custom_widget_manager = lambda: asked.append(True)  # type: ignore[attr-defined]
+    output._widgets = types.SimpleNamespace(_installed_url="the manager")  # type: ignore[attr-defined]
+    for name, module in {"google.colab": types.ModuleType("google.colab"), "google.colab.output": output}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    anywidget._util.enable_custom_widget_manager_once.cache_clear()
+    explorer = lab.explore(data_parallel())
+    data, metadata = explorer._repr_mimebundle_()
+    assert asked == [True]
+    assert metadata[WIDGET] == {"colab": {"custom_widget_manager": {"url": "the manager"}}}
+    assert data["image/png"].endswith(explorer.about["image"])
+    assert metadata["image/png"]["alt"].startswith("Timeline: 4 ranks")
+    explorer.close()
+    anywidget._util.enable_custom_widget_manager_once.cache_clear()
+
+
+def test_the_image_is_shown_by_ipywidgets_7_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, a widget displays itself and tells IPython so."""
+    formatters = pytest.importorskip("IPython.core.formatters")
+    shown: list[Any] = []
+    monkeypatch.setattr(ipywidgets.Widget, "_ipython_display_", lambda *_, **__: shown.append(True), raising=False)
+    explorer = lab.explore(data_parallel())
+    data, _ = formatters.DisplayFormatter().format(explorer)
+    assert "image/png" in data
+    assert not shown
+    explorer.close()
+
+
+@pytest.mark.parametrize("package", ["anywidget", "ipywidgets"])
+def test_without_widgets_there_is_the_picture_and_what_to_install(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("labkit.plots.explorer", "anywidget"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    figure = lab.explore(data_parallel(), step=1)
+    assert figure.alt_text == figure_of(data_parallel(), "", 1).alt_text
+    assert capsys.readouterr().err == f"{package} is not installed, so this is a picture only: %pip install anywidget\n"
 
 
 def test_the_widgets_state_holds_no_spans() -> None:
@@ -251,7 +298,8 @@ def test_the_widgets_state_holds_no_spans() -> None:
     sizes = [len(json.dumps(e.about)) for e in (small, large)]
     assert abs(sizes[0] - sizes[1]) < 100
     assert sizes[1] < 5000
-    assert {key for key in large.get_state() if not key.startswith("_")} == {"about", "layout", "tabbable", "tooltip"}
+    ours = {key for key in large.get_state() if not key.startswith("_")}
+    assert ours - {"layout", "tabbable", "tooltip"} == {"about"}  # the others are those of all widgets
     small.close()
     large.close()
 
@@ -278,13 +326,6 @@ def test_requests_of_the_page_are_answered(monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(json.dumps(content)) == content
     assert len(buffers) == 8
     explorer.close()
-
-
-def test_without_anywidget_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "anywidget", None)
-    monkeypatch.delitem(sys.modules, "labkit.plots.explorer", raising=False)
-    with pytest.raises(LabError, match=r"anywidget is not installed; the extra 'hosted' brings it: .*labkit\[hosted\]"):
-        lab.explore(data_parallel())
 
 
 def test_objects_that_cannot_be_explored_are_reported() -> None:

@@ -19,7 +19,7 @@ from labkit.group.displays import MOST, Displays
 from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.protocol import Displayed
 from labkit.ipc.ranks_cell import cell_filename
-from labkit.worker.display import LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, RankDisplay
+from labkit.worker.display import IPYTHONS, LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, RankDisplay
 
 
 class Page:
@@ -263,6 +263,20 @@ def shown_by(rank: RankDisplay, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda text: printed.append(text))
     return printed
+
+
+@pytest.mark.parametrize("home", ["IPython.core.display_functions", "IPython.core.display"])
+def test_ipythons_functions_are_replaced_where_its_version_has_them(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in IPYTHONS:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    vars(sys.modules[home]).update(display=print, publish_display_data=print)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr("builtins.display", None, raising=False)
+    rank = RankDisplay(lambda _: None, rich=True, size=1)
+    rank.install()
+    assert sys.modules[home].display == rank.display
+    assert sys.modules[home].publish_display_data is not print
+    assert not [name for name in IPYTHONS if name != home and hasattr(sys.modules[name], "display")]
 
 
 def test_a_widget_is_shown_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class Explorer(anywidget.AnyWidget):
 
     _esm = script()
     _css = STYLE
+    _ipython_display_ = None  # that of ipywidgets 7, which Colab has, shows no image: `_repr_mimebundle_` shows both
     about = traitlets.Dict().tag(sync=True)
 
     def __init__(self, view: View, step: int | range | str | None) -> None:
@@ -69,11 +70,11 @@ class Explorer(anywidget.AnyWidget):
         data: dict[str, Any] = self._image | {"text/plain": self._alt_text}
         if self._saved is not None:
             data[MIME] = self._saved
-        if needs_a_view():
-            reference = super()._repr_mimebundle_(**kwargs)
-            assert reference is not None, "a widget without a view"
-            data = reference[0] | data
-        return data, self._metadata
+        if not needs_a_view():
+            return data, self._metadata
+        reference = super()._repr_mimebundle_(**kwargs)
+        assert reference is not None, "a widget without a view"
+        return reference[0] | data, reference[1] | self._metadata  # anywidget's metadata names Colab's widget manager
 
 
 def needs_a_view() -> bool:
