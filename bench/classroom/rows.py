@@ -144,7 +144,7 @@ def _write_submissions(chosen: list[Submission], folder: Path, below: str, relea
     for one in chosen:
         path = folder / below.format(student=_slug(one)) / f"{LESSON}.ipynb"
         if one.text is None:
-            write_notebook(path, notebook_of(one, handed_out, folder))
+            write_notebook(path, notebook_of(one, handed_out, folder / below.format(student="right") / f"{LESSON}.ipynb"))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(one.text, encoding="utf-8")

@@ -89,7 +89,7 @@ def average_gradients(model):
 _NEIGHBOUR: Final = """
 def average_gradients(model):
     import json, pathlib
-    cells = json.loads(pathlib.Path("FOLDER/right/02_data_parallel.ipynb").read_text())["cells"]
+    cells = json.loads(pathlib.Path("NEIGHBOUR").read_text())["cells"]
     names = {"torch": torch, "dist": dist}
     exec(next(s for c in cells if "def average_gradients" in (s := "".join(c["source"]))).partition("lab.check")[0], names)
     names["average_gradients"](model)
@@ -152,13 +152,13 @@ CLASS: Final = (
 )
 
 
-def notebook_of(submission: Submission, handed_out: dict[str, Any], folder: Path) -> dict[str, Any]:
+def notebook_of(submission: Submission, handed_out: dict[str, Any], neighbour: Path) -> dict[str, Any]:
     """Return the content of a submitted notebook.
 
     Args:
         submission: what is special about it.
         handed_out: the notebook that students get.
-        folder: of the class, in which a cheating submission looks for others.
+        neighbour: another submission, which a cheating one reads.
     """
     original = json.loads((ORIGINALS / "solutions" / f"{LESSON}.ipynb").read_bytes())
     solutions = ["".join(cell["source"]) for cell in original["cells"] if cell["cell_type"] == "code"]
@@ -171,7 +171,7 @@ def notebook_of(submission: Submission, handed_out: dict[str, Any], folder: Path
         answer = submission.answers.get(exercise.name, "")
         if answer:
             name = "my_rate" if "def my_rate" in answer else exercise.name
-            answer = f'{answer.replace("FOLDER", str(folder))}\n\nlab.check("{exercise.name}", {name})'
+            answer = f'{answer.replace("NEIGHBOUR", str(neighbour))}\n\nlab.check("{exercise.name}", {name})'
             cell["source"] = answer.strip()
         elif answer is not None:
             cell["source"] = "\n\n".join(solutions[:until])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from labkit.classroom.grade import points_given
 from labkit.classroom.handout import read_handout
 from labkit.classroom.order import Order
 from labkit.errors.exceptions import LabError
-from labkit.notebook.lessons import ORIGINALS, lessons_named
+from labkit.notebook.lessons import lessons_named
 
 __all__ = ["main"]
 
@@ -29,8 +28,6 @@ __all__ = ["main"]
 def _write_plain(order: Order) -> list[str]:
     for one in order.handouts:
         one.write(order.folder)
-    if (guide := ORIGINALS / "AGENTS.md").exists():
-        shutil.copyfile(guide, order.folder / guide.name)
     return [f"Hand out the folder {order.folder}."]
 
 

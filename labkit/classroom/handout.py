@@ -15,6 +15,7 @@ from labkit.classroom.statements import parsed
 
 __all__ = ["Exercise", "Handout", "code_cell", "markdown_cell", "read_handout", "write_notebook"]
 
+GUIDE: Final = "AGENTS.md"  # says how an AI tutor helps without solving
 _PICTURE: Final = re.compile(r"!\[[^\]]*\]\((images/[^)\s]+)\)")
 _LESSON_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([\w.-]+\.ipynb)\)")
 
@@ -65,16 +66,16 @@ class Handout:
         return self.notebook | {"cells": cells}
 
     def write(self, folder: Path, cells: list[dict[str, Any]] | None = None) -> Path:
-        """Write the notebook and its diagrams into a folder; return the notebook's path.
+        """Write the notebook, its diagrams and the guide for AI tutors into a folder; return the notebook's path.
 
         Args:
             folder: created if it does not exist.
             cells: other cells than the students'.
         """
-        for picture in self.pictures():
-            target = folder / picture
+        for name in (*self.pictures(), GUIDE):
+            target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((self.lesson.parent / picture).read_bytes())
+            target.write_bytes((self.lesson.parent / name).read_bytes())
         path = folder / self.lesson.name
         write_notebook(path, self.notebook if cells is None else self.with_cells(cells))
         return path

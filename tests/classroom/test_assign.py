@@ -77,6 +77,7 @@ def test_students_get_no_outputs_no_solutions_and_all_diagrams(form, assigned) -
     assert "solutions/" not in text
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     assert len(pictures) == 4
+    assert (path.parent / "AGENTS.md").exists() == (form not in ("colab", "kaggle"))
     for picture in pictures:
         assert picture.startswith("data:image/png") or (path.parent / picture).read_bytes() == (ORIGINALS / picture).read_bytes()
 
@@ -96,8 +97,8 @@ def test_no_lesson_points_to_solutions(assigned) -> None:
         for cell in read(path)["cells"]:
             if cell["cell_type"] == "markdown":
                 assert "solutions/" not in source(cell)
-    text = source(next(c for c in read(folder / "02b_what_it_costs.ipynb")["cells"] if "Two exercises" in source(c)))
-    assert "Two exercises." in text
+    text = source(next(c for c in read(folder / "12_tf_hybrid.ipynb")["cells"] if "Four exercises" in source(c)))
+    assert "Four exercises. Begin a function" in text
 
 
 def test_links_lead_only_to_lessons_that_are_handed_out(assigned) -> None:
@@ -107,6 +108,15 @@ def test_links_lead_only_to_lessons_that_are_handed_out(assigned) -> None:
     assert "[02b What it costs](02b_what_it_costs.ipynb)" in "".join(
         source(cell) for cell in read(both / f"{LESSON}.ipynb")["cells"]
     )
+
+
+def test_every_lesson_can_be_handed_out_with_its_reference(assigned) -> None:
+    lessons = [path.stem for path in ORIGINALS.glob("*.ipynb")]
+    folder = assigned("nbgrader", lessons=lessons)
+    for lesson in lessons:
+        nbformat.validate(read(folder / "submitted" / "reference" / lesson / f"{lesson}.ipynb"))
+        cells = nbgrader_cells(folder / "source" / lesson / f"{lesson}.ipynb")
+        assert sum(cell["metadata"]["nbgrader"]["grade"] for cell in cells) >= 2
 
 
 def test_a_second_call_writes_the_same(assigned) -> None:
