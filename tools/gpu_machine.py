@@ -26,6 +26,7 @@ NEEDS: Final[dict[str, dict[str, str]]] = {
     "tests": _BASE | {"pytest": "pytest", "pytest_timeout": "pytest-timeout"},
     "lessons": _BASE | {"nbformat": "nbformat", "nbclient": "nbclient", "ipykernel": "ipykernel", "sklearn": "scikit-learn"},
     "benchmark": dict(_BASE),
+    "doctor": dict(_BASE),
 }
 
 _PROBE: Final = """

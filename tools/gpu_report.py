@@ -79,10 +79,19 @@ def write(
     for outcome in outcomes:
         missing = f": `pip install {' '.join(outcome['missing'])}`" if outcome["missing"] else ""
         lines.append(f"| {outcome['stage']} | {outcome['state']}{missing} | {outcome['seconds']:.0f} |")
-    lines += _tests(results.get("tests")) + _lessons(results.get("lessons")) + _benchmark(results.get("benchmark"))
+    lines += (
+        _doctor(results.get("doctor"))
+        + _tests(results.get("tests"))
+        + _lessons(results.get("lessons"))
+        + _benchmark(results.get("benchmark"))
+    )
     lines += _pictures(page, figures)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _doctor(report: str | None) -> list[str]:
+    return [] if report is None else ["", "## What `lab.doctor()` says", "", "```text", report, "```"]
 
 
 def _tests(found: Mapping[str, Any] | None) -> list[str]:

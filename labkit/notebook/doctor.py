@@ -30,7 +30,7 @@ from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Repo
 from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
 
-__all__ = ["TABLE", "Gpus", "doctor"]
+__all__ = ["TABLE", "Gpus", "doctor", "main"]
 
 DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 
@@ -48,6 +48,15 @@ def doctor(on: Engine | None = None) -> Report:
         the report; a notebook shows its text.
     """
     return report(TABLE, collect(TABLE)) if on is None else machines_report(on)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the report, as a command without arguments; return the exit status, 1 if something is missing."""
+    if arguments:
+        raise SystemExit("usage: python -m labkit doctor")
+    found = doctor()
+    print(found)
+    return 0 if found.ok else 1
 
 
 def _find_python() -> str:
@@ -157,8 +166,8 @@ def _package(
 ) -> Entry:  # fmt: skip
     """Make the entry of a package. Its fact is its "version", None if it is not installed, and the reply to a question.
 
-    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads. In a
-    kernel, which has some front end, another `front_end` may be missing.
+    Another process calls `ask` if the package is installed. `means` is called if it is installed and loads. A kernel
+    needs no other `front_end`.
     """
 
     def find(*_: Any) -> dict[str, Any] | Question:

@@ -57,7 +57,7 @@ def find_shared_memory(folder: Path = Path("/dev/shm"), proc: Path = Path("/proc
             status = (folder / name).stat()
             mine = status.st_uid == os.geteuid()  # what other users' processes map cannot be seen
             if mine and name not in used and not (process and (proc / process).exists()):
-                stale.append((name, status.st_size))
+                stale.append((name, 512 * status.st_blocks))  # files of failed allocations have a size and no memory
     return SharedMemory(usage.total, usage.free, tuple(stale), tuple(set(names) - {name for name, _ in stale}))
 
 

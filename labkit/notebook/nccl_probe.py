@@ -13,6 +13,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -86,21 +87,23 @@ def attempt(
             )
             for number in range(ranks)
         ]  # fmt: skip
-        try:
-            said = [process.communicate(timeout=IMPORT_LIMIT_S + limit_s)[0] for process in processes]
-        except subprocess.TimeoutExpired:
-            return f"no result within {IMPORT_LIMIT_S + limit_s:.0f} s"
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
-    failed = [(process.returncode, text) for process, text in zip(processes, said, strict=True) if process.returncode]
-    if not failed:
+        deadline = time.monotonic() + IMPORT_LIMIT_S + limit_s
+        codes: list[int | None] = [None]
+        # Those that work wait for one that has failed, and would tell nothing.
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+        said = [process.communicate()[0] for process in processes]
+    if codes == [0] * ranks:
         return ""
+    failed = [(code, text) for code, text in zip(codes, said, strict=True) if code]
     if warnings := [line.partition(_NCCL_SAYS)[2] for _, text in failed for line in text.splitlines() if _NCCL_SAYS in line]:
         return warnings[0]
-    # A rank that waits for another one that has failed is late, too.
-    code, text = min(failed, key=lambda ended: ended[0] == TOO_LATE)
+    if not failed:
+        return f"no result within {IMPORT_LIMIT_S + limit_s:.0f} s"
+    code, text = failed[0]
     return f"no result within {limit_s:g} s" if code == TOO_LATE else why_ended(code, text)
 
 
@@ -126,6 +129,7 @@ def all_reduce(rank: int, ranks: int, backend: str, meeting: str, limit_s: float
     store.set(str(rank), "")
     store.wait([str(other) for other in range(ranks)], datetime.timedelta(seconds=IMPORT_LIMIT_S))
     timer = threading.Timer(limit_s, os._exit, [TOO_LATE])
+    timer.daemon = True
     timer.start()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     dist.all_reduce(values)

@@ -11,6 +11,8 @@ import torch
 from gpu_device import DEVICES, GPUS, REHEARSAL, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
+from labkit.notebook.doctor_gpus import find_cuda_here
+from labkit.notebook.findings import Question
 
 pytestmark = gpu
 
@@ -226,3 +228,22 @@ def test_the_process_that_forks_ranks_never_touched_cuda(shared: lab.Group) -> N
         return bool(torch.cuda._is_in_bad_fork())
 
     assert shared.run(poisoned).results == [False] * SHARED
+
+
+def computed() -> float:
+    return float((torch.ones(2, device=lab.device()) + 1).sum().item())
+
+
+def test_groups_start_and_compute_after_cuda_was_initialised_in_the_notebook() -> None:
+    """Ranks forked from the notebook's process could not: "Cannot re-initialize CUDA in forked subprocess"."""
+    torch.zeros(1, device=KIND)
+    assert torch.cuda.is_initialized() is (KIND == "cuda")
+    assert find_started() is (KIND == "cuda")
+    for ranks in (1, 2):
+        with lab.Group(ranks, devices=DEVICES) as group:
+            assert group.run(computed).results == [4.0] * ranks
+
+
+def find_started() -> bool:
+    fact = find_cuda_here()
+    return bool((fact.reply() if isinstance(fact, Question) else fact)["started"])

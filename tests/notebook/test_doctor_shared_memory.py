@@ -31,7 +31,7 @@ def test_files_of_dead_processes(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"x" * 5)
     found = find_shared_memory(folder, proc)
     assert found is not None
-    assert found.stale == (("nccl-abc", 5), ("sem.loky-1", 5), ("torch_99_2_1", 5))
+    assert [name for name, _ in found.stale] == ["nccl-abc", "sem.loky-1", "torch_99_2_1"]
     assert set(found.others) == {"torch_99_1_0", "torch_8_3_0", "sem.used"}
 
 
@@ -70,7 +70,7 @@ sys.stdin.readline()
             process.communicate("")
             found = find_shared_memory()
             assert found is not None
-            assert (name, 4096) in found.stale
+            assert (name, 0) in found.stale  # nothing was written, so that it takes no memory
         finally:
             os.unlink(f"/dev/shm/{name}")
 

@@ -166,6 +166,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(XML)
     (tmp_path / "timeline.png").write_bytes(b"png")
     results = {
+        "doctor": "  NCCL  all-reduces 1 MB between 2 GPUs",
         "tests": gpu_report.read_junit(tmp_path / "tests.xml"),
         "lessons": [
             {"lesson": "00", "seconds": 9.6, "cells": 3, "failed": ["cell 2: E: a|b"], "ended_by": "", "figures": ["x.png"]}
@@ -187,6 +188,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
     for words in (
         "2 × NVIDIA X, 141 GiB",
         "NCCL 2.28.9",
+        "```text\n  NCCL  all-reduces 1 MB between 2 GPUs\n```",
         "| tests | failed | 61 |",
         "not run: `pip install nbclient`",
         "1 of 2 tests passed",
