@@ -76,7 +76,11 @@ class Versions:
         """The options of pytest; those of nbval only where it is installed."""
         options = ("-q", "-n", "2", "--dist", "loadfile", "-m", "not slow", "-p", "no:cacheprovider", "--durations=3")
         # Other people's old packages warn of what Python deprecates.
-        return (*options, "--nbval-lax", "-o", "filterwarnings=default") if self.pins else (*options, "-o", "addopts=--import-mode=importlib --strict-markers")
+        return (
+            (*options, "--nbval-lax", "-o", "filterwarnings=default")
+            if self.pins
+            else (*options, "-o", "addopts=--import-mode=importlib --strict-markers")
+        )
 
 
 TABLE: Final = {
