@@ -73,7 +73,7 @@ def _prepare() -> None:
 
 
 def _classic(module: str) -> str:
-    """Return a module as a script that sets `labkitExplorer`: browsers load no modules from a folder without a server."""
+    """Return a module as a script that sets `labkitExplorer`: without a server, browsers load no modules."""
     body = re.sub(r"^export (default )?", lambda export: "return " if export[1] else "", module, flags=re.MULTILINE)
     return f"const labkitExplorer = (() => {{\n{body}\n}})();\n"
 
