@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -62,13 +63,19 @@ def _prepare() -> None:
         copy(ROOT / name, SOURCE / name)
     shutil.copytree(ROOT / "notebooks", SOURCE / "notebooks", ignore=shutil.ignore_patterns("*.md", ".*"))
     (SOURCE / FIGURES).mkdir(parents=True)
-    (SOURCE / "_static" / "explorer.js").write_text(script(), encoding="utf-8")
+    (SOURCE / "_static" / "explorer.js").write_text(_classic(script()), encoding="utf-8")
     (SOURCE / "_static" / "explorer.css").write_text(STYLE.read_text(encoding="utf-8"), encoding="utf-8")
     for path in sorted((SOURCE / "notebooks").rglob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         _rewrite(notebook, path.relative_to(SOURCE))
         nbformat.write(notebook, path)
     (SOURCE / "index.md").write_text(_front_page(), encoding="utf-8")
+
+
+def _classic(module: str) -> str:
+    """Return a module as a script that sets `labkitExplorer`: without a server, browsers load no modules."""
+    body = re.sub(r"^export (default )?", lambda export: "return " if export[1] else "", module, flags=re.MULTILINE)
+    return f"const labkitExplorer = (() => {{\n{body}\n}})();\n"
 
 
 def _front_page() -> str:

@@ -73,6 +73,12 @@ def test_other_outputs_stay() -> None:
     assert output["data"] == {"text/html": "<b>1</b>", "text/plain": "1"}
 
 
+def test_the_explorers_scripts_are_no_module_since_a_folder_serves_none() -> None:
+    text = site._classic("export class Layer {}\nexport default { Layer };\n")
+    assert text == "const labkitExplorer = (() => {\nclass Layer {}\nreturn { Layer };\n\n})();\n"
+    assert not re.search(r"^(import|export) ", site._classic(site.script()), re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")

@@ -13,7 +13,7 @@ html_theme = "sphinx_book_theme"
 html_title = "labkit"
 exclude_patterns = ["_static"]
 html_css_files = ["explorer.css", "site.css"]
-html_js_files = [("site.js", {"type": "module"})]
+html_js_files = [("explorer.js", {"defer": "defer"}), ("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_theme_options = {
     "show_toc_level": 2,

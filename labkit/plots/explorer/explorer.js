@@ -40,6 +40,7 @@ class Explorer extends Picture {
     this.themes = new MutationObserver(soon);
     const attributes = ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-id"];
     this.themes.observe(document.body, { attributeFilter: attributes });
+    this.themes.observe(document.documentElement, { attributeFilter: ["data-theme"] }); // static pages
     this.themes.observe(document.head, { childList: true });
     document.addEventListener("load", soon, { capture: true, signal: this.listeners.signal });
   }

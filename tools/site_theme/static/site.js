@@ -1,7 +1,5 @@
 // Brings the timelines of a page to life: the explorer's own scripts, with the data that the page contains in place of a kernel.
 
-import explorer from "./explorer.js";
-
 /** Answers each query with the saved data of the whole run. */
 class SavedModel {
   constructor({ about, header, buffers }) {
@@ -33,10 +31,12 @@ async function unpacked(text) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
-for (const place of document.querySelectorAll(".labkit-explorable")) {
+async function revive(place) {
   const saved = JSON.parse(place.querySelector("script").textContent);
   const buffers = await Promise.all(saved.buffers.map(unpacked));
   const holder = document.createElement("div");
-  explorer.render({ model: new SavedModel({ ...saved, buffers }), el: holder });
+  labkitExplorer.render({ model: new SavedModel({ ...saved, buffers }), el: holder });
   place.querySelector("img").replaceWith(holder);
 }
+
+for (const place of document.querySelectorAll(".labkit-explorable")) revive(place);
