@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures lock clean distclean
+.PHONY: help setup lab test test-slow quick pythons torch-2.11 lint format bench chaos gpu notebooks diagrams pictures wheel colab-links lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -27,7 +27,7 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 lab: setup  ## open JupyterLab on lesson 00 (ARGS="--port=9000" reaches JupyterLab)
-	@$(BIN)/python tools/lab.py $(ARGS)
+	@$(BIN)/python -m labkit lab $(ARGS)
 
 # Files of tests and notebooks that run at a time, each in one process; 0: one after another, in pytest's own.
 # With two on two cores, the cores are idle for a quarter of the time: tests wait for ranks, and ranks for one another.
@@ -90,6 +90,13 @@ diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/image
 
 pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)
+
+wheel: $(BIN)/python  ## build the wheel into dist: the package with its lessons; installs nothing
+	rm -rf dist
+	@$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+colab-links: setup  ## write the links of README and lessons to Colab, for the address in pyproject.toml
+	$(BIN)/python -m tools.colab_links
 
 lock: setup  ## write constraints.txt again from the contents of .venv
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+.*//'; } > constraints.new

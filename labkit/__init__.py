@@ -26,6 +26,8 @@ from labkit.errors.exceptions import (
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.on_import import begin
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.
 _MODULES = {
@@ -44,6 +46,7 @@ _MODULES = {
     "SSH": "machines.ssh",
     "Slurm": "machines.slurm",
     "Group": "notebook.watched_group",
+    "lessons": "notebook.lessons",
     "reset_lesson": "notebook.lessons",
     "measure_link": "notebook.measure_link",
     "Cluster": "planning.cluster",
@@ -95,6 +98,7 @@ if TYPE_CHECKING:
     from labkit.machines.slurm import Slurm as Slurm
     from labkit.machines.ssh import SSH as SSH
     from labkit.notebook.doctor import doctor as doctor
+    from labkit.notebook.lessons import lessons as lessons
     from labkit.notebook.lessons import reset_lesson as reset_lesson
     from labkit.notebook.measure_link import measure_link as measure_link
     from labkit.notebook.watched_group import Group as Group

@@ -1,10 +1,12 @@
-"""`python -m labkit script.py` and `torchrun -m labkit script.py` record a script that does not import labkit.
+"""`python -m labkit script.py` and `torchrun -m labkit script.py` record a script; `python -m labkit lab` is a command.
 
-The trace is written to the folder that LABKIT_TRACE names, or to `labkit-trace`; `labkit.load_trace` reads it.
+The script does not import labkit. The trace is written to the folder that LABKIT_TRACE names, or to `labkit-trace`;
+`labkit.load_trace` reads it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -16,19 +18,27 @@ from typing import Any, Final, NoReturn
 from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.worker import script_recorder
 
+# The module of each command; its `main` takes the command's arguments and returns the exit status.
+COMMANDS: Final = {"lab": "labkit.notebook.open_lessons"}
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
+       python -m labkit lab [option of JupyterLab ...]
 
 Runs SCRIPT (a file, or with -m a module) as Python would, and records its ranks into the folder LABKIT_TRACE
-(default: ./labkit-trace). In a notebook, labkit.load_trace(folder) reads and draws the trace."""
+(default: ./labkit-trace). In a notebook, labkit.load_trace(folder) reads and draws the trace.
+
+lab: copies the lessons into the folder LABKIT_MY_LESSONS (default: ./my_lessons) and opens JupyterLab on the first.
+A script called "lab" is run as ./lab."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script or module of a command line as `__main__`.
+    """Run a command of labkit, or the script or module of a command line as `__main__`.
 
     Args:
         arguments: the arguments after `python -m labkit`.
     """
+    if arguments and arguments[0] in COMMANDS:
+        sys.exit(importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:]))
     as_module = arguments[:1] == ["-m"]
     script, *rest = arguments[as_module:] or [""]
     if not script or script in ("-h", "--help"):

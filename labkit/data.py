@@ -51,7 +51,7 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
     except ModuleNotFoundError as error:
         raise ImportError(
             "digits() reads the images that scikit-learn ships, and it is not installed; this command installs it: "
-            'pip install "labkit[course]"'
+            'pip install "labkit[hosted]"'
         ) from error
     small, labels = load_digits(return_X_y=True)
     images = _enlarge(small.reshape(-1, 8, 8), 28)

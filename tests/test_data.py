@@ -184,5 +184,5 @@ def test_without_scikit_learn_the_command_is_named(monkeypatch: pytest.MonkeyPat
     for name in [m for m in sys.modules if m.split(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r'not installed; this command installs it: pip install "labkit\[course\]"'):
+    with pytest.raises(ImportError, match=r'not installed; this command installs it: pip install "labkit\[hosted\]"'):
         digits()

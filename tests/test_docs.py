@@ -13,7 +13,16 @@ LIMIT = 120  # characters in a line of prose
 # Where a path in the text may begin: CONTRIBUTING.md leaves out `labkit/` and `tests/`, and abbreviates after "there".
 RUNTIMES = "labkit/worker/runtimes"
 FOLDERS = (".", "labkit", "labkit/worker", RUNTIMES, f"{RUNTIMES}/tensorflow", "tests", "bench", "bench/chaos")
-ELSEWHERE = {"train.py", "script.py", "build/gpu", "my_lessons"}  # examples, and what tools write
+ELSEWHERE = {
+    "train.py",
+    "script.py",
+    "build/gpu",
+    "dist",
+    "labkit/course",
+    "my_lessons",
+    "images",
+    "solutions",
+}  # examples, and what tools write
 
 
 def prose(page: str) -> list[tuple[int, str]]:

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import labkit
 from labkit.errors.lists import listed
 from tools import pythons
 
@@ -76,6 +77,25 @@ def test_indirect_dependencies_are_pinned_too() -> None:
     gpu = {name for name in seen if name.startswith(("nvidia-", "cuda-")) or name == "triton"}  # pinned by torch itself
     if sys.platform == "linux":
         assert seen - gpu - set(PINNED) - {"labkit"} == set()
+
+
+# What Colab's kernels have: https://github.com/googlecolab/backend-info, pip-freeze.txt of 2026-08-19.
+COLAB = {
+    "anywidget": "0.9.21", "cloudpickle": "3.1.2", "matplotlib": "3.10.0", "numpy": "2.1.3", "psutil": "5.9.5",
+    "scikit-learn": "1.6.1",
+}  # fmt: skip
+LACKING = {"nvidia-ml-py"}  # requires no other package
+
+
+def test_the_extra_for_hosted_kernels_replaces_nothing_on_colab() -> None:
+    requirements, extras = list(BASE), ["hosted"]
+    while extras:
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][extras.pop()]):
+            extras += requirement.extras
+            requirements += [requirement] * (requirement.name != "labkit")
+    replaced = [str(r) for r in requirements if r.name not in LACKING and COLAB[r.name] not in r.specifier]
+    assert replaced == []
+    assert {r.name for r in requirements} == LACKING | set(COLAB)
 
 
 @needs_make
@@ -300,6 +320,12 @@ def test_make_quick_leaves_out_what_starts_processes() -> None:
 
 @needs_make
 @pytest.mark.processes
+def test_make_wheel_builds_what_the_tests_install() -> None:
+    assert " -m pip wheel --no-deps --wheel-dir dist ." in make("--dry-run", "wheel").stdout
+
+
+@needs_make
+@pytest.mark.processes
 def test_clean_leaves_the_environment(tree: Path) -> None:
     for folder in (".venv/lib/__pycache__", "labkit/__pycache__", ".mypy_cache", "notebooks/.ipynb_checkpoints"):
         (tree / folder).mkdir(parents=True)
@@ -318,7 +344,7 @@ def test_ci_runs_all_tests_and_a_few_elsewhere() -> None:
 
 def test_license_and_citation_agree_with_the_project() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (citation["version"], citation["license"]) == (labkit.__version__, PROJECT["license"])
     assert (ROOT / "LICENSE").read_text().startswith("BSD 3-Clause License")
 
 

@@ -35,7 +35,7 @@ class LabError(Exception):
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs one of labkit's extras: "torch", "tf", "plot", "course" or "test"."""
+    """Return the command that installs one of labkit's extras: "torch", "tf", "plot", "hosted", "course" or "test"."""
     return f'pip install "labkit[{extra}]"'
 
 

@@ -2,67 +2,99 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["Copies", "copy_lessons", "reset_lesson"]
+__all__ = ["Copies", "lessons", "reset_lesson"]
 
-KEY: Final = "labkit"  # in a copy's metadata: the path of the original, and a digest of the text that was copied
-_LINK: Final = re.compile(r"\]\(([^)#?\s]+)")  # the target of a link or picture in Markdown
+# The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
+_INSTALLED: Final = Path(LABKIT, "course")
+ORIGINALS: Final = _INSTALLED if _INSTALLED.exists() else Path(LABKIT).parent / "notebooks"
+KEY: Final = "labkit"  # in a copy's metadata: a digest of the text that was copied
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Copies:
-    """What `copy_lessons` did, as names of notebooks.
+    """What `lessons` did, as names of notebooks.
 
     Args:
+        folder: where the copies are.
+        first: the lesson to begin with.
         new: copied for the first time.
         updated: copied again, because the lesson has changed and the student had not changed the copy.
         outdated: left alone: both the lesson and the copy have changed.
     """
 
+    folder: Path
+    first: str
     new: tuple[str, ...] = ()
     updated: tuple[str, ...] = ()
     outdated: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        lines = []
+        if self.new:
+            lines.append(f"New in {self.folder}: {_numbers(self.new)}, with their pictures and solutions.")
+        if self.updated:
+            lines.append(f"Updated, because you had not changed your copy: {_numbers(self.updated)}.")
+        for name in self.outdated:
+            number = name.partition("_")[0]
+            lines.append(f'{name} has a newer version; your copy is kept. lab.reset_lesson("{number}") gives you the new one.')
+        lines = lines or [f"The lessons in {self.folder} are up to date."]
+        return "\n".join([*lines, f"Open {self.folder / self.first}. An update never overwrites what you write there."])
 
-def copy_lessons(lessons: Path, folder: Path) -> Copies:
-    """Give the student a copy of each lesson; copies that the student has changed stay as they are.
+
+@public_api
+def lessons(folder: str | Path = "my_lessons", *, only: str | Sequence[str] = ()) -> Copies:
+    """Give yourself a copy of each lesson, without outputs; copies that you have changed stay as they are.
+
+    Images and solutions come into `images` and `solutions` beside the copies, and are renewed each time.
 
     Args:
-        lessons: the folder of the executed notebooks.
         folder: the folder for the copies; created if it does not exist.
+        only: the lessons to copy, by number, such as "02" or ["02", "04"], or another beginning of their names; by
+            default, all.
+
+    Returns:
+        what was copied, updated and left alone.
 
     Raises:
-        OSError: the folder cannot be written.
+        LabError: no lesson or several lessons have names that begin so, or the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(folder)
+    chosen = [_chosen(beginning) for beginning in ([only] if isinstance(only, str) else only)] or _originals()
     new, updated, outdated = [], [], []
-    for original in sorted(lessons.glob("*.ipynb")):
-        copy = folder / original.name
-        if not copy.exists():
-            new.append(original.name)
-        else:
-            copied = _copied_digest(copy)
-            if copied in ("", _digest(_read(original))):  # a notebook of the student's own; up to date
+    try:
+        for original in chosen:
+            copy = folder / original.name
+            digest = _digest(_read(original))
+            if not copy.exists():
+                new.append(original.name)
+            elif (copied := _copied_digest(copy)) in ("", digest):  # a notebook of the student's own; up to date
                 continue
-            if _digest(_read(copy, lessons, folder)) != copied:
+            elif _digest(_read(copy)) != copied:
                 outdated.append(original.name)
                 continue
-            updated.append(original.name)
-        with _prepared(original, copy) as fresh:
-            fresh.replace(copy)
-    return Copies(tuple(new), tuple(updated), tuple(outdated))
+            else:
+                updated.append(original.name)
+            _write(copy, _fresh(original))
+        for original in chosen:
+            if (solutions := ORIGINALS / "solutions" / original.name).exists():  # a lesson in the making may have none
+                _write(folder / "solutions" / original.name, _fresh(solutions))
+        for original in (*ORIGINALS.glob("images/*"), *ORIGINALS.glob("AGENTS.md")):
+            _write(folder / original.relative_to(ORIGINALS), original.read_bytes())
+    except OSError as error:
+        raise LabError(f"lessons({str(folder)!r}): {error.filename or folder}: {error.strerror}") from None
+    return Copies(folder, chosen[0].name, tuple(new), tuple(updated), tuple(outdated))
 
 
 @public_api
@@ -76,92 +108,78 @@ def reset_lesson(lesson: str) -> str:
         what was done, and what to do in JupyterLab.
 
     Raises:
-        TypeError: not a text.
-        LabError: no lesson or several lessons have names that begin so, the original no longer exists or is broken, or
+        LabError: no lesson or several lessons have names that begin so, the current folder has no copies of lessons, or
             the copy cannot be written.
     """
-    if not isinstance(lesson, str):
-        raise TypeError(f'reset_lesson({lesson!r}): expected the beginning of a lesson\'s name, as in lab.reset_lesson("02")')
+    original = _chosen(lesson.removesuffix(".ipynb"))
     folder = Path.cwd()
-    originals = _originals(folder)
-    found = [path for name, path in originals.items() if name == f"{lesson.removesuffix('.ipynb')}.ipynb"]
-    found = found or [path for name, path in originals.items() if name.partition("_")[0] == lesson]  # "02" is not "02b"
-    found = found or [path for name, path in originals.items() if lesson and name.startswith(lesson)]
-    if len(found) != 1:
-        names = ", ".join(name.removesuffix(".ipynb") for name in originals) or "no copies of lessons"
-        raise LabError(f"reset_lesson({lesson!r}): expected the beginning of one lesson's name; this folder has {names}")
-    original = found[0]
+    if not any(map(_copied_digest, folder.glob("*.ipynb"))):
+        raise LabError(f"reset_lesson({lesson!r}): {folder} has no copies of lessons; lab.lessons(folder) makes them")
     copy = folder / original.name
-    if not original.exists():
-        raise LabError(f"reset_lesson({lesson!r}): the original, {original}, no longer exists")
     number, kept = 1, ""
     while (old := copy.with_name(f"{copy.stem}.old{number}.ipynb")).exists():
         number += 1
     try:
-        with _prepared(original, copy) as fresh:  # if that fails, the student's copy is where it was
-            if copy.exists():
-                copy.rename(old)
-                kept = f"; your work is in {old.name}"
-            fresh.replace(copy)
+        if copy.exists():
+            _write(old, copy.read_bytes())
+            kept = f"; your work is in {old.name}"
+        _write(copy, _fresh(original))
     except OSError as error:
         raise LabError(f"reset_lesson({lesson!r}): {error.filename or copy}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise LabError(f"reset_lesson({lesson!r}): the original, {original}, is not a notebook") from None
     return f"{copy.name} is as it was at first{kept}. If the lesson is open, choose File → Reload Notebook from Disk."
 
 
-def _originals(folder: Path) -> dict[str, Path]:
-    """Return the lessons of which a folder has copies, by name; also those whose copy was deleted or is broken."""
-    copies = [path for path in folder.glob("*.ipynb") if _copied_digest(path)]
-    copied = [Path(os.path.normpath(folder / _about(path)["original"])) for path in copies]
-    beside = [path for parent in {path.parent for path in copied} for path in parent.glob("*.ipynb")]
-    return {path.name: path for path in sorted({*copied, *beside})}
+def _originals() -> list[Path]:
+    found = sorted(ORIGINALS.glob("*.ipynb"))
+    if not found:
+        raise LabError(f"this installation of labkit has no lessons in {ORIGINALS}: install its wheel, or clone its repository")
+    return found
 
 
-@contextlib.contextmanager
-def _prepared(original: Path, copy: Path) -> Iterator[Path]:
-    """Write a copy into a temporary file beside it, which the caller moves to its place."""
-    content = json.loads(original.read_text(encoding="utf-8"))
-    digest = _digest(_sources(content))
+def _chosen(beginning: str) -> Path:
+    """Return the lesson that has a number, or whose name begins so."""
+    originals = _originals()
+    found = [path for path in originals if beginning in (path.stem, path.stem.partition("_")[0])]  # "02" is not "02b"
+    found = found or [path for path in originals if beginning and path.stem.startswith(beginning)]
+    if len(found) != 1:
+        names = listed((path.stem for path in originals), word="or")
+        raise LabError(f"{beginning!r} is not the beginning of one lesson's name; expected {names}")
+    return found[0]
+
+
+def _fresh(original: Path) -> bytes:
+    """Return a notebook without outputs, with a digest of its text."""
+    content = json.loads(original.read_bytes())
+    content["metadata"][KEY] = {"digest": _digest(_sources(content))}
     for cell in content["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
-        elif cell["cell_type"] == "markdown":
-            cell["source"] = _relinked("".join(cell["source"]), original.parent, copy.parent)
-    content["metadata"][KEY] = {"original": os.path.relpath(original, copy.parent), "digest": digest}
-    temporary = copy.with_name(f".{copy.name}.new")
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that has another content; if that fails, the old one is still there."""
+    if path.exists() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        yield temporary
+        temporary.write_bytes(content)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _relinked(text: str, lessons: Path, folder: Path) -> str:
-    """Adapt links to pictures and solutions to the new folder; links to other lessons lead to their copies."""
-
-    def relinked(match: re.Match[str]) -> str:
-        target = match.group(1)
-        if target.startswith("/") or not (lessons / target).exists() or (lessons / target).parent == lessons:
-            return match.group()
-        return f"]({_from(lessons, folder)}{target}"
-
-    return _LINK.sub(relinked, text)
+def _numbers(names: Sequence[str]) -> str:
+    return f"lesson{'s' * (len(names) > 1)} {listed(name.partition('_')[0] for name in names)}"
 
 
-def _from(lessons: Path, folder: Path) -> str:
-    return f"{Path(os.path.relpath(lessons, folder)).as_posix()}/"
-
-
-def _read(path: Path, lessons: Path | None = None, folder: Path | None = None) -> list[str]:
-    """Return the texts of a notebook's cells; links in a copy are as in the original."""
-    sources = _sources(json.loads(path.read_text(encoding="utf-8")))
-    if lessons is not None and folder is not None:
-        return [source.replace(f"]({_from(lessons, folder)}", "](") for source in sources]
-    return sources
+def _read(path: Path) -> list[str]:
+    return _sources(json.loads(path.read_bytes()))
 
 
 def _sources(content: Any) -> list[str]:
+    """Return the texts of a notebook's cells."""
     return [f"{cell['cell_type']}\n{''.join(cell['source'])}" for cell in content["cells"]]
 
 
@@ -169,14 +187,10 @@ def _digest(sources: list[str]) -> str:
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
-def _about(copy: Path) -> dict[str, str]:
-    try:
-        about = json.loads(copy.read_text(encoding="utf-8"))["metadata"].get(KEY, {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no notebook, or one that something else wrote
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
 def _copied_digest(copy: Path) -> str:
     """Return the digest of the text that was copied; "" if this is no copy of a lesson."""
-    return str(_about(copy).get("digest", ""))
+    try:
+        about = json.loads(copy.read_bytes())["metadata"].get(KEY, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no notebook, or one that something else wrote
+        return ""
+    return str(about.get("digest", "")) if isinstance(about, dict) else ""

@@ -42,5 +42,5 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
     except ModuleNotFoundError as error:
         if error.name not in ("anywidget", "ipywidgets", "traitlets"):
             raise
-        raise missing("anywidget", "course") from None
+        raise missing("anywidget", "hosted") from None
     return Explorer(view, step)

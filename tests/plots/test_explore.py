@@ -21,7 +21,7 @@ from labkit.plots.explorer.window import EXACT, Windows
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Scalar, Span, Trace
 
-pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'course' brings it")
+pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'hosted' brings it")
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
@@ -280,7 +280,7 @@ def test_requests_of_the_page_are_answered(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_anywidget_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "anywidget", None)
     monkeypatch.delitem(sys.modules, "labkit.plots.explorer", raising=False)
-    with pytest.raises(LabError, match=r"anywidget is not installed; the extra 'course' brings it: .*labkit\[course\]"):
+    with pytest.raises(LabError, match=r"anywidget is not installed; the extra 'hosted' brings it: .*labkit\[hosted\]"):
         lab.explore(data_parallel())
 
 

@@ -72,6 +72,13 @@ def test_a_script_runs_as_usual(script: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "-m", "labkit", "scripts/spawns.py", trace="traces").stdout == "[2]\n"
 
 
+def test_a_script_may_have_the_name_of_a_command(script: Path) -> None:
+    (script / "lab").write_text("print('the script')")
+    (script / "lab.py").write_text("print('the module')")
+    for line, said in (("./lab", "the script\n"), ("lab.py", "the module\n"), ("-m lab", "the module\n")):
+        assert run(script, "-m", "labkit", *line.split(), trace="traces").stdout == said
+
+
 def test_a_module_runs_as_usual(script: Path) -> None:
     plain = json.loads(run(script, "-m", "shows", "x").stdout)
     recorded = run(script, "-m", "labkit", "-m", "shows", "x", trace="traces")
