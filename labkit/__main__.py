@@ -21,6 +21,7 @@ from labkit.worker import script_recorder
 # The module of each command; its `main` takes the command's arguments and returns the exit status.
 COMMANDS: Final = {
     "assign": "labkit.classroom.assign",
+    "doctor": "labkit.notebook.doctor",
     "grade": "labkit.classroom.grade",
     "lab": "labkit.notebook.open_lessons",
 }
