@@ -28,11 +28,15 @@ COMMANDS: Final = {
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]
        python -m labkit lab [option of JupyterLab ...]
+       python -m labkit doctor
+       python -m labkit assign --lessons 02 04 --to FOLDER [option ...]
+       python -m labkit grade NOTEBOOK ... [option ...]
 
 Runs SCRIPT (a file, or with -m a module) as Python would, and records its ranks into the folder LABKIT_TRACE
 (default: ./labkit-trace). In a notebook, labkit.load_trace(folder) reads and draws the trace.
 
 lab: copies the lessons into the folder LABKIT_MY_LESSONS (default: ./my_lessons) and opens JupyterLab on the first.
+doctor: says what this machine can run. assign: hands out lessons to a class; grade: judges its answers (--help).
 A script called "lab" is run as ./lab."""
 
 

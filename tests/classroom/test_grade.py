@@ -113,6 +113,7 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(ROOT / "labkit" / "exercises") in hidden
 
 
+@pytest.mark.processes
 def test_what_is_no_notebook_has_no_answers(tmp_path: Path, graded: Any) -> None:
     (tmp_path / "empty.ipynb").write_text("")
     (tmp_path / "list.ipynb").write_text("[]")
@@ -235,6 +236,19 @@ def test_one_exercise_that_breaks_its_judge_does_not_cost_the_others(tmp_path: P
     assert "MB of memory" in results["memory"]["exercises"][RATE]["message"]
     assert "Not finished after 10 s" in results["endless"]["exercises"][AVERAGE]["message"]
     assert "ended with exit code 3" in results["crash"]["exercises"][RATE]["message"]
+
+
+@pytest.mark.processes
+def test_an_answer_that_needs_a_group_of_the_notebook_may_open_it(tmp_path: Path, graded: Any) -> None:
+    group = "group = lab.Group(2, runtime='bare')\nranks = len(group.run(lambda: 1).results)\ngroup.close()"
+    notebook(
+        tmp_path / "anna.ipynb", IMPORTS, group, rate("return base * per_rank * ranks / base_batch + 0 * factor"), "factor = 1"
+    )
+    notebook(
+        tmp_path / "ben.ipynb", IMPORTS, group, "two = ranks", rate("return base * per_rank * ranks * (two / 2) / base_batch")
+    )
+    results = graded(tmp_path)
+    assert {student: one["points"] for student, one in results.items()} == {"anna": 0, "ben": 1}
 
 
 @pytest.mark.processes

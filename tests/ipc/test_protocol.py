@@ -45,6 +45,9 @@ MESSAGES: list[Message] = [
     protocol.Imported([protocol.ImportedModule("m", "m.py", 5, b"digest")]),
     protocol.Displayed({"text/plain": "x"}, {"width": 1}, "key", True),
     protocol.Warned("UserWarning: x", 2),
+    protocol.AtBreakpoint("(Pdb) "),
+    protocol.Command("n"),
+    protocol.LeftBreakpoint(""),
 ]
 
 
