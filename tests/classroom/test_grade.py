@@ -241,14 +241,9 @@ def test_one_exercise_that_breaks_its_judge_does_not_cost_the_others(tmp_path: P
 @pytest.mark.processes
 def test_an_answer_that_needs_a_group_of_the_notebook_may_open_it(tmp_path: Path, graded: Any) -> None:
     group = "group = lab.Group(2, runtime='bare')\nranks = len(group.run(lambda: 1).results)\ngroup.close()"
-    notebook(
-        tmp_path / "anna.ipynb", IMPORTS, group, rate("return base * per_rank * ranks / base_batch + 0 * factor"), "factor = 1"
-    )
-    notebook(
-        tmp_path / "ben.ipynb", IMPORTS, group, "two = ranks", rate("return base * per_rank * ranks * (two / 2) / base_batch")
-    )
-    results = graded(tmp_path)
-    assert {student: one["points"] for student, one in results.items()} == {"anna": 0, "ben": 1}
+    body = "return base * per_rank * ranks * (two / 2) / base_batch"
+    notebook(tmp_path / "ben.ipynb", IMPORTS, group, "two = ranks", rate(body))
+    assert graded(tmp_path)["ben"]["points"] == 1
 
 
 @pytest.mark.processes
