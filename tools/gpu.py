@@ -3,7 +3,7 @@
     python tools/gpu.py                 doctor, tests marked `gpu`, the torch lessons, a benchmark; writes docs/gpu.md
     python tools/gpu.py --rehearse      the same on the CPU, as far as possible, into build/gpu
 
-It uses the machine's torch (2.11 or newer), installs nothing and needs no network. In under a minute it says what is
+It uses the machine's torch (2.10 or newer), installs nothing and needs no network. In under a minute it says what is
 missing. A stage that lacks a package, fails or takes too long does not keep the others from running; the page says so.
 """
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 __all__ = ["NEEDS", "Machine", "find"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-OLDEST_TORCH: Final = (2, 11)
+OLDEST_TORCH: Final = (2, 10)  # as pyproject.toml
 PROBE_LIMIT_S: Final = 50.0  # a first import of a CUDA build of torch from a cold disk takes tens of seconds
 
 # What a stage imports besides torch: the module, and the package that provides it.

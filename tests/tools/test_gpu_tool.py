@@ -42,7 +42,7 @@ def said(**changes: Any) -> str:
     [
         (said(torch="2.13.0+cpu", cuda=None, gpus=[]), r"torch 2.13.0\+cpu is a build without CUDA"),
         (said(gpus=[]), r"torch 2.11.0\+cu130 \(CUDA 13.0\) sees no GPU"),
-        (said(torch="2.9.1"), "torch 2.9.1 is older than 2.11"),
+        (said(torch="2.9.1"), "torch 2.9.1 is older than 2.10"),
         ('{"python": "3.12.3", "gpus": [], "missing": [], "error": "No module named \'torch\'"}', "not installed"),
         ('{"python": "3.12.3", "gpus": [], "missing": [], "error": "OSError: libcudart.so.13"}', "does not load .*libcudart"),
         ("Segmentation fault", "does not load"),
