@@ -17,6 +17,8 @@ ELSEWHERE = {
     "train.py",
     "script.py",
     "build/gpu",
+    "build/site",
+    ".github/workflows/site.yml",
     "dist",
     "labkit/course",
     "my_lessons",

@@ -1,6 +1,6 @@
 """Writes the "Open in Colab" links of README and lessons, once pyproject.toml names the repository's address.
 
-The links lead to the copies for Colab, in the repository's folder `colab`; docs/installing.md says how they are made.
+The links lead to the copies for Colab, in the repository's folder `colab`; docs/handing_out.md says how they are made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m labkit assign` writes lessons for a class, in the form that a service or a grader expects.
 
-`docs/teaching.md` describes it. Each form is a function in a file of its own: `for_nbgrader.py` and so on.
+`docs/handing_out.md` describes it. Each form is a function in a file of its own: `for_nbgrader.py` and so on.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--install",
         default="",
         metavar="REQUIREMENT",
-        help='what colab and kaggle install; default: "labkit[hosted]", from --repository if it is given',
+        help='what colab, kaggle and otter install; default: labkit, for colab from --repository if it is given',
     )
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="labkit's wheel, for gradescope and classroom50 (make wheel)")
     parser.add_argument("--repository", default="", metavar="OWNER/NAME", help="a copy of labkit's repository on GitHub")
