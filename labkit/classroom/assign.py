@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "--install",
         default="",
         metavar="REQUIREMENT",
-        help='what colab, kaggle and otter install; default: labkit, for colab from --repository if it is given',
+        help="what colab, kaggle and otter install; default: labkit, for colab from --repository if it is given",
     )
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="labkit's wheel, for gradescope and classroom50 (make wheel)")
     parser.add_argument("--repository", default="", metavar="OWNER/NAME", help="a copy of labkit's repository on GitHub")
