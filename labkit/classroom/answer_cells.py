@@ -44,7 +44,7 @@ def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
         else:
             cell["metadata"].pop("tags", None)
     for statement in program.statements:
-        if statement.answers:
+        if statement.answers and statement.node.col_offset == 0:  # a statement, and not a part of one
             cell = code[statement.cell - 1]
             lines = "".join(cell["source"]).splitlines()
             first, last = statement.node.lineno - 1, statement.node.end_lineno

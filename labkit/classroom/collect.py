@@ -6,6 +6,8 @@ It reads a `Job` from standard input, as JSON, and writes what it found into the
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import json
 import linecache
 import os
@@ -17,7 +19,7 @@ from typing import Any
 
 from labkit.classroom.confinement import Confinement, cover, new_namespaces, watch
 from labkit.classroom.packed import packed
-from labkit.classroom.statements import Program, parsed, without_magics
+from labkit.classroom.statements import Program, Statement, compiled, parsed, without_magics
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
 
@@ -63,7 +65,7 @@ def main(result: int) -> None:
     home, python = _namespace(job.execute)
     examine = _examiner()
     if not refused:
-        cover(job.confinement.hidden)
+        cover(job.confinement)
     watch(job.confinement)
     found = _collect(job, parsed(job.cells, python), home, examine)
     with os.fdopen(result, "w") as file:
@@ -121,7 +123,7 @@ def _collect(
         for name, expression in [(name, answer) for at, name, answer in wanted if at == position]:
             found[name] = _examined(expression, home, examine, failures)
         if statement is not None and position in selected and not statement.answers:
-            _run(statement.node, _file(statement.cell), home, failures)
+            _run(statement, home, failures)
     return found | {"": {"failures": failures}}
 
 
@@ -142,13 +144,16 @@ def _examined(
         return {"missing": f"There is no answer: {type(error).__name__}: {error}", "failures": list(failures)}
 
 
-def _run(node: ast.stmt, file: str, home: types.ModuleType, failures: list[str]) -> None:
+def _run(statement: Statement, home: types.ModuleType, failures: list[str]) -> None:
     try:
-        exec(compile(ast.Module([node], []), file, "exec", dont_inherit=True), home.__dict__)
+        code = compiled(statement.node, statement.cell)
+        running = eval(code, home.__dict__)
+        if code.co_flags & inspect.CO_COROUTINE:  # it has an `await`
+            asyncio.run(running)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # also `exit()`
-        failures.append(f"{file}, line {node.lineno}: {type(error).__name__}: {error}")
+        failures.append(f"{_file(statement.cell)}, line {statement.node.lineno}: {type(error).__name__}: {error}")
 
 
 def _file(cell: int) -> str:

@@ -11,20 +11,25 @@ man-pages.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import importlib.util
 import os
+import posixpath
 import socket
+import stat
+import struct
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
+from dataclasses import dataclass
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 from labkit.errors.own_code import LABKIT
 from labkit.worker.network_namespace import drop_capabilities, enter_new, system_call
 
-__all__ = ["Confinement", "cover", "new_namespaces", "watch"]
+__all__ = ["Confinement", "attempts", "cover", "new_namespaces", "watch"]
 
 CLONE_NEWNS: Final = 0x00020000
 MS_RDONLY: Final = 1
@@ -32,12 +37,21 @@ MS_BIND: Final = 1 << 12
 MS_REC: Final = 1 << 14
 MS_PRIVATE: Final = 1 << 18
 PR_SET_DUMPABLE: Final = 4
+MOUNT_SETATTR: Final = 442  # the number of the system call, for which older C libraries have no function
+AT_FDCWD: Final = -100
+AT_RECURSIVE: Final = 0x8000
 # Where the code of Python, of libraries and of labkit is. Libraries may be elsewhere than Python: in the user's folder.
 _LIBRARIES: Final = (
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))), sys.prefix, sys.base_prefix,
     os.path.dirname(os.__file__), LABKIT, "<frozen "
 )  # fmt: skip
-_PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", "os.rename", "os.remove", "os.link", "os.symlink")
+_OF_TWO: Final = ("os.rename", "os.link", "os.symlink")  # paths
+_CHANGES: Final = (
+    *_OF_TWO, "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.truncate", "os.utime",
+)  # fmt: skip
+_WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CODE: Final = ("compile", "code.__new__", "object.__setattr__")
+_PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", *_CHANGES)
 _PROGRAMS: Final = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 # Refused only if the submission's own code asks: libraries use them, too.
 _OBJECTS: Final = (
@@ -70,7 +84,7 @@ class _State:
     """Whether this process is watched, and whether the hook itself runs, which causes events, too."""
 
     watched: bool = False
-    inside: bool = field(default=False)
+    inside: bool = False
 
 
 _state: Final = _State()
@@ -93,13 +107,17 @@ def new_namespaces() -> str:
     return ""
 
 
-def cover(paths: Sequence[str]) -> None:
-    """Cover folders and files by empty ones for this process and those that it starts, and drop the means to undo that.
+def cover(confinement: Confinement) -> None:
+    """Cover what is hidden by empty folders and files, and let only the submission's own folder be changed.
+
+    This holds for this process and those that it starts. It drops the means to undo it.
 
     Raises:
         OSError: the system does not allow it.
     """
-    for path in paths:
+    with contextlib.suppress(OSError):  # a kernel before 5.12
+        _read_only(_writable(confinement))
+    for path in confinement.hidden:
         if os.path.isdir(path):
             system_call("mount", b"none", os.fsencode(path), b"tmpfs", MS_RDONLY, b"size=4k,mode=0555")
         elif os.path.exists(path):
@@ -109,15 +127,67 @@ def cover(paths: Sequence[str]) -> None:
         system_call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def _read_only(but: Sequence[str]) -> None:
+    folders = [os.fsencode(folder) for folder in dict.fromkeys(but) if os.path.isdir(folder)]
+    for folder in folders:
+        system_call("mount", folder, folder, None, MS_BIND | MS_REC, None)
+    read_only, none = struct.pack("4Q", 1, 0, 0, 0), struct.pack("4Q", 0, 1, 0, 0)
+    system_call("syscall", MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only))
+    for folder in folders:
+        system_call("syscall", MOUNT_SETATTR, AT_FDCWD, folder, AT_RECURSIVE, none, len(none))
+
+
 def watch(confinement: Confinement) -> None:
     """Let an audit hook refuse from now on what this process must not do; it cannot be removed again."""
     if _state.watched:
         return
     _state.watched = True
+    vars(_private_copy(__file__))["_watch"](confinement)
+
+
+def attempts(confinement: Confinement) -> list[str]:
+    """Return what was refused, and forget it. C code can have put anything in the place of the file."""
+    try:
+        fd = os.open(confinement.log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    except OSError:
+        return ["changes the list of what it has tried"]
+    with contextlib.suppress(OSError):
+        os.remove(confinement.log)
+    try:
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        return os.read(fd, 10_000).decode(errors="replace").splitlines() if regular else ["changes the list of what it has tried"]
+    finally:
+        os.close(fd)
+
+
+def _writable(confinement: Confinement) -> tuple[str, ...]:
+    return os.path.dirname(confinement.log), tempfile.gettempdir(), "/dev/shm"
+
+
+def _private_copy(file: str) -> ModuleType:
+    """Return a copy of a module that no other code can reach and change, with own built-in functions and `os`."""
+    spec = importlib.util.spec_from_file_location(__name__, file)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    copy.__dict__["__builtins__"] = dict(vars(builtins))
+    spec.loader.exec_module(copy)
+    own = {"os": os, "sys": sys, "stat": stat, "posixpath": posixpath, "socket": socket}
+    copy.__dict__.update({name: SimpleNamespace(**vars(module)) for name, module in own.items() if name in vars(copy)})
+    if file != posixpath.__file__ and os.path is posixpath:
+        copy.__dict__["os"].path = _private_copy(posixpath.__file__)
+    return copy
+
+
+def _watch(confinement: Confinement) -> None:
     hidden, for_libraries = (
         tuple(os.path.realpath(folder) + os.sep for folder in folders)
         for folders in (confinement.hidden, confinement.for_libraries)
     )
+    own = os.path.realpath(confinement.log) + os.sep
+    writable = tuple(os.path.realpath(folder) + os.sep for folder in (*_writable(confinement), os.devnull, "/dev/tty"))
     log = os.open(confinement.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -125,7 +195,7 @@ def watch(confinement: Confinement) -> None:
             return
         _state.inside = True
         try:
-            if (act := _forbidden(event, arguments, hidden, for_libraries)) is not None:
+            if (act := _forbidden(event, arguments, hidden, for_libraries, writable, own)) is not None:
                 os.write(log, f"{act}\n".encode())
                 raise PermissionError(f"a submission must not do this: it {act}")
         finally:
@@ -134,14 +204,37 @@ def watch(confinement: Confinement) -> None:
     sys.addaudithook(hook)
 
 
-def _forbidden(event: str, arguments: tuple[Any, ...], hidden: tuple[str, ...], for_libraries: tuple[str, ...]) -> str | None:
+def _forbidden(
+    event: str,
+    arguments: tuple[Any, ...],
+    hidden: tuple[str, ...],
+    for_libraries: tuple[str, ...],
+    writable: tuple[str, ...],
+    log: str,
+) -> str | None:
     """Return what an event is if it is forbidden, as the end of a sentence that begins with "it"."""
     if event in _PATHS:
-        for path in arguments[:2]:
-            if isinstance(path, (str, bytes, os.PathLike)):
-                real = os.path.realpath(os.fsdecode(path)) + os.sep
+        for path in arguments[: 2 if event in _OF_TWO else 1]:
+            if isinstance(path, (str, bytes)):
+                real = os.path.realpath(os.fsdecode(_exactly(path))) + os.sep
                 if real.startswith(hidden) or (real.startswith(for_libraries) and _by_submission(sys._getframe(2))):
-                    return f"opens {Path(real).name}, which is not for submissions"
+                    return f"opens {os.path.basename(real[:-1])}, which is not for submissions"
+                changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)
+                if changes and not real.startswith(writable) and _by_submission(sys._getframe(2)):
+                    return f"changes {os.path.basename(real[:-1])}, which is not in its own folder"
+                if real == log and _by_submission(sys._getframe(2)):
+                    return "changes the list of what it has tried"
+                process = real.split("/")[2] if real.startswith("/proc/") else ""
+                if process.isdecimal() and int(process) != os.getpid() and _by_submission(sys._getframe(2)):
+                    return "looks at other processes"
+            elif path is not None and type(path) is not int and _by_submission(sys._getframe(2)):
+                return f"opens a file by a {type(path).__name__}"
+    elif event in _CODE:
+        file = arguments[1] if event != "object.__setattr__" else LABKIT * (arguments[1] == "__code__")
+        if isinstance(file, (str, bytes)) and os.fsdecode(_exactly(file)).startswith(_LIBRARIES):
+            return "changes code, or compiles it under the name of a library" if _by_submission(sys._getframe(2)) else None
+    elif event == "marshal.loads":
+        return "loads code by marshal" if _by_submission(sys._getframe(2)) else None
     elif event in _PROGRAMS:
         return None if _by_labkit(sys._getframe(2)) else "starts another program"
     elif event == "socket.connect":
@@ -157,6 +250,11 @@ def _forbidden(event: str, arguments: tuple[Any, ...], hidden: tuple[str, ...], 
     elif event in ("os.kill", "os.killpg") and arguments[0] != os.getpid():
         return "sends signals to other processes" if _by_submission(sys._getframe(2)) else None
     return None
+
+
+def _exactly(text: str | bytes) -> str | bytes:
+    """Return a text without the methods of a subclass, which may deceive."""
+    return str.__str__(text) if isinstance(text, str) else bytes(memoryview(text))
 
 
 def _is_loopback(host: str) -> bool:

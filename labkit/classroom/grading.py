@@ -24,16 +24,16 @@ from typing import Any, Final
 from labkit import exercises
 from labkit.classroom.bounded import Ended, Limits, run_bounded
 from labkit.classroom.collect import Job
-from labkit.classroom.confinement import Confinement
+from labkit.classroom.confinement import Confinement, attempts
 from labkit.classroom.judge import Judging
-from labkit.classroom.submissions import Submission
+from labkit.classroom.submissions import Submission, printable
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
 __all__ = ["Graded", "Settings", "grade", "hidden_for"]
 
 # The environment of a submission: nothing else of the teacher's is in it, such as passwords.
-_KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
+_KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 MOST_FAILURES: Final = 5  # statements of the submission in one verdict
 START_S: Final = 60.0  # for the imports of a process on a busy machine
 
@@ -81,6 +81,10 @@ class Graded:
     score: float | None = None
     seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "details", tuple("\n".join(map(printable, str(one).splitlines())) for one in self.details))
+
 
 def hidden_for(paths: Sequence[Path], modules: Sequence[str] = ()) -> tuple[str, ...]:
     """Return what submissions must not open: the judges, the lessons with their solutions, and other submissions.
@@ -111,16 +115,19 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
     """Grade all exercises of a submission."""
     if submission.error:
         return [_no_answer(name, submission.error) for name in submission.exercises]
-    with tempfile.TemporaryDirectory(prefix="labkit-grade-") as folder:
+    with tempfile.TemporaryDirectory(prefix="labkit-grade-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "attempts")
         work = Path(folder, "work")
         work.mkdir()
+        Path(folder, "tmp").mkdir()
         confinement = Confinement(settings.hidden, (), str(log))
         job = Job(submission.cells, submission.exercises, settings.execute, confinement)
         limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
         collected = run_bounded("labkit.classroom.collect", job.to_json(), limits, str(work), _environment(folder))
-        found = _found(collected, submission, log)
-        absent = {name: _no_answer(name, one["missing"], one["failures"]) for name, one in found.items() if "missing" in one}
+        found = _found(collected, submission, confinement)
+        absent = {
+            name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one
+        }
         present = {name: one for name, one in found.items() if name not in absent}
         by_name = absent | {one.exercise: one for one in _judged(present, settings, confinement, folder, str(work))}
     return [by_name[name] for name in submission.exercises]
@@ -132,22 +139,31 @@ def _environment(folder: str, path: Sequence[str] = ()) -> dict[str, str]:
     return kept | {
         "CUDA_VISIBLE_DEVICES": "", "HOME": folder, "LABKIT_NETWORK": "shared",
         "PYTHONPATH": os.pathsep.join([root, *path]), "PYTHONUTF8": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": os.path.join(folder, "tmp"), "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
 
 
-def _found(ended: Ended, submission: Submission, log: Path) -> dict[str, dict[str, Any]]:
+def _found(ended: Ended, submission: Submission, confinement: Confinement) -> dict[str, dict[str, Any]]:
     """Return what the process of the submission has found, or why each exercise fails."""
     try:
         found = json.loads(ended.result)
         failures = found.pop("", {}).get("failures", [])
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         found, failures = {}, []
-    if log.exists() and (attempts := log.read_text(errors="replace").splitlines()):
-        log.unlink()
-        return {name: {"refused": f"Refused: it {attempts[0]}."} for name in submission.exercises}
+    if tried := attempts(confinement):
+        return {name: {"refused": f"Refused: it {tried[0]}."} for name in submission.exercises}
+    if not all(isinstance(one, dict) and _is_shallow(one) for one in ({"failures": failures}, *found.values())):
+        return {name: {"refused": "Refused: it sent something else than answers."} for name in submission.exercises}
     ending = f"The notebook was not run to its end: {ended.why}." if ended.why else "There is no answer in the notebook."
     return {name: found.get(name, {"missing": ending, "failures": failures}) for name in submission.exercises}
+
+
+def _is_shallow(value: Any, levels: int = 5) -> bool:
+    """Whether no list or dictionary is deep within others; what is made of it may be recursive."""
+    if isinstance(value, dict) and not isinstance(value.get("failures", []), list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(one, levels - 1) for one in inner)
 
 
 def _judged(
@@ -160,7 +176,8 @@ def _judged(
         limits = Limits(START_S + 2 * settings.limit_s * len(waiting), settings.memory_mb)
         path = [str(_file_of(module).parent) for module in settings.modules]
         ended = run_bounded("labkit.classroom.judge", judging.to_json(), limits, work, _environment(folder, path))
-        verdicts = [_graded(json.loads(line)) for line in ended.result.splitlines()]
+        lines = [line for line in ended.result.split("\n")[:-1] if line]  # the last one may have no end
+        verdicts = [_graded(json.loads(line)) for line in lines]
         graded += verdicts
         if len(verdicts) < len(waiting):
             reason = ended.why or "its judge ended too early"

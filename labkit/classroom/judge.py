@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.confinement import Confinement, cover, new_namespaces
+from labkit.classroom.confinement import Confinement, attempts, cover, new_namespaces
 from labkit.classroom.packed import Packed
 from labkit.classroom.trusted import only_trusted_pickles
 from labkit.exercises import answer_ranks, find
@@ -73,7 +73,7 @@ def main(result: int) -> None:
     if any(exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises):
         judging = dataclasses.replace(judging, confinement=_readable_by_libraries(judging.confinement))
     if not refused:
-        cover(judging.confinement.hidden)
+        cover(judging.confinement)
     answer_ranks.LIMIT_S = judging.limit_s
     with os.fdopen(result, "w") as file:
         for exercise in exercises:
@@ -91,7 +91,7 @@ def _readable_by_libraries(confinement: Confinement) -> Confinement:
 
 
 def _verdict(name: str, judging: Judging) -> Verdict:
-    exercise, found, log = find(name), judging.answers[name], Path(judging.confinement.log)
+    exercise, found = find(name), judging.answers[name]
     if found.get("unwritten"):
         return not_written(exercise)
     if "refused" in found:
@@ -103,9 +103,8 @@ def _verdict(name: str, judging: Judging) -> Verdict:
         return Verdict(name, False, reason)
     with only_trusted_pickles():
         verdict = judged(exercise, answer, judging.seed)
-    if log.exists() and (attempts := log.read_text(errors="replace").splitlines()):
-        log.unlink()
-        return Verdict(name, False, f"Refused: it {attempts[0]}.")
+    if tried := attempts(judging.confinement):
+        return Verdict(name, False, f"Refused: it {tried[0]}.")
     return dataclasses.replace(verdict, details=tuple(line for line in verdict.details if line != MORE_LATER))
 
 

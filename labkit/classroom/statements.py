@@ -10,13 +10,16 @@ import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from types import CodeType
+from typing import Any, Final
 
 from labkit.ipc.code_names import assigned, names_read
 
-__all__ = ["Program", "Statement", "parsed", "without_magics"]
+__all__ = ["Program", "Statement", "compiled", "parsed", "without_magics"]
 
-_MAGIC: Final = re.compile(r"\s*[%!]")
+_MAGIC: Final = re.compile(r"(\s*)([%!?]|[\w, ]+=\s*[%!]|.*[\w)\]]\?\??\s*$)")
+_ADDING: Final = ("append", "extend", "insert", "add", "update", "setdefault")  # methods of lists, sets and dictionaries
+_AROUND_PYTHON: Final = ("%%time", "%%capture", "%%prun")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Statement:
         cell: the number of its cell, from 1, among the cells with code.
         node: its syntax tree.
         answers: by exercise, the expression that it submits: `average` in `lab.check("average_gradients", average)`.
-        gives: the names that it assigns, or whose values it changes by `name[...] = ...` or `name.x = ...`.
+        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...`, `name.append(...)`.
         reads: the global names that it reads, also in functions that it defines.
     """
 
@@ -86,9 +89,17 @@ class Program:
 
 
 def without_magics(source: str) -> str:
-    """Return a cell with blank lines in place of magics and shell commands; nothing of a cell that is a whole magic."""
-    lines = [] if source.lstrip().startswith("%%") else source.splitlines()
-    return "\n".join("" if _MAGIC.match(line) else line for line in lines)
+    """Return a cell with `pass` in place of magics and shell commands; nothing of a cell in another language."""
+    lines = source.splitlines()
+    if (magic := source.split()[:1]) and magic[0].startswith("%%"):
+        if magic[0] not in _AROUND_PYTHON:
+            return ""
+        lines[: next(i for i, line in enumerate(lines) if line.strip()) + 1] = [""]
+    try:
+        ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # magics are no Python; a line may begin with a modulo
+        lines = [f"{found[1]}pass" if (found := _MAGIC.match(line)) else line for line in lines]
+    return "\n".join(lines)
 
 
 def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) -> Program:
@@ -104,14 +115,47 @@ def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) 
         program.lines[number] = [f"{line}\n" for line in source.splitlines()]
         try:
             tree = ast.parse(source)
-            program.statements += [_statement(number, node) for node in tree.body]
+            program.statements += [_statement(number, part) for node in tree.body for part in _parts(node)]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null byte
             program.errors[number] = f"{type(error).__name__}: {error}"
     return program
 
 
+def _parts(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield a statement, and after it the checks inside it, such as in `print(lab.check(...))`."""
+    if not dict(_checks(node)):
+        inner = _InnerChecks()
+        node = inner.visit(node)
+        yield node
+        yield from inner.found
+    else:
+        yield node
+
+
+class _InnerChecks(ast.NodeTransformer):
+    """Takes the checks out of a statement, but not out of functions and classes."""
+
+    def __init__(self) -> None:
+        self.found: list[ast.stmt] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replace a check by None."""
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            return node
+        if isinstance(node, ast.Call) and dict(_checks(check := ast.copy_location(ast.Expr(node), node))):
+            self.found.append(check)
+            return ast.copy_location(ast.Constant(None), node)
+        return self.generic_visit(node)
+
+
+def compiled(node: ast.stmt, cell: int) -> CodeType:
+    """Compile a statement, in which `await` may be outside of a function."""
+    module = ast.fix_missing_locations(ast.Module([node], []))
+    return compile(module, f"cell {cell}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
 def _statement(cell: int, node: ast.stmt) -> Statement:
-    code = compile(ast.fix_missing_locations(ast.Module([node], [])), f"cell {cell}", "exec", dont_inherit=True)
+    code = compiled(node, cell)
     stars = {"*"} if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" else set()
     return Statement(
         cell, node, dict(_checks(node)), frozenset(assigned(code) | set(_changed(node)) | stars), frozenset(names_read(code))
@@ -132,8 +176,10 @@ def _checks(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """Yield the names of the objects of which a statement sets an item or an attribute."""
+    """Yield the names of the objects of which a statement sets an item or an attribute, or to which it adds something."""
     for part in ast.walk(node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _ADDING:
+            yield from (name.id for name in ast.walk(part.func.value) if isinstance(name, ast.Name))
         if isinstance(part, (ast.Subscript, ast.Attribute)) and isinstance(part.ctx, ast.Store):
             inner: ast.expr = part
             while isinstance(inner, (ast.Subscript, ast.Attribute)):

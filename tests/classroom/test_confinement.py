@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from labkit.classroom.confinement import Confinement
+from labkit.classroom.confinement import Confinement, attempts
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +20,7 @@ from labkit.classroom.confinement import Confinement, cover, new_namespaces, wat
 confinement = Confinement(({hidden!r},), ({libraries!r},), {log!r})
 {before}
 watch(confinement)
-exec(compile({attempt!r}, "cell 1", "exec"), {{"hidden": {hidden!r}, "libraries": {libraries!r}}})
+exec(compile({attempt!r}, "cell 1", "exec"), {{"hidden": {hidden!r}, "libraries": {libraries!r}, "log": {log!r}}})
 """
 ATTEMPTS = {
     "open(hidden + '/secret.txt').read()": "opens secret.txt, which is not for submissions",
@@ -41,11 +43,41 @@ ATTEMPTS = {
     "import gc; gc.get_objects()": "looks at the frames or objects of other code",
     "import ctypes; ctypes.CDLL(None).getpid()": "calls C functions by ctypes",
     "import os; os.kill(os.getppid(), 0)": "sends signals to other processes",
+    "import labkit.classroom.confinement as c; c._state.inside = True; open(hidden + '/secret.txt')": (
+        "opens secret.txt, which is not for submissions"
+    ),
+    "import labkit.classroom.confinement as c; c._forbidden = lambda *_: None; open(hidden + '/secret.txt')": (
+        "opens secret.txt, which is not for submissions"
+    ),
+    "import os; os.path.realpath = os.path._joinrealpath = os.fsdecode = lambda *_, **__: '/'; open(hidden + '/secret.txt')": (
+        "opens secret.txt, which is not for submissions"
+    ),
+    "import builtins; builtins.isinstance = lambda *_: False; open(hidden + '/secret.txt')": (
+        "opens secret.txt, which is not for submissions"
+    ),
+    "class P(str):\n    startswith = partition = lambda *_: False\nopen(P(hidden + '/secret.txt'))": (
+        "opens secret.txt, which is not for submissions"
+    ),
+    "import os; exec(compile('import sys; sys._getframe(0)', os.__file__, 'exec'))": (
+        "changes code, or compiles it under the name of a library"
+    ),
+    "import marshal; marshal.loads(marshal.dumps(1))": "loads code by marshal",
+    "import os; open(os.path.dirname(os.__file__) + '/labkit_was_here.py', 'w')": (
+        "changes labkit_was_here.py, which is not in its own folder"
+    ),
+    "import os; os.mkdir('/labkit_was_here')": "changes labkit_was_here, which is not in its own folder",
+    "import os; open('/proc/%d/environ' % os.getppid())": "looks at other processes",
+    "import os; os.remove(log)": "changes the list of what it has tried",
+    "f = lambda: 1\nf.__code__ = f.__code__": "changes code, or compiles it under the name of a library",
+    "f = lambda: 1\nimport os\nf.__code__.replace(co_filename=os.__file__)": (
+        "changes code, or compiles it under the name of a library"
+    ),
 }  # fmt: skip
 ALLOWED = [
     "import collections; collections.namedtuple('A', 'b')",
     "import logging, warnings; logging.warning('x'); warnings.warn('x', stacklevel=2)",
     "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())",
+    "import os; open('/proc/meminfo').close(); open('/proc/self/status').close(); open(os.devnull, 'w').close()",
     "import os, tempfile; open(tempfile.mktemp(), 'w').close(); os.listdir('/')",
     "import dataclasses; dataclasses.make_dataclass('A', ['b'])(1)",
     "import torch, torch.distributed, torch.fx",
@@ -74,6 +106,14 @@ def test_an_attempt_is_refused_and_written_down_even_if_its_exception_is_swallow
     assert log[0] == ATTEMPTS[code]
 
 
+@pytest.mark.parametrize("put", [lambda log: log.mkdir(), os.mkfifo, lambda log: log.symlink_to("/dev/zero")])
+def test_whatever_is_in_the_place_of_the_list_of_attempts_it_is_read_and_gone(put: Any, tmp_path: Path) -> None:
+    confinement = Confinement((), (), str(tmp_path / "log"))
+    assert attempts(confinement) == []
+    put(tmp_path / "log")
+    assert attempts(confinement) == ["changes the list of what it has tried"]
+
+
 @pytest.mark.parametrize("code", ALLOWED)
 def test_what_libraries_do_is_allowed(code: str, tmp_path: Path) -> None:
     ended, log = attempt(code, tmp_path)
@@ -85,7 +125,7 @@ COVERED = """
 why = new_namespaces()
 if why:
     sys.exit(f"no namespaces: {why}")
-cover(confinement.hidden)
+cover(confinement)
 """
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import nbformat
 import pytest
 
+from labkit.classroom.bounded import Ended
 from labkit.classroom.grade import main
-from labkit.classroom.grading import hidden_for
-from labkit.classroom.submissions import exercises_of, submissions
+from labkit.classroom.grading import Graded, Settings, grade, hidden_for
+from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import lessons_named
 
@@ -111,6 +112,48 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(here) in hidden
     assert str(ROOT) not in hidden
     assert str(ROOT / "labkit" / "exercises") in hidden
+
+
+def test_two_students_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    same = [notebook(tmp_path / folder / "anna.ipynb", "lab.check('bubble', 1)") for folder in ("one", "two")]
+    assert [one.student for one in submissions(same, [])] == [*map(str, same)]
+    notebook(same[1], "lab.check('introduce', 1)")
+    assert [one.student for one in submissions(same, [])] == ["anna", "anna"], "two lessons of one student"
+
+
+def test_a_notebook_of_an_old_format_with_a_mark_at_its_start(tmp_path: Path) -> None:
+    old = {"worksheets": [{"cells": [{"cell_type": "code", "input": ["lab.check('bubble',\n", "1)"]}]}]}
+    (tmp_path / "a.ipynb").write_text(json.dumps(old), encoding="utf-8-sig")
+    (one,) = submissions([tmp_path], [])
+    assert (one.exercises, one.error) == (("bubble",), "")
+
+
+def test_a_message_of_a_submission_cannot_change_the_table_or_break_a_file() -> None:
+    given = Graded(RATE, False, "wrong", "a\n| anna | \x1b[31m\ud800", ("b\nc\x00",))
+    assert (given.message, given.details) == ("a | anna |  [31m?", ("b\nc ",))
+
+
+FORGED = [
+    "5", "[]", '{"scaled_learning_rate": 5}', '{"scaled_learning_rate": {"missing": "x", "failures": 5}}', "[" * 100_000,
+    '{"": 5}', '{"scaled_learning_rate": {"packed": ' + "[" * 500 + "]" * 500 + "}}", '{"scaled_learning_rate": {"packed": 1}}',
+    '{"scaled_learning_rate": {"missing": 7, "failures": []}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", FORGED)
+def test_whatever_the_process_of_a_submission_sends_it_gets_no_points(
+    sent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("labkit.classroom.grading.run_bounded", lambda *_: Ended(sent, "", ""))
+    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), Settings())
+    assert not one.passed
+
+
+def test_a_line_of_a_judge_that_was_ended_in_the_middle_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [json.dumps({RATE: {"value": 1}}), '{"name": "scaled_lea']
+    monkeypatch.setattr("labkit.classroom.grading.run_bounded", lambda *_: Ended(sent.pop(0), "", "it was ended"))
+    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), Settings())
+    assert one.message == "Not judged to the end: it was ended."
 
 
 @pytest.mark.processes

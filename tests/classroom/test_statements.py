@@ -53,6 +53,36 @@ def test_each_form_of_check_submits_an_answer(call: str) -> None:
     assert program.submitted_by_name(["bubble", "mine"]) == {"mine": 0}
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "print(lab.check('bubble', mine))", "with x:\n    lab.check('bubble', mine)", "assert lab.check('bubble', mine)",
+        "lab.check('bubble', mine), 1", "v: object = lab.check('bubble', mine)", "await f()\nlab.check('bubble', mine)",
+        "files = !ls\nlab.check('bubble', mine)\nprint?", "%%time\nlab.check('bubble', mine)",
+        "if x:\n    !ls\n    lab.check('bubble', mine)",
+    ],
+)  # fmt: skip
+def test_checks_are_found_inside_of_other_statements_and_beside_magics_and_await(cell: str) -> None:
+    program = parsed(["def mine(): ...", cell])
+    assert program.errors == {}
+    assert [name for _, name in program.answers()] == ["bubble"]
+
+
+def test_a_function_defined_in_a_statement_that_also_checks_it_is_kept() -> None:
+    cell = "if True:\n    def mine(): ...\n    lab.check('bubble', mine)"
+    ((position, _),) = parsed([cell]).answers()
+    assert parsed([cell]).needed(position, {"mine"}) == {0}
+
+
+def test_what_is_added_to_a_list_is_needed() -> None:
+    assert needed(["a = []", "for i in range(3):\n    a.append(i)", "print(a)"], {"a"}) == ["a = []", "for i in range(3):"]
+
+
+def test_a_line_that_begins_with_a_modulo_is_no_magic() -> None:
+    assert needed(["a = (5\n     % 3)"], {"a"}) == ["a = (5"]
+    assert parsed(["a = (5\n     % 3)"]).lines[1][1] == "     % 3)\n"
+
+
 @pytest.mark.parametrize("call", ["lab.check('bubble')", "lab.check(name, mine)", "lab.guess('bubble', mine)", "print(1)"])
 def test_other_calls_submit_nothing(call: str) -> None:
     assert list(parsed([call]).answers()) == []
@@ -72,4 +102,4 @@ def test_a_cell_that_is_no_python_is_left_out_and_reported() -> None:
 
 def test_magics_keep_their_lines() -> None:
     program = parsed(["%pip install x\n!ls\ny = 1", "%%ranks group\nz = 1"])
-    assert [s.node.lineno for s in program.statements] == [3]
+    assert [s.node.lineno for s in program.statements if "y" in s.gives] == [3]
