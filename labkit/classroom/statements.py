@@ -30,7 +30,8 @@ class Statement:
         cell: the number of its cell, from 1, among the cells with code.
         node: its syntax tree.
         answers: by exercise, the expression that it submits: `average` in `lab.check("average_gradients", average)`.
-        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...`, `name.append(...)`.
+        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...`, or
+            `name.append(...)`.
         reads: the global names that it reads, also in functions that it defines.
     """
 
@@ -176,7 +177,7 @@ def _checks(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """Yield the names of the objects of which a statement sets an item or an attribute, or to which it adds something."""
+    """Yield the names of the objects of which a statement sets an item or an attribute, or which it adds to."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _ADDING:
             yield from (name.id for name in ast.walk(part.func.value) if isinstance(name, ast.Name))
