@@ -152,7 +152,8 @@ class _InnerChecks(ast.NodeTransformer):
 def compiled(node: ast.stmt, cell: int) -> CodeType:
     """Compile a statement, in which `await` may be outside of a function."""
     module = ast.fix_missing_locations(ast.Module([node], []))
-    return compile(module, f"cell {cell}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    code: CodeType = compile(module, f"cell {cell}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
 
 
 def _statement(cell: int, node: ast.stmt) -> Statement:
