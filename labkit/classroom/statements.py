@@ -30,7 +30,7 @@ class Statement:
         cell: the number of its cell, from 1, among the cells with code.
         node: its syntax tree.
         answers: by exercise, the expression that it submits: `average` in `lab.check("average_gradients", average)`.
-        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...` or
+        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...`, or
             `name.append(...)`.
         reads: the global names that it reads, also in functions that it defines.
     """
@@ -152,7 +152,8 @@ class _InnerChecks(ast.NodeTransformer):
 def compiled(node: ast.stmt, cell: int) -> CodeType:
     """Compile a statement, in which `await` may be outside of a function."""
     module = ast.fix_missing_locations(ast.Module([node], []))
-    return compile(module, f"cell {cell}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    code: CodeType = compile(module, f"cell {cell}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
 
 
 def _statement(cell: int, node: ast.stmt) -> Statement:
@@ -177,7 +178,7 @@ def _checks(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _changed(node: ast.stmt) -> Iterator[str]:
-    """Yield the names of the objects of which a statement sets an item or an attribute, or to which it adds."""
+    """Yield the names of the objects of which a statement sets an item or an attribute, or which it adds to."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in _ADDING:
             yield from (name.id for name in ast.walk(part.func.value) if isinstance(name, ast.Name))

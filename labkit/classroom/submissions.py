@@ -90,6 +90,6 @@ def _read(path: Path, required: Sequence[str]) -> Submission:
 def _cells(path: Path) -> tuple[str, ...]:
     content = json.loads(path.read_text(encoding="utf-8-sig"))
     if "worksheets" in content:  # version 3 of the format
-        cells = [cell for sheet in content["worksheets"] for cell in sheet["cells"]]
+        cells = [cell for part in content["worksheets"] for cell in part["cells"]]
         return tuple("".join(cell["input"]) for cell in cells if cell["cell_type"] == "code")
     return tuple("".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code")

@@ -68,11 +68,15 @@ class Debugger:
         return not why and not self._nobody
 
     @contextlib.contextmanager
-    def at_prompt(self) -> Iterator[None]:
-        """Hold the prompt, and record that the rank is there."""
-        with self._prompt, span("breakpoint"):
-            self.used = True
-            yield
+    def at_prompt(self) -> Iterator[bool]:
+        """Hold the prompt, and record that the rank is there. Give False if the function has ended meanwhile."""
+        with self._prompt:
+            if not self._running:
+                yield False
+                return
+            with span("breakpoint"):
+                self.used = True
+                yield True
 
     def left(self) -> None:
         """The rank continues until its next breakpoint."""

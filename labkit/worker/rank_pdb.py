@@ -32,8 +32,11 @@ class RankPdb(pdb.Pdb):
         if not self.debugger.may_stop():  # in a process that was forked while its parent was traced, for example
             sys.settrace(None)
             return
-        with self.debugger.at_prompt():
-            super().interaction(*args, **kwargs)
+        with self.debugger.at_prompt() as running:
+            if running:
+                super().interaction(*args, **kwargs)
+            else:
+                sys.settrace(None)
 
     def set_continue(self) -> None:
         """Continue until the next breakpoint."""
