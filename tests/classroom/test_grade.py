@@ -301,8 +301,7 @@ def test_an_answer_gets_nothing_of_the_teachers_environment(tmp_path: Path, grad
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("lesson", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")))
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_reference_solution_gets_all_points(lesson: str, seed: int, tmp_path: Path, graded: Any) -> None:
+def test_every_reference_solution_gets_all_points_with_other_inputs(lesson: str, tmp_path: Path, graded: Any) -> None:
     notebook(tmp_path / "anna" / f"{lesson}.ipynb", *code_cells(ROOT / "notebooks" / "solutions" / f"{lesson}.ipynb"))
-    anna = graded(tmp_path, "--seed", seed)["anna"]
+    anna = graded(tmp_path, "--seed", 2)["anna"]
     assert {name: one["message"] for name, one in anna["exercises"].items() if not one["passed"]} == {}
