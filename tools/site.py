@@ -61,7 +61,7 @@ def _prepare() -> None:
     for name in PAGES:
         copy: Any = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, SOURCE / name)
-    shutil.copytree(ROOT / "notebooks", SOURCE / "notebooks", ignore=shutil.ignore_patterns("*.md", ".*"))
+    shutil.copytree(ROOT / "notebooks", SOURCE / "notebooks", ignore=shutil.ignore_patterns(".*"))
     (SOURCE / FIGURES).mkdir(parents=True)
     (SOURCE / "_static" / "explorer.js").write_text(_classic(script()), encoding="utf-8")
     (SOURCE / "_static" / "explorer.css").write_text(STYLE.read_text(encoding="utf-8"), encoding="utf-8")
@@ -69,6 +69,8 @@ def _prepare() -> None:
         notebook = nbformat.read(path, as_version=4)
         _rewrite(notebook, path.relative_to(SOURCE))
         nbformat.write(notebook, path)
+    for path in SOURCE.glob("docs/*.md"):
+        path.write_text(path.read_text(encoding="utf-8").replace("](../README.md", "](../index.md"), encoding="utf-8")
     (SOURCE / "index.md").write_text(_front_page(), encoding="utf-8")
 
 
@@ -84,7 +86,7 @@ def _front_page() -> str:
     docs = [f"docs/{name}" for name in sorted(named, key=lambda name: (*(name != first for first in FIRST_DOCS), name))]
     groups = {
         "Lessons": [f"notebooks/{path.stem}" for path in sorted((SOURCE / "notebooks").glob("*.ipynb"))],
-        "Docs": [*docs, "CHANGES", "CONTRIBUTING"],
+        "Docs": [*docs, "notebooks/AGENTS", "CHANGES", "CONTRIBUTING"],
         "Solutions": [f"{SOLUTIONS}/{path.stem}" for path in sorted((SOURCE / SOLUTIONS).glob("*.ipynb"))],
     }
     tables = [
