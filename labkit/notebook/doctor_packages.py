@@ -13,7 +13,7 @@ from labkit.notebook.findings import Finding
 __all__ = ["find_replaced", "replaced"]
 
 HOSTED: Final = "hosted"  # the extra that is made to replace nothing
-_DEVELOPERS: Final = ("test",)  # extras that no student needs
+_DEVELOPERS: Final = ("site", "test")  # extras that no student needs
 
 Replaced = dict[str, dict[str, str]]  # by extra and package: the installed version and the wanted ones
 
