@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
@@ -53,11 +53,11 @@ class Ended:
     why: str
 
 
-def run_bounded(module: str, text: str, limits: Limits, folder: str, environment: Mapping[str, str]) -> Ended:
-    """Run `python -m module FD` in a session of its own, and wait for it.
+def run_bounded(command: Sequence[str], text: str, limits: Limits, folder: str, environment: Mapping[str, str]) -> Ended:
+    """Run `python -m MODULE ARGUMENT ... FD` in a session of its own, and wait for it.
 
     Args:
-        module: the module.
+        command: the module, and arguments.
         text: its standard input.
         limits: what it may use.
         folder: its working folder.
@@ -66,7 +66,7 @@ def run_bounded(module: str, text: str, limits: Limits, folder: str, environment
     adopt_orphans()  # what it leaves behind becomes a child of this process, and is found
     read_end, write_end = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-m", module, str(write_end)], cwd=folder, env=dict(environment), pass_fds=[write_end],
+        [sys.executable, "-m", *command, str(write_end)], cwd=folder, env=dict(environment), pass_fds=[write_end],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     ) as process:  # fmt: skip
         os.close(write_end)

@@ -22,7 +22,8 @@ import struct
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
@@ -62,6 +63,8 @@ _FRAMES: Final = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes 
 # What these ask for, their callers have asked for.
 _BESIDE: Final = ("inspect.py", "traceback.py", "ctypes/__init__.py", "linecache.py", "tokenize.py", "pathlib.py", "shutil.py")
 
+_IMPORTS: Final = ("importlib._bootstrap>", "importlib._bootstrap_external>")  # an `import` opens files, too
+
 
 @dataclass(frozen=True)
 class Confinement:
@@ -69,22 +72,22 @@ class Confinement:
 
     Args:
         hidden: folders of which nothing may be opened, and files.
-        for_libraries: folders of which libraries may open files, but not the submission's own code: TensorFlow reads
-            the source of the functions that it compiles, and ranks of RPC import the judge's module.
+        judges: folders and files that the submission's own code may not open. Libraries may: they read the lines of
+            functions for tracebacks, and TensorFlow compiles from them.
         log: the file to which an attempt is written: code can swallow the exception that it gets.
     """
 
     hidden: tuple[str, ...]
-    for_libraries: tuple[str, ...]
+    judges: tuple[str, ...]
     log: str
 
 
 @dataclass
 class _State:
-    """Whether this process is watched, and whether the hook itself runs, which causes events, too."""
+    """Whether this process is watched, and the threads in which the hook itself runs, which causes events, too."""
 
     watched: bool = False
-    inside: bool = False
+    inside: set[int] = field(default_factory=set)
 
 
 _state: Final = _State()
@@ -107,17 +110,21 @@ def new_namespaces() -> str:
     return ""
 
 
-def cover(confinement: Confinement) -> None:
+def cover(confinement: Confinement, *, judges: bool = True) -> None:
     """Cover what is hidden by empty folders and files, and let only the submission's own folder be changed.
 
     This holds for this process and those that it starts. It drops the means to undo it.
+
+    Args:
+        confinement: what is hidden.
+        judges: whether the judges are covered as well: not if the ranks import them.
 
     Raises:
         OSError: the system does not allow it.
     """
     with contextlib.suppress(OSError):  # a kernel before 5.12
         _read_only(_writable(confinement))
-    for path in confinement.hidden:
+    for path in (*confinement.hidden, *(confinement.judges if judges else ())):
         if os.path.isdir(path):
             system_call("mount", b"none", os.fsencode(path), b"tmpfs", MS_RDONLY, b"size=4k,mode=0555")
         elif os.path.exists(path):
@@ -182,24 +189,24 @@ def _private_copy(file: str) -> ModuleType:
 
 
 def _watch(confinement: Confinement) -> None:
-    hidden, for_libraries = (
-        tuple(os.path.realpath(folder) + os.sep for folder in folders)
-        for folders in (confinement.hidden, confinement.for_libraries)
+    hidden, judges = (
+        tuple(os.path.realpath(path) + os.sep for path in paths) for paths in (confinement.hidden, confinement.judges)
     )
     own = os.path.realpath(confinement.log) + os.sep
     writable = tuple(os.path.realpath(folder) + os.sep for folder in (*_writable(confinement), os.devnull, "/dev/tty"))
     log = os.open(confinement.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if _state.inside:
+        thread = get_ident()
+        if thread in _state.inside:
             return
-        _state.inside = True
+        _state.inside.add(thread)
         try:
-            if (act := _forbidden(event, arguments, hidden, for_libraries, writable, own)) is not None:
+            if (act := _forbidden(event, arguments, hidden, judges, writable, own)) is not None:
                 os.write(log, f"{act}\n".encode())
                 raise PermissionError(f"a submission must not do this: it {act}")
         finally:
-            _state.inside = False
+            _state.inside.discard(thread)
 
     sys.addaudithook(hook)
 
@@ -208,7 +215,7 @@ def _forbidden(
     event: str,
     arguments: tuple[Any, ...],
     hidden: tuple[str, ...],
-    for_libraries: tuple[str, ...],
+    judges: tuple[str, ...],
     writable: tuple[str, ...],
     log: str,
 ) -> str | None:
@@ -217,7 +224,7 @@ def _forbidden(
         for path in arguments[: 2 if event in _OF_TWO else 1]:
             if isinstance(path, (str, bytes)):
                 real = os.path.realpath(os.fsdecode(_exactly(path))) + os.sep
-                if real.startswith(hidden) or (real.startswith(for_libraries) and _by_submission(sys._getframe(2))):
+                if real.startswith(hidden) or (real.startswith(judges) and _by_submission(sys._getframe(2), _BESIDE + _IMPORTS)):
                     return f"opens {os.path.basename(real[:-1])}, which is not for submissions"
                 changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)
                 if changes and not real.startswith(writable) and _by_submission(sys._getframe(2)):
@@ -268,8 +275,8 @@ def _by_labkit(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(LABKIT)
 
 
-def _by_submission(frame: FrameType | None) -> bool:
+def _by_submission(frame: FrameType | None, beside: tuple[str, ...] = _BESIDE) -> bool:
     """Whether the code of this frame is not that of a library, or was called by such code where it asks for others."""
-    while frame is not None and frame.f_code.co_filename.endswith(_BESIDE):
+    while frame is not None and frame.f_code.co_filename.endswith(beside):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from labkit.classroom.confinement import new_namespaces
-from labkit.classroom.grading import Graded, Settings, grade, hidden_for
-from labkit.classroom.results import Results
+from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges_in
+from labkit.classroom.results import Results, whole
 from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import end_children
@@ -36,14 +36,17 @@ def main(arguments: Sequence[str]) -> int:
         lessons = lessons_named(options.lessons) if options.lessons else []
         required = [name for lesson in lessons for name in exercises_of(lesson)]
         given = submissions(options.files, list(dict.fromkeys([*required, *points])) if required else [])
-        hidden = hidden_for([one.path for one in given], options.modules)
+        judges = judges_in(options.modules)
+        _check_outputs(options, {name: points.get(name, 1.0) for one in given for name in one.exercises})
     except LabError as error:
         parser.error(str(error))
     single = options.gradescope or options.classroom50
     if single and len({one.student for one in given}) > 1:
         parser.error(f"--gradescope and --classroom50 are for one student; there are {len({s.student for s in given})}")
-    modules = tuple(options.modules)
-    settings = Settings(options.execute, options.seed, options.limit_s, options.memory_mb, hidden, modules)
+    settings = Settings(
+        options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for([one.path for one in given]), judges,
+        tuple(options.modules),
+    )  # fmt: skip
     results = _results(given, settings, options.jobs, points)
     print(results.as_table())
     if why := _no_namespaces():
@@ -60,6 +63,21 @@ def main(arguments: Sequence[str]) -> int:
         assert figure is not None
         figure.savefig(options.figure, dpi=160)
     return 0
+
+
+def _check_outputs(options: argparse.Namespace, points: dict[str, float]) -> None:
+    """Find out before submissions are graded, which takes minutes, whether the results can be written.
+
+    Raises:
+        LabError: they cannot.
+    """
+    for form in (*FORMS, "figure"):
+        if (path := getattr(options, form)) is not None and not path.resolve().parent.is_dir():
+            raise LabError(f"--{form} {path}: there is no folder {path.resolve().parent}")
+    if options.classroom50:
+        whole(points)
+    if unknown := [text for text in points_given(options.points) if text not in points]:
+        raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(points)}")
 
 
 def points_given(texts: Sequence[str]) -> dict[str, float]:

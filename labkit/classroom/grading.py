@@ -30,10 +30,11 @@ from labkit.classroom.submissions import Submission, printable
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
-__all__ = ["Graded", "Settings", "grade", "hidden_for"]
+__all__ = ["Graded", "Settings", "grade", "hidden_for", "judges_in"]
 
 # The environment of a submission: nothing else of the teacher's is in it, such as passwords.
 _KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
+CONFINED: Final = "labkit.classroom.confined"
 MOST_FAILURES: Final = 5  # statements of the submission in one verdict
 START_S: Final = 60.0  # for the imports of a process on a busy machine
 
@@ -48,6 +49,7 @@ class Settings:
         limit_s: seconds for one run of an answer.
         memory_mb: megabytes of resident memory.
         hidden: files and folders that submissions must not open.
+        judges: those of the judges.
         modules: the modules that have a course's own exercises, by name; their folders are in `sys.path`.
     """
 
@@ -56,6 +58,7 @@ class Settings:
     limit_s: float = 60.0
     memory_mb: float = 4000.0
     hidden: tuple[str, ...] = ()
+    judges: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
 
 
@@ -86,22 +89,29 @@ class Graded:
         object.__setattr__(self, "details", tuple("\n".join(map(printable, str(one).splitlines())) for one in self.details))
 
 
-def hidden_for(paths: Sequence[Path], modules: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return what submissions must not open: the judges, the lessons with their solutions, and other submissions.
+def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return what submissions must not open: the lessons with their solutions, and other submissions.
 
     Args:
         paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
-        modules: the modules that have a course's own exercises.
+    """
+    return tuple(sorted({str(ORIGINALS), *map(_folder, paths)}))
+
+
+def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return where the judges are: labkit's, and those in modules of a course.
 
     Raises:
         LabError: a module cannot be found.
     """
+    return tuple(sorted({str(Path(exercises.__file__).parent), *(_folder(_file_of(module)) for module in modules)}))
+
+
+def _folder(path: Path) -> str:
+    """Return the folder of a file, or the file itself if Python needs another part of the folder."""
     needed = [Path(p) for p in (sys.prefix, sys.base_prefix, tempfile.gettempdir(), exercises.__file__, os.devnull)]
-    hidden = {str(Path(exercises.__file__).parent), str(ORIGINALS)}
-    for path in (path.resolve() for path in (*paths, *map(_file_of, modules))):
-        holds_python = any(one.resolve().is_relative_to(path.parent) for one in needed)
-        hidden.add(str(path if holds_python else path.parent))
-    return tuple(sorted(hidden))
+    path = path.resolve()
+    return str(path if any(one.resolve().is_relative_to(path.parent) for one in needed) else path.parent)
 
 
 def _file_of(module: str) -> Path:
@@ -120,10 +130,10 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
         work = Path(folder, "work")
         work.mkdir()
         Path(folder, "tmp").mkdir()
-        confinement = Confinement(settings.hidden, (), str(log))
+        confinement = Confinement(settings.hidden, settings.judges, str(log))
         job = Job(submission.cells, submission.exercises, settings.execute, confinement)
         limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
-        collected = run_bounded("labkit.classroom.collect", job.to_json(), limits, str(work), _environment(folder))
+        collected = run_bounded([CONFINED, "labkit.classroom.collect"], job.to_json(), limits, str(work), _environment(folder))
         found = _found(collected, submission, confinement)
         absent = {
             name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one
@@ -175,7 +185,7 @@ def _judged(
         judging = Judging(answers, settings.seed, settings.limit_s, confinement, settings.modules)
         limits = Limits(START_S + 2 * settings.limit_s * len(waiting), settings.memory_mb)
         path = [str(_file_of(module).parent) for module in settings.modules]
-        ended = run_bounded("labkit.classroom.judge", judging.to_json(), limits, work, _environment(folder, path))
+        ended = run_bounded([CONFINED, "labkit.classroom.judge"], judging.to_json(), limits, work, _environment(folder, path))
         lines = [line for line in ended.result.split("\n")[:-1] if line]  # the last one may have no end
         verdicts = [_graded(json.loads(line)) for line in lines]
         graded += verdicts

@@ -6,6 +6,7 @@ that is its argument.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -13,18 +14,20 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.confinement import Confinement, attempts, cover, new_namespaces
+from labkit.classroom.confinement import Confinement, attempts, cover
 from labkit.classroom.packed import Packed
 from labkit.classroom.trusted import only_trusted_pickles
+from labkit.errors.exceptions import LabError
 from labkit.exercises import answer_ranks, find
 from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, not_written
+from labkit.exercises.judging import Exercise
 from labkit.launch.descendants import adopt_orphans, end_children
 
 __all__ = ["Judging", "main"]
 
+UNKNOWN: Final = "There is no exercise of this name."
 # Ranks of RPC import the judge's module, and TensorFlow reads the source of the judge's functions.
 _JUDGES_IN_RANKS: Final = ("07_rpc", "08_rpc_hybrid", "10_tf_data_parallel", "11_tf_model_parallel", "12_tf_hybrid")
 
@@ -58,40 +61,38 @@ class Judging:
         return cls(given["answers"], given["seed"], given["limit_s"], Confinement(**given["confinement"]), given["modules"])
 
 
-def main(result: int) -> None:
+def main(result: int, *, covered: bool) -> None:
     """Judge the answers, in their order.
 
     Args:
         result: the file descriptor for the verdicts.
+        covered: whether this process has namespaces of its own.
     """
-    refused = new_namespaces()  # needs a single thread
     adopt_orphans()
     judging = Judging.from_json(sys.stdin.read())
     for module in judging.modules:
         importlib.import_module(module)
-    exercises = [find(name) for name in judging.answers]  # imports the judges, whose files are hidden then
-    if any(exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises):
-        judging = dataclasses.replace(judging, confinement=_readable_by_libraries(judging.confinement))
-    if not refused:
-        cover(judging.confinement)
+    exercises = {name: _found(name) for name in judging.answers}  # imports the judges, whose files are covered then
+    if covered:
+        in_ranks = any(exercise is not None and exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises.values())
+        cover(judging.confinement, judges=not in_ranks)
     answer_ranks.LIMIT_S = judging.limit_s
     with os.fdopen(result, "w") as file:
-        for exercise in exercises:
+        for name, exercise in exercises.items():
             begin = time.monotonic()
-            verdict = _verdict(exercise.name, judging)
-            line = asdict(verdict) | {"score": getattr(verdict, "score", None), "seconds": time.monotonic() - begin}
-            print(json.dumps(line), file=file, flush=True)
+            verdict = Verdict(name, False, UNKNOWN) if exercise is None else _verdict(exercise, judging)
+            print(json.dumps(asdict(verdict) | {"seconds": time.monotonic() - begin}), file=file, flush=True)
     end_children()
 
 
-def _readable_by_libraries(confinement: Confinement) -> Confinement:
-    judges = str(Path(answer_ranks.__file__).parent)
-    hidden = tuple(folder for folder in confinement.hidden if folder != judges)
-    return dataclasses.replace(confinement, hidden=hidden, for_libraries=(judges,))
+def _found(name: str) -> Exercise | None:
+    with contextlib.suppress(LabError):  # a student has misspelt it
+        return find(name)
+    return None
 
 
-def _verdict(name: str, judging: Judging) -> Verdict:
-    exercise, found = find(name), judging.answers[name]
+def _verdict(exercise: Exercise, judging: Judging) -> Verdict:
+    name, found = exercise.name, judging.answers[exercise.name]
     if found.get("unwritten"):
         return not_written(exercise)
     if "refused" in found:
@@ -106,7 +107,3 @@ def _verdict(name: str, judging: Judging) -> Verdict:
     if tried := attempts(judging.confinement):
         return Verdict(name, False, f"Refused: it {tried[0]}.")
     return dataclasses.replace(verdict, details=tuple(line for line in verdict.details if line != MORE_LATER))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

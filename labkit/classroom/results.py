@@ -15,7 +15,7 @@ from typing import Any, Final
 from labkit.classroom.grading import Graded
 from labkit.errors.exceptions import LabError
 
-__all__ = ["Results"]
+__all__ = ["Results", "whole"]
 
 MOST_MISTAKES: Final = 10  # in the table
 MARKS: Final = {"passed": "✓", "wrong": "✗", "not written yet": "○", "no answer": "–"}
@@ -135,9 +135,7 @@ class Results:
         Source: Advanced Autograding, https://github.com/foundation50/classroom50/wiki/Advanced-Autograding, and
         `validate_result` in collect_scores.py of that repository.
         """
-        if broken := [name for name, number in self.points.items() if number != int(number)]:
-            raise LabError(f"{self.points[broken[0]]} points for {broken[0]}: Classroom 50 accepts whole numbers of points only")
-        points = {name: int(number) for name, number in self.points.items()}
+        points = whole(self.points)
         tests = [
             {
                 "test-name": one.exercise,
@@ -173,3 +171,14 @@ class Results:
             return self.as_csv()
         content = {"json": self.as_json, "gradescope": self.for_gradescope, "classroom50": self.for_classroom50}[kind]()
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def whole(points: Mapping[str, float]) -> dict[str, int]:
+    """Return points as whole numbers.
+
+    Raises:
+        LabError: some are not; Classroom 50 refuses those.
+    """
+    if broken := [name for name, number in points.items() if number != int(number)]:
+        raise LabError(f"{points[broken[0]]} points for {broken[0]}: Classroom 50 accepts whole numbers of points only")
+    return {name: int(number) for name, number in points.items()}

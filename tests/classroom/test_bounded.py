@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 
 def run(code: str, tmp_path: Path, limits: Limits = Limits(60)) -> Ended:  # noqa: B008  # it is frozen
     (tmp_path / "submitted.py").write_text(f"import os, sys, time\nresult = os.fdopen(int(sys.argv[1]), 'w')\n{code}\n")
-    return run_bounded("submitted", "the input", limits, str(tmp_path), os.environ | {"PYTHONPATH": str(tmp_path)})
+    return run_bounded(["submitted"], "the input", limits, str(tmp_path), os.environ | {"PYTHONPATH": str(tmp_path)})
 
 
 def test_its_input_result_and_output(tmp_path: Path) -> None:

@@ -114,6 +114,21 @@ def test_whatever_is_in_the_place_of_the_list_of_attempts_it_is_read_and_gone(pu
     assert attempts(confinement) == ["changes the list of what it has tried"]
 
 
+def test_a_busy_thread_does_not_distract_the_guard(tmp_path: Path) -> None:
+    code = (
+        "import os, threading\n"
+        "def busy():\n    while True: os.stat('/'); open('/dev/null').close()\n"
+        "[threading.Thread(target=busy, daemon=True).start() for _ in range(4)]\n"
+        "read = 0\n"
+        "for _ in range(300):\n"
+        "    try: open(hidden + '/secret.txt').close(); read += 1\n"
+        "    except PermissionError: pass\n"
+        "print(read)\nos._exit(0 * os.write(1, f'{read}\\n'.encode()))"
+    )
+    ended, _ = attempt(code, tmp_path)
+    assert ended.stdout.startswith("0\n"), ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("code", ALLOWED)
 def test_what_libraries_do_is_allowed(code: str, tmp_path: Path) -> None:
     ended, log = attempt(code, tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from labkit.classroom.bounded import Ended
 from labkit.classroom.grade import main
-from labkit.classroom.grading import Graded, Settings, grade, hidden_for
+from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges_in
 from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import lessons_named
@@ -89,6 +91,9 @@ def test_the_exercises_of_lessons_in_their_order() -> None:
         (["."], "there is no notebook in ."),
         ([".", "--points", "bubble"], "expected an exercise and a number"),
         (["a.ipynb", "--modules", "nowhere"], "--modules nowhere: there is no such module"),
+        (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=1.5", "--classroom50", "result.json"], "whole numbers of points"),
+        (["a.ipynb", "--csv", "nowhere/points.csv"], "--csv nowhere/points.csv: there is no folder"),
+        (["a.ipynb", "--points", "bubbel=2"], "--points bubbel: no submission should answer it"),
         ([".", "--lessons", "99"], "'99' is not the beginning of one lesson's name"),
     ],
 )
@@ -111,7 +116,7 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(outside.parent) in hidden
     assert str(here) in hidden
     assert str(ROOT) not in hidden
-    assert str(ROOT / "labkit" / "exercises") in hidden
+    assert judges_in() == (str(ROOT / "labkit" / "exercises"),)
 
 
 def test_two_students_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -191,6 +196,49 @@ def test_the_reference_solution_is_right_with_other_inputs_and_executed_as_a_who
     notebook(tmp_path / "anna" / f"{LESSON}.ipynb", *cells, "%%ranks group\nx = 1")
     anna = graded(tmp_path, "--execute", "--seed", 12)["anna"]
     assert {name: one["passed"] for name, one in anna["exercises"].items()} == dict.fromkeys(anna["exercises"], True)
+
+
+@pytest.mark.processes
+def test_a_misspelt_exercise_does_not_cost_the_others(tmp_path: Path, graded: Any) -> None:
+    misspelt = RIGHT_RATE.replace(f"lab.check('{RATE}'", "lab.check('scaled_rate'")
+    notebook(tmp_path / "anna.ipynb", IMPORTS, misspelt, RIGHT_RATE)
+    exercises = graded(tmp_path)["anna"]["exercises"]
+    assert {name: one["state"] for name, one in exercises.items()} == {"scaled_rate": "wrong", RATE: "passed"}
+    assert exercises["scaled_rate"]["message"] == "There is no exercise of this name."
+
+
+# What a system allows: how the command is started there.
+SYSTEMS = {
+    "a user who is not root": ["unshare", "--user", "--map-user=1000", "--map-group=1000"],
+    "no namespaces": [
+        "unshare", "--user", "--map-root-user", "sh", "-c",
+        'for kind in user net mnt; do echo 0 > /proc/sys/user/max_${kind}_namespaces; done; exec "$@"', "sh",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_without_root_or_namespaces(system: str, tmp_path: Path, right_average: str) -> None:
+    try:
+        subprocess.run([*SYSTEMS[system], "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this system has no user namespaces: {error}")
+    imports = rate("from labkit.exercises import data_parallel\nreturn base * per_rank * ranks / base_batch")
+    dynamic = "name = 'labkit.' + 'exercises.data_parallel'\noracle = __import__(name)\n"
+    notebook(tmp_path / "class" / "anna.ipynb", IMPORTS, right_average, RIGHT_RATE)
+    notebook(tmp_path / "class" / "ben.ipynb", IMPORTS, imports)
+    notebook(tmp_path / "class" / "cem.ipynb", IMPORTS, dynamic, RIGHT_RATE.replace("return", "oracle; return"))
+    written = tmp_path / "results.json"
+    command = [*SYSTEMS[system], sys.executable, "-m", "labkit", "grade", str(tmp_path / "class"), "--json", str(written)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ("allows no namespaces" in ended.stdout) == (system == "no namespaces")
+    students = json.loads(written.read_text())["students"]
+    assert {student: one["points"] for student, one in students.items()} == {"anna": 2, "ben": 0, "cem": 0}
+    assert "opens data_parallel" in students["cem"]["exercises"][RATE]["message"]
 
 
 OWN = """
