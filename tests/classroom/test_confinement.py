@@ -116,11 +116,11 @@ def test_whatever_is_in_the_place_of_the_list_of_attempts_it_is_read_and_gone(pu
 
 def test_a_busy_thread_does_not_distract_the_guard(tmp_path: Path) -> None:
     code = (
-        "import os, threading\n"
+        "import os, sys, threading\nsys.setswitchinterval(1e-6)\n"
         "def busy():\n    while True: os.stat('/'); open('/dev/null').close()\n"
         "[threading.Thread(target=busy, daemon=True).start() for _ in range(4)]\n"
         "read = 0\n"
-        "for _ in range(300):\n"
+        "for _ in range(2000):\n"
         "    try: open(hidden + '/secret.txt').close(); read += 1\n"
         "    except PermissionError: pass\n"
         "print(read)\nos._exit(0 * os.write(1, f'{read}\\n'.encode()))"
