@@ -8,7 +8,7 @@ ARG DEBIAN_PACKAGES="tini"
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends ${DEBIAN_PACKAGES} \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 --shell /bin/bash jovyan
+    && useradd --create-home --home-dir /srv/student --uid 1000 --shell /bin/bash student
 
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 
@@ -27,7 +27,7 @@ COPY notebooks notebooks
 RUN python -m pip install --no-deps .
 
 USER 1000
-WORKDIR /home/jovyan
+WORKDIR /srv/student
 EXPOSE 8888
 ENTRYPOINT ["tini", "--"]
 # All addresses of the container; which of them can be reached from outside, `docker run -p` decides.

@@ -45,10 +45,10 @@ def test_a_lesson_is_short_and_begins_soon(path):
 
 @lesson
 def test_nothing_is_left_to_write(path):
-    """`make lesson` marks with TODO what a person must write."""
+    """`make lesson` marks with `WRITE:` what a person must write."""
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
     rows = [line for line in (NOTEBOOKS.parent / "README.md").read_text().splitlines() if f"/{path.name})" in line]
-    left = [line for text in [*cells, *rows] for line in text.splitlines() if "TODO" in line]
+    left = [line for text in [*cells, *rows] for line in text.splitlines() if "WRITE: " in line]
     assert not left, "\n".join([f"{path.stem}: write these lines", *left])
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.new_lesson 15_my_topic
 
-What a person must write is marked TODO; tests/test_course.py names each place.
+What a person must write is marked WRITE; tests/test_course.py names each place.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
             nbformat.write(_notebook(text), path)
         else:
             path.write_text(text, encoding="utf-8")
-    row = f"| [{number} {title}](notebooks/{lesson}.ipynb) | {MINUTES} + {EXERCISES} | TODO: what you will be able to do |"
+    row = f"| [{number} {title}](notebooks/{lesson}.ipynb) | {MINUTES} + {EXERCISES} | WRITE: what you will be able to do |"
     return [
         *new,
         _add(root / "README.md", r"^\| \[\d\d[a-z]? .*\n", row, f"| [{number} "),
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     for path in written:
         print(path.relative_to(ROOT))
     number = arguments[0].partition("_")[0]
-    print(f"\nWrite what is marked TODO, then: make notebooks ONLY={number}, and pytest tests/test_course.py")
+    print(f"\nWrite what is marked WRITE, then: make notebooks ONLY={number}, and pytest tests/test_course.py")
     return 0
 
 

@@ -57,7 +57,7 @@ def exercises(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 FORM = [
     test for name, test in vars(test_course).items() if name.startswith("test_") and "path" in inspect.signature(test).parameters
 ]
-TO_WRITE = {"test_nothing_is_left_to_write": "TODO: ", "test_a_lesson_is_short_and_begins_soon": " words: expected 1,200"}
+TO_WRITE = {"test_nothing_is_left_to_write": "WRITE: ", "test_a_lesson_is_short_and_begins_soon": " words: expected 1,200"}
 
 
 @pytest.mark.parametrize("test", FORM, ids=lambda test: test.__name__)
@@ -76,7 +76,7 @@ def test_it_has_the_form_of_a_lesson_or_the_failing_test_says_what_to_write(
 
 def test_the_tables_have_its_rows(repository: Path) -> None:
     rows = (repository / "README.md").read_text().splitlines()
-    place = rows.index(f"| [15 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | TODO: what you will be able to do |")
+    place = rows.index(f"| [15 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | WRITE: what you will be able to do |")
     assert rows[place - 1].startswith("| [14 ")
     table: dict[str, object] = {}
     exec((repository / "labkit" / "exercises" / "__init__.py").read_text(), {"__name__": "labkit.exercises"}, table)
