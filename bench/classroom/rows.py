@@ -4,7 +4,7 @@
     python -m bench.classroom --by nbgrader --python ENVIRONMENT/bin/python
     python -m bench.classroom --by otter --python ENVIRONMENT/bin/python
 
-The environments have nbgrader or Otter-Grader, torch, and what labkit needs; the checkout is on their path.
+The environments have nbgrader or Otter-Grader, ipykernel, torch, and what labkit needs; the checkout is on their path.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ __all__ = [
     "exercise",
     "explaining",
     "judge_exchange",
-    "judge_on_rank",
     "reject",
     "showing",
     "without_judges",
@@ -226,25 +225,6 @@ def without_judges(modules: Iterable[str], function: Callable[..., Any], *args: 
     for name in modules:
         sys.modules[name] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
     return call_reporting_exit(function, *args)
-
-
-def judge_on_rank(on: OnRanks, judge: Callable[[Any], None], answer: Any) -> None:
-    """Run a whole judge on one rank, for an answer that returns no data but an object that the judge uses.
-
-    Raises:
-        AnswerError: the judge raised it.
-    """
-    (wrong,) = on(1, _mistake, judge, answer)
-    if wrong is not None:
-        raise wrong
-
-
-def _mistake(judge: Callable[[Any], None], answer: Any) -> AnswerError | None:
-    try:
-        judge(answer)
-    except AnswerError as wrong:
-        return wrong
-    return None
 
 
 def judge_exchange(results: Results, least: int, subject: str) -> None:

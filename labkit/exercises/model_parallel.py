@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare, listing, whole_number
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_on_rank, showing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 from labkit.exercises.random_state import case_seed
 
 LESSON = "04_model_parallel"
@@ -149,6 +148,79 @@ class _Spy(nn.Module):
         return out
 
 
+class _OnDevices(NamedTuple):
+    """What one call of a model observed, whose parts belong on two devices.
+
+    Args:
+        output: what it returned, if that is on the CPU; None otherwise.
+        device: of what it returned; the type of something that is no tensor.
+        places: by part, the devices of its parameters.
+        error: the first line of the error that ended the call; "" if none did.
+    """
+
+    output: NDArray[Any] | None
+    device: str
+    places: list[list[str]]
+    error: str = ""
+
+
+class _Split(NamedTuple):
+    """What a rank observed of `TwoDevices`.
+
+    Args:
+        on_cpu: the call with both parts on the CPU.
+        on_meta: the calls with the second part, and with both, on "meta", which computes only shapes, but like a GPU
+            rejects tensors of other devices.
+        calls: how often the first and the second part ran in the call on the CPU.
+        trains: whether the model has parameters.
+        gradients: of the parameters of the parts.
+    """
+
+    on_cpu: _OnDevices
+    on_meta: tuple[_OnDevices, _OnDevices]
+    calls: tuple[int, int]
+    trains: bool
+    gradients: dict[str, NDArray[Any]]
+
+
+def _images() -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(case_seed(1)))
+
+
+def _split_on_rank(answer: Any) -> _Split | str:
+    """Use the student's class on a rank; return the type of what it made, if that is no module."""
+    layers = _network()
+    spies = _Spy(layers[0]), _Spy(layers[1:])
+    model = answer(*spies, "cpu", "cpu")
+    if not isinstance(model, nn.Module):
+        return type(model).__name__
+    outputs = model(_images())
+    if isinstance(outputs, Tensor) and outputs.requires_grad:
+        outputs.sum().backward()
+    gradients = {name: p.grad.numpy() for name, p in layers.named_parameters() if p.grad is not None}
+    on_meta = _called_on(answer, "cpu", "meta"), _called_on(answer, "meta", "meta")
+    calls = spies[0].calls, spies[1].calls
+    return _Split(_seen_in(outputs, []), on_meta, calls, bool(list(model.parameters())), gradients)
+
+
+def _called_on(answer: Any, *devices: str) -> _OnDevices:
+    layers = _network()
+    parts = layers[0], layers[1:]
+    model = answer(*parts, *devices)
+    places = [sorted({p.device.type for p in part.parameters()}) for part in parts]
+    try:
+        return _seen_in(model(_images()), places)
+    except RuntimeError as error:
+        return _OnDevices(None, "", places, str(error).splitlines()[0])
+
+
+def _seen_in(outputs: Any, places: list[list[str]]) -> _OnDevices:
+    if not isinstance(outputs, Tensor):
+        return _OnDevices(None, type(outputs).__name__, places)
+    device = outputs.device.type
+    return _OnDevices(outputs.detach().numpy() if device == "cpu" else None, device, places)
+
+
 @exercise(
     LESSON,
     "A module TwoDevices(first, second, device0, device1): each part lives on its device, and forward carries the input to "
@@ -158,68 +230,51 @@ class _Spy(nn.Module):
 )
 def _two_devices(answer: Any, on: OnRanks) -> None:
     with showing('TwoDevices(first, second, "cpu", "cpu")'):
-        judge_on_rank(on, _judge_two_devices, answer)
+        (split,) = on(1, _split_on_rank, answer)
+        if isinstance(split, str):
+            raise AnswerError(f"expected an nn.Module, given {split}: derive the class from nn.Module")
+        _judge_split(split)
 
 
-def _judge_two_devices(answer: Any) -> None:
-    """Judge on any machine: the "meta" device computes only shapes, but like a GPU rejects tensors of other devices."""
-    layers = _network()
-    first, second = _Spy(layers[0]), _Spy(layers[1:])
-    reference = copy.deepcopy(layers)
-    model = answer(first, second, "cpu", "cpu")
-    if not isinstance(model, nn.Module):
-        raise AnswerError(f"expected an nn.Module, given {type(model).__name__}: derive the class from nn.Module")
-    inputs = torch.randn(5, 6)
-    outputs = model(inputs)
-    if not isinstance(outputs, Tensor) or outputs.shape != (5, 4) or not torch.allclose(outputs, reference(inputs), atol=1e-6):
+def _judge_split(split: _Split) -> None:
+    whole = _network()
+    expected = whole(_images())
+    expected.sum().backward()
+    given = split.on_cpu.output
+    if given is None or given.shape != expected.shape or not _same(given, expected):
         raise AnswerError("the output is not that of the first part followed by the second")
-    if first.calls != 1 or second.calls != 1:
-        raise AnswerError(f"each part runs once per forward; the first ran {first.calls} times, the second {second.calls}")
-    if not list(model.parameters()):
+    if split.calls != (1, 1):
+        ran = "each part runs once per forward; the first ran {} times, the second {}"
+        raise AnswerError(ran.format(*split.calls))
+    if not split.trains:
         raise AnswerError(
             "the model has no parameters of its own: an optimizer would train nothing",
             cure="call super().__init__() and keep the parts as attributes",
         )
-    _on_meta(answer)
-    outputs.sum().backward()
-    reference(inputs).sum().backward()
-    for (name, p), q in zip(layers.named_parameters(), reference.parameters(), strict=True):
-        if p.grad is None or q.grad is None or not torch.allclose(p.grad, q.grad, atol=1e-6):
-            raise AnswerError(
-                f"the gradient of {name} is not that of the unsplit model: is the activation detached between the parts?"
-            )
-
-
-def _on_meta(answer: Any) -> None:
-    parts = _network()
-    model = answer(parts[0], parts[1:], "cpu", "meta")
-    places = [{p.device.type for p in part.parameters()} for part in (parts[0], parts[1:])]
-    if places != [{"cpu"}, {"meta"}]:
-        found = [listing(sorted(place)) for place in places]
+    second, both = split.on_meta
+    if second.places != [["cpu"], ["meta"]]:
+        found = [listing(place) for place in second.places]
         raise AnswerError(
             "the parts are not on their devices: the first belongs on device0, the second on device1",
             f"asked for cpu and meta (a device without memory, here in place of a second GPU), found {found[0]} and {found[1]}",
         )
-    try:
-        outputs = model(torch.randn(5, 6))
-    except (RuntimeError, NotImplementedError) as error:
+    if second.error:
         raise AnswerError(
             "with two different devices the second part fails: on which one is the activation?",
-            str(error).splitlines()[0],
+            second.error,
             cure="move the activation to device1 before it goes into the second part",
-        ) from None
-    if outputs.device.type != "meta":
-        raise AnswerError("the second part did not compute on device1", f"the output is on {outputs.device.type}")
-    parts = _network()
-    model = answer(parts[0], parts[1:], "meta", "meta")
-    try:
-        model(torch.randn(5, 6))
-    except (RuntimeError, NotImplementedError) as error:
+        )
+    if second.device != "meta":
+        raise AnswerError("the second part did not compute on device1", f"the output is on {second.device}")
+    if both.error:
         raise AnswerError(
-            "with the first part on another device than the images it fails",
-            str(error).splitlines()[0],
-            cure="move the input to device0",
-        ) from None
+            "with the first part on another device than the images it fails", both.error, cure="move the input to device0"
+        )
+    for name, p in whole.named_parameters():
+        if p.grad is None or name not in split.gradients or not _same(split.gradients[name], p.grad):
+            raise AnswerError(
+                f"the gradient of {name} is not that of the unsplit model: is the activation detached between the parts?"
+            )
 
 
 # All messages of `middle_step` have one shape, so that a wrong tensor arrives and can be named.

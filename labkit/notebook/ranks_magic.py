@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import keyword
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -45,7 +46,8 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--run", metavar="name")
     try:
-        options = parser.parse_args(shlex.split(line, comments=True))
+        on_negative = re.sub(r"--on\s+(?=-\d)", "--on=", line)  # for argparse, "-1,0" is no number but an option
+        options = parser.parse_args(shlex.split(on_negative, comments=True))
     except ValueError as error:  # a missing closing quote
         parser.error(str(error))
     group: Any = shell.user_ns.get(options.group)

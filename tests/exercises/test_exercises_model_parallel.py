@@ -249,6 +249,25 @@ class Hidden(TwoDevices):
         return self.parts[1](self.parts[0](x.to(self.devices[0])).to(self.devices[1]))
 
 
+@wrong("TwoDevices", "not that of the first part followed by the second")
+class Deceiving(TwoDevices):
+    """It changes how tensors are compared where it runs, which is not where it is judged."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        torch.allclose = np.allclose = lambda *_, **__: True
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@wrong("TwoDevices", "is the activation detached")
+class WithoutGradients(TwoDevices):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
 @wrong("TwoDevices", "derive the class from nn.Module")
 class NoModule:
     def __init__(self, *parts):

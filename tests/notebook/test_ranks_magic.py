@@ -85,7 +85,7 @@ def test_names_persist_and_the_last_expression_is_shown(shell: Shell, shown: Cal
 
 
 def test_some_of_the_ranks(shell: Shell, shown: Callable[[], list[str]]) -> None:
-    for on, names in {"0,2": "ac", "b": "b", "c,0": "ac", "-1": "c", "1,1,b": "b", "'a, b'": "ab"}.items():
+    for on, names in {"0,2": "ac", "b": "b", "c,0": "ac", "-1": "c", "-1,0": "ac", "1,1,b": "b", "'a, b'": "ab"}.items():
         shell(f"group --on {on}", "'here'")
         assert shown() == [f"[{name}] 'here'" for name in names], on
 
