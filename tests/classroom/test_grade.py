@@ -297,6 +297,15 @@ def test_a_dishonest_answer_fails_and_says_why(attempt: str, tmp_path: Path, gra
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_a_file_cannot_fill_the_disk(tmp_path: Path, graded: Any) -> None:
+    endless = "import tempfile\nwith tempfile.TemporaryFile() as file:\n    file.truncate(2**30 + 1)\nreturn 0.1"
+    notebook(tmp_path / "fills.ipynb", IMPORTS, rate(endless))
+    verdict = graded(tmp_path / "fills.ipynb")["fills"]["exercises"][RATE]
+    assert "File too large" in verdict["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_submission_cannot_read_another_one_nor_change_how_it_is_judged(tmp_path: Path, graded: Any) -> None:
     other = notebook(tmp_path / "class" / "anna.ipynb", IMPORTS, RIGHT_RATE)
     notebook(
