@@ -61,7 +61,7 @@ _PLACES: Final = (
     Place(
         "GitHub Codespaces", ("CODESPACES",),
         limits="a codespace stops after 30 minutes without activity, unless its settings say otherwise",
-        shared_memory='add  "runArgs": ["--shm-size=2g"]  to .devcontainer/devcontainer.json, and rebuild the container',
+        shared_memory='add  "runArgs": ["--shm-size=1g"]  to .devcontainer/devcontainer.json, and rebuild the container',
     ),
     # https://jupyterhub.readthedocs.io/en/stable/reference/api/spawner.html
     Place(
@@ -77,12 +77,12 @@ _PLACES: Final = (
     # https://docs.podman.io/en/latest/markdown/podman-run.1.html
     Place(
         "a Podman container", files=("run/.containerenv",), limits="options of podman run limit memory and cores",
-        shared_memory="start the container with  podman run --shm-size=2g",
+        shared_memory="start the container with  podman run --shm-size=1g",
     ),
     # Docker documents no mark; it has created this file since 2013: https://github.com/moby/moby/blob/master/daemon/initlayer
     Place(
         "a Docker container", files=(".dockerenv",), limits="options of docker run limit memory and cores",
-        shared_memory="start the container with  docker run --shm-size=2g",
+        shared_memory="start the container with  docker run --shm-size=1g",
     ),
 )  # fmt: skip
 
