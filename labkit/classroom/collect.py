@@ -11,6 +11,7 @@ import inspect
 import json
 import linecache
 import os
+import platform
 import sys
 import types
 from collections.abc import Callable
@@ -64,6 +65,7 @@ def main(result: int, *, covered: bool) -> None:
     job = Job.from_json(sys.stdin.read())
     home, python = _namespace(job.execute)
     examine = _examiner()
+    _start_programs(job)
     if covered:
         cover(job.confinement)
     watch(job.confinement)
@@ -86,6 +88,13 @@ def _namespace(execute: bool) -> tuple[types.ModuleType, Callable[[str], str]]:
     import labkit  # noqa: F401  # with `%%ranks`
 
     return shell.user_module, shell.transform_cell
+
+
+def _start_programs(job: Job) -> None:
+    """Let libraries start now the programs that they start once, and whose results they keep: then they may not."""
+    platform.processor()
+    if job.execute or any("matplotlib" in cell for cell in job.cells):
+        import matplotlib.font_manager  # noqa: F401  # asks for the fonts of the system
 
 
 def _examiner() -> Callable[[Any, types.ModuleType], dict[str, Any]]:

@@ -50,6 +50,7 @@ _OF_TWO: Final = ("os.rename", "os.link", "os.symlink")  # paths
 _CHANGES: Final = (
     *_OF_TWO, "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.truncate", "os.utime",
 )  # fmt: skip
+MOST_OF_NAME: Final = 60  # characters of a program's name in a verdict
 _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CODE: Final = ("compile", "code.__new__", "object.__setattr__")
 _PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", *_CHANGES)
@@ -243,7 +244,9 @@ def _forbidden(
     elif event == "marshal.loads":
         return "loads code by marshal" if _by_submission(sys._getframe(2)) else None
     elif event in _PROGRAMS:
-        return None if _by_labkit(sys._getframe(2)) else "starts another program"
+        program = arguments[0] if event != "pty.spawn" else ""
+        name = " ".join(os.fsdecode(_exactly(program)).split()) if isinstance(program, (str, bytes)) else ""
+        return None if _by_labkit(sys._getframe(2)) else f"starts another program ({name[:MOST_OF_NAME]})"
     elif event == "socket.connect":
         address = arguments[1]
         if isinstance(address, tuple) and not _is_loopback(str(address[0])):

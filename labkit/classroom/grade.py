@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges
 from labkit.classroom.results import Results, whole
 from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
+from labkit.exercises import LESSONS
 from labkit.launch.descendants import end_children
 from labkit.notebook.lessons import lessons_named
 
@@ -48,21 +50,30 @@ def main(arguments: Sequence[str]) -> int:
         tuple(options.modules),
     )  # fmt: skip
     results = _results(given, settings, options.jobs, points)
+    _write(results, options)
     print(results.as_table())
     if why := _no_namespaces():
         print(
             f"This system allows no namespaces ({why}): only Python's audit hooks have kept submissions from files and network."
         )
+    return 0
+
+
+def _write(results: Results, options: argparse.Namespace) -> None:
     for form in FORMS:
         if path := getattr(options, form):
             path.write_text(results.written(form), encoding="utf-8")
+    if options.feedback:
+        options.feedback.mkdir(parents=True, exist_ok=True)
+        for student in results.by_student:
+            name = re.sub(r"[^\w .()-]", "_", student)
+            (options.feedback / f"{name}.txt").write_text(results.feedback(student), encoding="utf-8")
     if options.figure:
         from labkit.classroom.mistakes import draw_mistakes
 
         figure = draw_mistakes(results.mistakes(), len(results.by_student)).get_figure(root=True)
         assert figure is not None
         figure.savefig(options.figure, dpi=160)
-    return 0
 
 
 def _check_outputs(options: argparse.Namespace, points: dict[str, float]) -> None:
@@ -76,8 +87,9 @@ def _check_outputs(options: argparse.Namespace, points: dict[str, float]) -> Non
             raise LabError(f"--{form} {path}: there is no folder {path.resolve().parent}")
     if options.classroom50:
         whole(points)
-    if unknown := [text for text in points_given(options.points) if text not in points]:
-        raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(points)}")
+    known = {*points} & {name for names in LESSONS.values() for name in names}
+    if not options.modules and (unknown := [name for name in points_given(options.points) if name not in known]):
+        raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(sorted(known))}")
 
 
 def points_given(texts: Sequence[str]) -> dict[str, float]:
@@ -126,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-mb", type=float, default=4000.0, help="megabytes for one submission (default: 4000)")
     for form, content in FORMS.items():
         parser.add_argument(f"--{form}", type=Path, metavar="FILE", help=f"writes {content}")
+    parser.add_argument("--feedback", type=Path, metavar="FOLDER", help="writes the verdicts of each student into a text file")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draws the commonest mistakes, as PNG, SVG or PDF")
     return parser
 

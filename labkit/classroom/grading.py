@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -134,12 +134,13 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
         job = Job(submission.cells, submission.exercises, settings.execute, confinement)
         limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
         collected = run_bounded([CONFINED, "labkit.classroom.collect"], job.to_json(), limits, str(work), _environment(folder))
-        found = _found(collected, submission, confinement)
+        found, failures = _found(collected, submission, confinement)
         absent = {
             name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one
         }
         present = {name: one for name, one in found.items() if name not in absent}
-        by_name = absent | {one.exercise: one for one in _judged(present, settings, confinement, folder, str(work))}
+        judged = [_with_failures(one, failures) for one in _judged(present, settings, confinement, folder, str(work))]
+        by_name = absent | {one.exercise: one for one in judged}
     return [by_name[name] for name in submission.exercises]
 
 
@@ -153,19 +154,28 @@ def _environment(folder: str, path: Sequence[str] = ()) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _found(ended: Ended, submission: Submission, confinement: Confinement) -> dict[str, dict[str, Any]]:
-    """Return what the process of the submission has found, or why each exercise fails."""
+def _found(ended: Ended, submission: Submission, confinement: Confinement) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return what the process of the submission has found, or why each exercise fails; and which statements failed."""
     try:
         found = json.loads(ended.result)
         failures = found.pop("", {}).get("failures", [])
     except (ValueError, AttributeError, TypeError, RecursionError):
         found, failures = {}, []
     if tried := attempts(confinement):
-        return {name: {"refused": f"Refused: it {tried[0]}."} for name in submission.exercises}
+        why = f"Refused: the notebook {tried[0]}. No exercise counts, since this was before the answers were judged."
+        return {name: {"refused": why} for name in submission.exercises}, []
     if not all(isinstance(one, dict) and _is_shallow(one) for one in ({"failures": failures}, *found.values())):
-        return {name: {"refused": "Refused: it sent something else than answers."} for name in submission.exercises}
+        return {name: {"refused": "Refused: it sent something else than answers."} for name in submission.exercises}, []
     ending = f"The notebook was not run to its end: {ended.why}." if ended.why else "There is no answer in the notebook."
-    return {name: found.get(name, {"missing": ending, "failures": failures}) for name in submission.exercises}
+    return {name: found.get(name, {"missing": ending, "failures": failures}) for name in submission.exercises}, failures
+
+
+def _with_failures(verdict: Graded, failures: Sequence[str]) -> Graded:
+    """Add to an error in an answer which statements of the notebook had failed: it may lack what they define."""
+    if verdict.state != "wrong" or "Error" not in verdict.message or not failures:
+        return verdict
+    more = (f"before, in the notebook's {failure}" for failure in failures[:MOST_FAILURES])
+    return replace(verdict, details=(*verdict.details, *more))
 
 
 def _is_shallow(value: Any, levels: int = 5) -> bool:

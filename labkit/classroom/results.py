@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from labkit.errors.exceptions import LabError
 __all__ = ["Results", "whole"]
 
 MOST_MISTAKES: Final = 10  # in the table
+_PLACE: Final = re.compile(r" \(cell \d+, line \d+\)")  # differs between notebooks with the same mistake
 MARKS: Final = {"passed": "✓", "wrong": "✗", "not written yet": "○", "no answer": "–"}
 
 
@@ -40,7 +42,7 @@ class Results:
     def mistakes(self) -> list[tuple[str, str, int]]:
         """Return the hints that were given, as exercise, hint and number of students, most frequent first."""
         found = Counter(
-            (one.exercise, one.message)
+            (one.exercise, _PLACE.sub("", one.message))
             for verdicts in self.by_student.values()
             for one in verdicts.values()
             if one.state == "wrong"
@@ -63,9 +65,14 @@ class Results:
         lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
         lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
         lines += ["", "✓ right, ✗ wrong, ○ not written, – no answer"]
-        if mistakes := self.mistakes():
+        if len(self.by_student) == 1:
+            lines += ["", *map(self.feedback, self.by_student)]
+        elif mistakes := self.mistakes():
             lines += ["", "The commonest mistakes, with the number of students:"]
             lines += [f"{count:3}  {name}: {hint}" for name, hint, count in mistakes[:MOST_MISTAKES]]
+            lines += [f"and {len(mistakes) - MOST_MISTAKES} more"] if len(mistakes) > MOST_MISTAKES else []
+        if len(self.by_student) > 1 and (unread := self._unread()):
+            lines += ["", "Not read:", *(f"  {student}: {why}" for student, why in unread)]
         for name in self.points:
             if board := self.leaderboard(name):
                 lines += [
@@ -74,6 +81,25 @@ class Results:
                     *(f"{place:3}  {score:10.4g}  {student}" for place, (score, student) in enumerate(board, 1)),
                 ]
         return "\n".join(lines)
+
+    def _unread(self) -> list[tuple[str, str]]:
+        """Return students with the reasons why answers are missing, but for those who gave none."""
+        none = ["no answer", "There is no answer in the notebook.", ()]
+        reasons = (
+            (student, "; ".join(one.details or [one.message]))
+            for student, verdicts in self.by_student.items()
+            for one in verdicts.values()
+            if one.state == "no answer" and [one.state, one.message, one.details] != none
+        )
+        return list(dict.fromkeys(reasons))
+
+    def feedback(self, student: str) -> str:
+        """Return the verdicts on a student's answers."""
+        lines = []
+        for name, one in self.by_student[student].items():
+            lines.append(f"{MARKS[one.state]} {name}: {self.points[name] * one.passed:g} of {self.points[name]:g}")
+            lines += [f"  {line}" for text in (one.message, *one.details) for line in text.splitlines()]
+        return "\n".join([*lines, f"{self.points_of(student):g} of {sum(self.points.values()):g} points", ""])
 
     def leaderboard(self, exercise: str) -> list[tuple[float, str]]:
         """Return the scores of the right answers to an exercise with their students, the best first."""

@@ -118,7 +118,7 @@ def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) 
             tree = ast.parse(source)
             program.statements += [_statement(number, part) for node in tree.body for part in _parts(node)]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: a null byte
-            program.errors[number] = f"{type(error).__name__}: {error}"
+            program.errors[number] = f"{type(error).__name__}: {error}".replace("(<unknown>, line", "(line")
     return program
 
 

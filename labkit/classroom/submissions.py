@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 from labkit.classroom.statements import parsed
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
 __all__ = ["Submission", "exercises_of", "printable", "submissions"]
+
+# What browsers, Jupyter and Canvas add to the name of a second copy.
+_COPY: Final = r"(-Copy\d+| ?\(\d+\)|-\d+)?"
+# Names of folders and files in what Moodle and Canvas download, with the student's name first.
+_MOODLE: Final = re.compile(r"(.+)_\d+_assignsubmission_\w+")
+_CANVAS: Final = re.compile(r"([^\W_]+)_(?:late_)?\d+_\d{3,}_.+")
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,16 @@ def submissions(paths: Iterable[Path], required: Sequence[str]) -> list[Submissi
             file is named, or else those that the notebook checks.
 
     Raises:
-        LabError: a path does not exist, or there is no notebook.
+        LabError: a path does not exist or is a zip file, or there is no notebook.
     """
     files: list[Path] = []
     for path in paths:
         if not path.exists():
             raise LabError(f"{path}: no such file or folder")
+        if packed := [path] if path.suffix == ".zip" else sorted(path.rglob("*.zip")):
+            raise LabError(f"{packed[0]}: unpack zip files into folders first, and then delete them")
         found = sorted(path.rglob("*.ipynb")) if path.is_dir() else [path]
-        files += [file for file in found if ".ipynb_checkpoints" not in file.parts]
+        files += [file for file in found if not {".ipynb_checkpoints", "__MACOSX"} & {*file.parts}]
     if not files:
         raise LabError(f"there is no notebook in {', '.join(map(str, paths))}")
     return _distinct([_read(file, required) for file in files])
@@ -64,10 +74,12 @@ def printable(text: object) -> str:
 
 
 def _distinct(given: list[Submission]) -> list[Submission]:
-    """Name students also by their files where two notebooks under one name answer the same exercise."""
-    taken = Counter((one.student, name) for one in given for name in one.exercises)
-    twice = {student for (student, _), count in taken.items() if count > 1}
-    return [replace(one, student=printable(one.path)) if one.student in twice else one for one in given]
+    """Name students by folders or whole paths where two notebooks under one name answer the same exercise."""
+    for named in (lambda path: f"{path.parent.name}/{path.stem}", str):
+        taken = Counter((one.student, name) for one in given for name in one.exercises)
+        twice = {student for (student, _), count in taken.items() if count > 1}
+        given = [replace(one, student=printable(named(one.path))) if one.student in twice else one for one in given]
+    return given
 
 
 @cache
@@ -78,13 +90,23 @@ def exercises_of(lesson: Path) -> tuple[str, ...]:
 
 def _read(path: Path, required: Sequence[str]) -> Submission:
     lesson = next((p for p in ORIGINALS.glob("*.ipynb") if path.stem.startswith(p.stem)), None)
-    student = printable(path.parent.name if lesson is not None and path.stem == lesson.stem else path.stem)
+    student = printable(_student(path, lesson))
     names = tuple(required) or (exercises_of(lesson) if lesson is not None else ())
     try:
         cells = _cells(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Submission(student, path, (), names, f"{path.name} is no notebook: {error}")
     return Submission(student, path, cells, names or tuple(dict.fromkeys(name for _, name in parsed(cells).answers())))
+
+
+def _student(path: Path, lesson: Path | None) -> str:
+    for folder in reversed(path.parts[:-1]):
+        if found := _MOODLE.fullmatch(folder):
+            return found[1]
+    if found := _CANVAS.fullmatch(path.stem):
+        return found[1]
+    after_lesson = lesson is not None and re.fullmatch(re.escape(lesson.stem) + _COPY, path.stem)
+    return path.parent.name if after_lesson else path.stem
 
 
 def _cells(path: Path) -> tuple[str, ...]:

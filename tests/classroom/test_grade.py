@@ -41,7 +41,8 @@ def rate(body: str, name: str = RATE) -> str:
     return f"def {name}(base, base_batch, per_rank, ranks):\n    {indented}\n\nlab.check('{RATE}', {name})"
 
 
-RIGHT_RATE = rate("return base * per_rank * ranks / base_batch")
+RATE_BODY = "return base * per_rank * ranks / base_batch"
+RIGHT_RATE = rate(RATE_BODY)
 IMPORTS = "import torch\nimport torch.distributed as dist\nimport labkit as lab"
 
 
@@ -77,6 +78,33 @@ def test_students_are_named_by_their_notebooks_or_by_the_folders_of_notebooks_na
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("path", "student"),
+    [
+        (f"Kim/{LESSON}-Copy1.ipynb", "Kim"),
+        (f"Kim/{LESSON} (1).ipynb", "Kim"),
+        (f"Kim/{LESSON} my own.ipynb", f"{LESSON} my own"),
+        (f"Kim Lee_12_assignsubmission_file/course/{LESSON}.ipynb", "Kim Lee"),
+        ("Kim Lee_12_assignsubmission_file/homework.ipynb", "Kim Lee"),
+        (f"kimlee_late_12_345_{LESSON}-2.ipynb", "kimlee"),
+        (f"kimlee_12_345_{LESSON}.ipynb", "kimlee"),
+        ("week_3_4_reductions.ipynb", "week_3_4_reductions"),
+    ],
+)
+def test_names_of_students_in_what_jupyter_moodle_and_canvas_write(path: str, student: str, tmp_path: Path) -> None:
+    (found,) = submissions([notebook(tmp_path / path)], ["bubble"])
+    assert found.student == student
+
+
+def test_a_zip_file_is_not_passed_over(tmp_path: Path) -> None:
+    notebook(tmp_path / "anna.ipynb")
+    (tmp_path / "ben").mkdir()
+    (tmp_path / "ben" / "homework.zip").touch()
+    for given in (tmp_path, tmp_path / "ben" / "homework.zip"):
+        with pytest.raises(LabError, match=r"homework.zip: unpack zip files into folders first"):
+            submissions([given], [])
+
+
 def test_the_exercises_of_lessons_in_their_order() -> None:
     (lesson,) = lessons_named(["02"])
     assert exercises_of(lesson) == (AVERAGE, "average_in_buckets", "draw_indices", RATE)
@@ -94,6 +122,7 @@ def test_the_exercises_of_lessons_in_their_order() -> None:
         (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=1.5", "--classroom50", "result.json"], "whole numbers of points"),
         (["a.ipynb", "--csv", "nowhere/points.csv"], "--csv nowhere/points.csv: there is no folder"),
         (["a.ipynb", "--points", "bubbel=2"], "--points bubbel: no submission should answer it"),
+        (["a.ipynb", "--lessons", "02", "--points", "bubbel=2"], "--points bubbel: no submission should answer it"),
         ([".", "--lessons", "99"], "'99' is not the beginning of one lesson's name"),
     ],
 )
@@ -121,7 +150,9 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
 
 def test_two_students_of_one_name_are_told_apart(tmp_path: Path) -> None:
     same = [notebook(tmp_path / folder / "anna.ipynb", "lab.check('bubble', 1)") for folder in ("one", "two")]
-    assert [one.student for one in submissions(same, [])] == [*map(str, same)]
+    assert [one.student for one in submissions(same, [])] == ["one/anna", "two/anna"]
+    deeper = [notebook(tmp_path / year / "one" / "anna.ipynb", "lab.check('bubble', 1)") for year in ("old", "new")]
+    assert [one.student for one in submissions(deeper, [])] == [*map(str, deeper)]
     notebook(same[1], "lab.check('introduce', 1)")
     assert [one.student for one in submissions(same, [])] == ["anna", "anna"], "two lessons of one student"
 
@@ -204,7 +235,27 @@ def test_a_misspelt_exercise_does_not_cost_the_others(tmp_path: Path, graded: An
     notebook(tmp_path / "anna.ipynb", IMPORTS, misspelt, RIGHT_RATE)
     exercises = graded(tmp_path)["anna"]["exercises"]
     assert {name: one["state"] for name, one in exercises.items()} == {"scaled_rate": "wrong", RATE: "passed"}
-    assert exercises["scaled_rate"]["message"] == "There is no exercise of this name."
+    assert exercises["scaled_rate"]["message"].startswith("There is no exercise of this name.")
+
+
+@pytest.mark.processes
+def test_libraries_may_start_their_programs_and_the_submission_may_not(tmp_path: Path, graded: Any) -> None:
+    library = "import platform\nimport matplotlib.pyplot as plt\nplt.close('all')\nNAME = platform.processor()"
+    own = "import subprocess\nNAME = subprocess.run(['true'])"
+    for student, lines in {"anna": library, "ben": own}.items():
+        used = "NAME, plt" if student == "anna" else "NAME"
+        notebook(tmp_path / f"{student}.ipynb", IMPORTS, lines, rate(f"{used}\n{RATE_BODY}"))
+    results = graded(tmp_path)
+    assert results["anna"]["points"] == 1, results["anna"]
+    assert "starts another program (true)" in results["ben"]["exercises"][RATE]["message"]
+
+
+@pytest.mark.processes
+def test_an_error_names_the_statement_that_has_failed_before(tmp_path: Path, graded: Any) -> None:
+    notebook(tmp_path / "anna.ipynb", IMPORTS, "import no_such_library", rate("no_such_library\n" + RATE_BODY))
+    verdict = graded(tmp_path)["anna"]["exercises"][RATE]
+    assert "NameError" in verdict["message"]
+    assert "before, in the notebook's cell 2, line 1: ModuleNotFoundError" in verdict["details"][-1]
 
 
 # What a system allows: how the command is started there.
@@ -317,7 +368,10 @@ def test_a_submission_cannot_read_another_one_nor_change_how_it_is_judged(tmp_pa
     notebook(tmp_path / "class" / "rebinds.ipynb", IMPORTS, "lab.check = lambda *_: True\nprint('passed')", rate("return 0"))
     results = graded(tmp_path / "class")
     assert {student: one["points"] for student, one in results.items()} == {"anna": 1, "reads": 0, "rebinds": 0}
-    assert results["reads"]["exercises"][RATE]["message"] == "Refused: it opens anna.ipynb, which is not for submissions."
+    assert results["reads"]["exercises"][RATE]["message"] == (
+        "Refused: the notebook opens anna.ipynb, which is not for submissions. No exercise counts, since this was before the "
+        "answers were judged."
+    )
 
 
 @pytest.mark.processes

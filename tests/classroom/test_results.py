@@ -47,6 +47,28 @@ def test_the_table() -> None:
     ]
 
 
+def test_what_could_not_be_read_and_one_mistake_in_two_cells() -> None:
+    broken = Graded("bubble", False, "no answer", "There is no answer in the notebook.", ("cell 3: SyntaxError",))
+    stuck = [Graded("bubble", False, "wrong", f"Deadlock (cell {cell}, line 4): rank 0 waits") for cell in (33, 34)]
+    given = {"anna": {"bubble": broken}, "ben": {"bubble": stuck[0]}, "cem": {"bubble": stuck[1]}}
+    table = Results(given, {"bubble": 1.0}).as_table()
+    assert "  2  bubble: Deadlock: rank 0 waits\n" in table
+    assert table.endswith("Not read:\n  anna: cell 3: SyntaxError")
+
+
+def test_one_student_gets_whole_verdicts() -> None:
+    lines = [
+        "✗ average_gradients: 0 of 2",
+        f"  {HINT}",
+        "  on 3 ranks",
+        "– bubble: 0 of 1",
+        f"  {ABSENT.message}",
+        "0 of 3 points",
+    ]
+    assert CLASS.feedback("ben").splitlines() == lines
+    assert only("ben").as_table().splitlines()[-len(lines) :] == lines
+
+
 def test_points_as_csv() -> None:
     assert [*csv.reader(CLASS.written("csv").splitlines())] == [
         ["student", "average_gradients", "bubble", "points"], ["anna", "2", "0", "2"], ["ben", "0", "0", "0"],
