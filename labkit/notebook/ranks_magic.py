@@ -61,9 +61,9 @@ def ranks(line: str, cell: str, shell: Any) -> None:
                 f"%%ranks {options.group}: expected a name; to select some of a group's ranks, write %%ranks {name} --on 0,1"
             )
         given = f"of type {type(group).__name__}" if options.group in shell.user_ns else "not defined"
-        raise LabError(
-            f"%%ranks {options.group}: {options.group!r} is {given}; create a group first: {options.group} = lab.Group(2)"
-        )
+        opened = ", ".join(_open_groups(shell.user_ns))
+        cure = f"open groups: {opened}" if opened else "create a group first: group = lab.Group(2)"
+        raise LabError(f"%%ranks {options.group}: {options.group!r} is {given}; {cure}")
     if options.run is not None and (not options.run.isidentifier() or keyword.iskeyword(options.run)):
         parser.error(f"argument --run: {options.run!r} is not a valid variable name")
     if options.on is not None:
@@ -86,10 +86,11 @@ def rank(line: str, cell: str, shell: Any) -> None:
         LabError: no group was given, and none or several are open; or as for `%%ranks`.
         RankError: the rank failed.
     """
-    which, _, rest = line.strip().partition(" ")
-    group, _, options = rest.strip().partition(" ")
-    if not which or which.startswith("--"):
+    found = re.match(r"""\s*("[^"]*"|'[^']*'|\S+)\s*(.*)""", line)  # a rank's name may have blanks, in quotes
+    if found is None or found[1].startswith("--"):
         raise LabError("%%rank: which rank? Write: %%rank 0   or   %%rank 0 group --watch --run name")
+    which, rest = found.groups()
+    group, _, options = rest.partition(" ")
     if not group or group.startswith(("-", "#")):
         group, options = _only_open_group(which, shell.user_ns), rest
     ranks(f"{group} --on={which} {options}", cell, shell)
@@ -101,16 +102,22 @@ def _only_open_group(which: str, names: dict[str, Any]) -> str:
     Raises:
         LabError: none is open, or several are.
     """
+    found = _open_groups(names)
+    if not found:
+        raise LabError(f"%%rank {which}: no group is open; create one first: group = lab.Group(2)")
+    if len(found) > 1:
+        choices = "   or   ".join(f"%%rank {which} {name}" for name in found)
+        raise LabError(f"%%rank {which}: several groups are open. Write: {choices}")
+    return found[0]
+
+
+def _open_groups(names: dict[str, Any]) -> list[str]:
+    """Return a name of each of the notebook's open groups."""
     names_of: dict[int, str] = {}
     for name, value in names.items():
         if not name.startswith("_") and isinstance(value, Group) and value in notebook.groups:  # `_3` is IPython's
             names_of.setdefault(id(value), name)
-    if not names_of:
-        raise LabError(f"%%rank {which}: no group is open; create one first: group = lab.Group(2)")
-    if len(names_of) > 1:
-        choices = "   or   ".join(f"%%rank {which} {name}" for name in names_of.values())
-        raise LabError(f"%%rank {which}: several groups are open. Write: {choices}")
-    return next(iter(names_of.values()))
+    return list(names_of.values())
 
 
 class _Parser(argparse.ArgumentParser):

@@ -101,8 +101,10 @@ def test_one_rank(shell: Shell, shown: Callable[[], list[str]]) -> None:
 
 
 def test_one_rank_of_which_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
-    with lab.Group(1, runtime="bare") as other:
+    with lab.Group(["x", "y z"], runtime="bare") as other:
         cells.__dict__["_main"].__dict__.update(other=other, again=other, _3=other)
+        rank_magic("'y z' other", "'here'", shell)
+        assert shown() == ["[y z] 'here'"]
         with pytest.raises(lab.LabError, match=r"several groups are open. Write: %%rank 0 group   or   %%rank 0 other$"):
             rank_magic("0 --watch", "1", shell)
     rank_magic("0", "'closed groups do not count'", shell)
@@ -118,6 +120,8 @@ def test_one_rank_of_which_group(shell: Shell, cells: in_cells.Cells, shown: Cal
     del shell.user_ns["group"]
     with pytest.raises(lab.LabError, match="no group is open"):
         rank_magic("0", "1", shell)
+    with pytest.raises(lab.LabError, match=r"'nothing' is not defined; create a group first: group = lab.Group\(2\)"):
+        rank_magic("0 nothing", "1", shell)
 
 
 def test_the_notebooks_definitions_are_sent(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
@@ -491,8 +495,8 @@ def test_invalid_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> 
     ("line", "words"),
     [
         ("", f"%%ranks: the following arguments are required: group. {USAGE}"),
-        ("nothing", "%%ranks nothing: 'nothing' is not defined; create a group first: nothing = lab.Group(2)"),
-        ("number", "%%ranks number: 'number' is of type int; create a group first: number = lab.Group(2)"),
+        ("nothing", "%%ranks nothing: 'nothing' is not defined; open groups: group"),
+        ("number", "%%ranks number: 'number' is of type int; open groups: group"),
         ("group[0]", "%%ranks group[0]: expected a name; to select some of a group's ranks, write %%ranks group --on 0,1"),
         ("group 1", f"%%ranks: unrecognized arguments: 1. {USAGE}"),
         ("group --all", f"%%ranks: unrecognized arguments: --all. {USAGE}"),
