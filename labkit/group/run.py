@@ -253,6 +253,7 @@ class Execution:
         self._drain()
         if self._picture is not None:
             self._show(self._picture)
+            self._picture.hold(self._breakpoints.texts.keys())
         self._output.show()
         start_s = time.monotonic()
         try:

@@ -19,6 +19,8 @@ import labkit as lab
 from labkit.group import breakpoints
 from labkit.group.breakpoints import TURN_S, Breakpoints
 from labkit.group.run import NOBODY
+from labkit.plots.live.frame import LiveFrame
+from labkit.plots.live.live import Live
 from labkit.worker.debugger import Debugger
 
 pytestmark = pytest.mark.processes
@@ -285,3 +287,28 @@ def test_torchs_own_breakpoint(typed: Typed) -> None:
         prompts = typed("up", "!x = 5", "c")
         group.run(f)
     assert set(prompts) == {"[rank 1] (Pdb) "}
+
+
+def test_the_live_picture_stays_while_the_student_thinks(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen:
+        def __init__(self) -> None:
+            self.frames = list[LiveFrame]()
+
+        def begin(self, _: str) -> None: ...
+
+        def show(self, frame: LiveFrame) -> None:
+            self.frames.append(frame)
+
+        def end(self, *_: Any) -> None: ...
+
+    screen, seen = Screen(), list[tuple[bool, str]]()
+
+    def look() -> str:
+        frame = screen.frames[-1]
+        seen.append((frame.held, frame.rows[0].status))
+        return "c"
+
+    monkeypatch.setattr(lab.Group, "picture", lambda: Live(screen))
+    typed(look)
+    group.watch(counted)
+    assert seen == [(True, "breakpoint")]
