@@ -27,7 +27,7 @@ class Breakpoints:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
-        self._ended: set[int] = set()  # ranks that have ended at their prompts
+        self._ended: set[int] = set()  # ranks that have ended
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
 
@@ -36,7 +36,7 @@ class Breakpoints:
         self.texts[rank] = text
 
     def ended(self, rank: int) -> None:
-        """A rank has ended at its prompt."""
+        """A rank has ended, perhaps at its prompt."""
         self._ended.add(rank)
 
     def left(self, rank: int) -> None:
@@ -60,26 +60,27 @@ class Breakpoints:
         self._turn, self._since_s = rank, time.monotonic()
 
 
-def ask(member: Member, text: str, look: Callable[[], None]) -> str | None:
+def ask(member: Member, text: str, any_exiting: Callable[[], bool], look: Callable[[], None]) -> str | None:
     """Show what a rank's debugger has printed, and ask for a command.
 
     Args:
         member: the rank.
         text: what its debugger has printed. The last line is the prompt.
+        any_exiting: returns whether the process of any rank is about to end. Called as `look` is.
         look: is called now and then, on another thread, while the student thinks.
 
     Returns:
         the line; "" at the end of the input; None if nobody can be asked.
 
     Raises:
-        ConnectionError: the rank has ended meanwhile.
+        ConnectionError: a rank has ended meanwhile, this one or another.
         KeyboardInterrupt: Stop.
     """
     if not _can_ask():
         return None
     *lines, prompt = text.split("\n")
     put("".join(f"[{member.name}] {line}\n" for line in lines))
-    with _watched(member, look):
+    with _watched(any_exiting, look):
         try:
             return f"{input(f'[{member.name}] {prompt}')}\n"
         except EOFError:
@@ -98,21 +99,21 @@ def _can_ask() -> bool:
 
 
 @contextlib.contextmanager
-def _watched(member: Member, look: Callable[[], None]) -> Iterator[None]:
-    """Watch a rank while the main thread waits for the student's line, and interrupt that wait if the rank ends.
+def _watched(any_exiting: Callable[[], bool], look: Callable[[], None]) -> Iterator[None]:
+    """Watch the ranks while the main thread waits for the student's line, and interrupt that wait if one of them ends.
 
     The signal must reach the main thread inside this block, whatever the student does at that moment. So the block ends
     only after the watching thread has, and after the main thread has had the occasion to handle the signal.
 
     Raises:
-        ConnectionError: the rank has ended.
+        ConnectionError: a rank has ended.
     """
     answered, ended = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not answered.wait(LOOK_EVERY_S):
             look()
-            if member.process.status().exiting:
+            if any_exiting():
                 ended.set()
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 return
@@ -130,4 +131,4 @@ def _watched(member: Member, look: Callable[[], None]) -> Iterator[None]:
         if not ended.is_set():
             raise
     if ended.is_set():
-        raise ConnectionError(f"{member.name} has ended")
+        raise ConnectionError("a rank has ended")

@@ -238,7 +238,7 @@ class Execution:
         if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
             self._show(self._picture)
         self._output.refresh()
-        if not self._failures and (rank := self._breakpoints.next(now)) is not None:
+        if not self._failures and (rank := self._breakpoints.next(now)) is not None and not self._any_exiting():
             self._ask(self._members[rank])
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
@@ -258,10 +258,14 @@ class Execution:
         start_s = time.monotonic()
         try:
             text = self._breakpoints.texts[member.rank]
-            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._drain)
+            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
             member.channel.send(protocol.Command(line))
-        except OSError:  # the rank has ended, which the loop will report
-            self._breakpoints.ended(member.rank)
+        except OSError:  # a rank has ended, which the loop will report
+            return
+        except KeyboardInterrupt:
+            self._catch_up()
+            if not self._failures:
+                raise
             return
         self._breakpoints.asked(member.rank)
         if line is None and NOBODY not in self.notes:
@@ -269,6 +273,16 @@ class Execution:
         self._output.show()
         if self._deadline_s is not None:
             self._deadline_s += time.monotonic() - start_s
+
+    def _any_exiting(self) -> bool:
+        """Whether a process is about to end, or has just ended."""
+        return any(m.process.status().exiting for m in self._members if m.rank not in self._dead)
+
+    def _catch_up(self) -> None:
+        """Receive what has arrived while the student thought: Stop must not hide that a rank has failed meanwhile."""
+        until_s = time.monotonic() + GRACE_S
+        while self._pool.loop.poll(self) and time.monotonic() < until_s:
+            pass
 
     def _grace_s(self) -> float:
         """Return how long the run continues after the first failure."""
@@ -395,6 +409,7 @@ class Execution:
     def died(self, member: Member) -> None:
         """See `Receiver`. A death is a failure even after the rank has answered, since others may still need it."""
         self._dead.add(member.rank)
+        self._breakpoints.ended(member.rank)
         self._pool.state.spend()
         self._read_output(member)
         if member.rank in self._failures or member.rank in self._pool.lost:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pdb  # noqa: T100
+import select
 import signal
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +202,47 @@ def test_a_rank_that_dies_at_the_prompt(group: lab.Group, typed: Typed) -> None:
         group.run(counted)
     assert caught.value.failures[0].last == "It was at a breakpoint."
     assert group.run(counted, "").results == [1, 1]
+
+
+def fails_when_told(how: str, told: Path) -> None:
+    """Rank a stops, and rank b fails while the student thinks."""
+    if name() == "a":
+        breakpoint()  # noqa: T100
+    while not told.exists():
+        time.sleep(0.01)
+    if how == "exit":
+        os._exit(5)
+    raise ValueError("too late")
+
+
+def test_another_rank_dies_while_the_student_thinks(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def think() -> str:
+        (tmp_path / "told").touch()
+        time.sleep(100)  # ends with the signal of labkit's that interrupts `input`
+        return ""
+
+    typed(think)
+    with pytest.raises(lab.RankError, match="exit code 5") as caught:
+        group.run(fails_when_told, "exit", tmp_path / "told")
+    assert caught.value.failures[0].rank == 1
+    assert caught.value.others == ["a was at a breakpoint"]
+
+
+def test_stop_does_not_hide_another_ranks_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def stop() -> str:
+        assert group._pool is not None
+        (tmp_path / "told").touch()
+        assert select.select([group._pool.members[1].channel], [], [], 100)[0], "its error has arrived"
+        raise KeyboardInterrupt
+
+    prompts = typed(stop)
+    with pytest.raises(lab.RankError) as caught:
+        group.run(fails_when_told, "error", tmp_path / "told")
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.headline) == (1, "ValueError: too late")
+    assert "too late" in failure.traceback
+    assert caught.value.others == ["a was at a breakpoint"]
+    assert len(prompts) == 1
 
 
 @pytest.mark.parametrize("place", ["a thread", "no input", "pytest"])
