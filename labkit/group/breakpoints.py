@@ -27,6 +27,7 @@ class Breakpoints:
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
+        self._closed = False
         self._ended: set[int] = set()  # ranks that have ended
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
@@ -45,8 +46,14 @@ class Breakpoints:
         if self._turn == rank:
             self._turn = None
 
+    def close(self) -> None:
+        """The run is about to end: nobody is asked any more."""
+        self._closed = True
+
     def next(self, now_s: float) -> int | None:
         """Return the rank to ask now; None if there is none, or the last one may come back to its prompt soon."""
+        if self._closed:
+            return None
         asking = [rank for rank in self.texts if rank not in self._ended]
         if self._turn in asking:
             return self._turn

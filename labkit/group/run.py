@@ -29,6 +29,7 @@ from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
+from labkit.worker.quit_command import quit_failure
 
 __all__ = ["Execution", "Run"]
 
@@ -36,6 +37,7 @@ LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest wri
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
+QUIT_S: Final = 1.0  # after `q`, in which its rank may end by itself, and then keeps its state
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
@@ -123,6 +125,7 @@ class Execution:
         self._released = False  # whether the serving ranks have been told to stop
         self._dead: set[int] = set()  # ranks whose process has ended
         self._breakpoints = breakpoints.Breakpoints()
+        self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
@@ -169,6 +172,9 @@ class Execution:
         self._looked_s = self._pictured_s = time.monotonic()
         try:
             self._pool.loop.run(self)
+            if self._quit and self._unanswered():  # the program may have caught what should have ended it
+                self._pool.state.spend()
+            self._failures |= self._quit | self._failures
             if any(result is not None for result in self._results.values()):
                 self._failures |= self._exits
             if not self._failures:
@@ -212,7 +218,7 @@ class Execution:
             RunTimeoutError: the deadline has passed.
         """
         now = time.monotonic()
-        if self._failures and not self._failed_s:
+        if (self._failures or self._quit) and not self._failed_s:
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
         late = self._unanswered()
         if not late and not self._end_to_come():
@@ -286,7 +292,9 @@ class Execution:
 
     def _grace_s(self) -> float:
         """Return how long the run continues after the first failure."""
-        if any(not f.consequence for f in self._failures.values()):
+        if self._quit.keys() & self._unanswered():
+            return QUIT_S
+        if any(not f.consequence for f in (self._quit | self._failures).values()):
             return GRACE_S
         return DEATH_S if self._end_to_come() else CAUSE_S
 
@@ -350,6 +358,9 @@ class Execution:
 
     def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
         self._breakpoints.left(member.rank)
+        if message.quits:
+            self._breakpoints.close()
+            self._quit[member.rank] = quit_failure(member.rank, member.name, time.perf_counter_ns())
         put("".join(f"[{member.name}] {line}\n" for line in message.text.splitlines()))
 
     def _serves(self, member: Member, _: protocol.Serving) -> None:

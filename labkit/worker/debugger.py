@@ -15,7 +15,7 @@ from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, span
 
-__all__ = ["Debugger", "quit_at_prompt"]
+__all__ = ["Debugger"]
 
 _IN_CHILD = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
 _SERVING = "in code that the rank runs for other ranks, or after its function has returned."
@@ -78,10 +78,10 @@ class Debugger:
                 self.used = True
                 yield True
 
-    def left(self) -> None:
-        """The rank continues until its next breakpoint."""
+    def left(self, *, quits: bool = False) -> None:
+        """The rank continues until its next breakpoint, or the student ends the run."""
         if self.used and os.getpid() == self._rank_pid:
-            self._send(LeftBreakpoint(self.stream.taken()))
+            self._send(LeftBreakpoint(self.stream.taken(), quits))
 
     def _patch(self, module: ModuleType) -> None:
         from labkit.worker.rank_pdb import RankPdb
@@ -123,9 +123,3 @@ class _Stream(io.TextIOBase):
         for filename, name in here.files.items():
             text = text.replace(filename, name)
         return text
-
-
-def quit_at_prompt(error: BaseException) -> bool:
-    """Whether the student has ended the function with the debugger's `q`."""
-    bdb = sys.modules.get("bdb")
-    return bdb is not None and isinstance(error, bdb.BdbQuit)

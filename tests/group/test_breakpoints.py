@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pdb  # noqa: T100
-import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -165,6 +165,41 @@ def test_quit(group: lab.Group, typed: Typed, line: Any, monkeypatch: pytest.Mon
     assert group.run(counted, "").results == [1, 1]
 
 
+def skips_bad_batches(names: str, caught: type[BaseException], end: str) -> str:
+    while name() in names:
+        try:
+            breakpoint()  # noqa: T100
+            os.getpid()  # here, `q` takes effect
+        except caught:
+            if end == "return":
+                return "caught"
+    return ""
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_quit_ends_a_program_that_catches_all_errors(group: lab.Group, typed: Typed, names: str) -> None:
+    prompts = typed("q")
+    with pytest.raises(lab.RankError, match="was ended at a breakpoint, with q") as caught:
+        group.run(skips_bad_batches, names, Exception, "go on")
+    assert caught.value.stopped == (names == "ab"), "the other one waits at its prompt"
+    assert len(prompts) == 1, "no other rank is asked then"
+
+
+@pytest.mark.parametrize("end", ["go on", "return"])
+def test_quit_ends_a_program_that_catches_everything(group: lab.Group, typed: Typed, end: str) -> None:
+    prompts = typed("q")
+    with pytest.raises(lab.RankError, match="a was ended at a breakpoint, with q"):
+        group.run(skips_bad_batches, "a", BaseException, end)
+    assert len(prompts) == 1
+    assert group.run(counted, "").results == [1, 1]
+
+
+def test_quit_in_a_statement_that_is_debugged_comes_back(group: lab.Group, typed: Typed) -> None:
+    prompts = typed("debug os.getpid()", "q", "p 1", "c")
+    assert group.run(counted).results == [1, 1]
+    assert prompts == ["[a] (Pdb) ", "[a] ((Pdb)) ", "[a] (Pdb) ", "[a] (Pdb) "]
+
+
 def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     waited_s = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited_s[0], perf_counter_ns=time.perf_counter_ns)
@@ -232,7 +267,8 @@ def test_stop_does_not_hide_another_ranks_error(group: lab.Group, typed: Typed, 
     def stop() -> str:
         assert group._pool is not None
         (tmp_path / "told").touch()
-        assert select.select([group._pool.members[1].channel], [], [], 100)[0], "its error has arrived"
+        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
         raise KeyboardInterrupt
 
     prompts = typed(stop)
