@@ -13,7 +13,7 @@ from typing import Final
 from labkit.group.member import Member
 from labkit.group.output import notebook_shell, put
 
-__all__ = ["Breakpoints", "ask"]
+__all__ = ["Breakpoints", "ask", "can_ask"]
 
 TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
 LOOK_EVERY_S: Final = 0.1  # while the student thinks
@@ -23,12 +23,13 @@ class Breakpoints:
     """The ranks at breakpoints. They are asked first come, first served, and a rank keeps its turn until it continues.
 
     A rank also loses its turn while it executes a command for long: it may wait for a rank that waits for its turn.
+    After the first error of a rank, the others are asked until they continue, and not again.
     """
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
-        self._closed = False
-        self._ended: set[int] = set()  # ranks that have ended
+        self._last = self._closed = False
+        self._ended: set[int] = set()  # ranks that are not asked again
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
 
@@ -43,8 +44,21 @@ class Breakpoints:
     def left(self, rank: int) -> None:
         """A rank continues."""
         self.texts.pop(rank, None)
+        if self._last:
+            self._ended.add(rank)
         if self._turn == rank:
             self._turn = None
+
+    def last_call(self) -> None:
+        """A rank has failed."""
+        self._last = True
+
+    def busy(self, now_s: float) -> bool:
+        """Whether a rank is to be asked, or may come back to its prompt soon."""
+        if self._closed:
+            return False
+        executes = self._turn is not None and self._turn not in self._ended and now_s - self._since_s < TURN_S
+        return executes or self.next(now_s) is not None
 
     def close(self) -> None:
         """The run is about to end: nobody is asked any more."""
@@ -83,7 +97,7 @@ def ask(member: Member, text: str, any_exiting: Callable[[], bool], look: Callab
         ConnectionError: a rank has ended meanwhile, this one or another.
         KeyboardInterrupt: Stop.
     """
-    if not _can_ask():
+    if not can_ask():
         return None
     *lines, prompt = text.split("\n")
     put("".join(f"[{member.name}] {line}\n" for line in lines))
@@ -96,7 +110,7 @@ def ask(member: Member, text: str, any_exiting: Callable[[], bool], look: Callab
             return None
 
 
-def _can_ask() -> bool:
+def can_ask() -> bool:
     """Whether the front end of the notebook, or the terminal, can ask for input."""
     if threading.current_thread() is not threading.main_thread():
         return False

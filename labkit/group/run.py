@@ -137,7 +137,8 @@ class Execution:
         self._deadline_s: float | None = None
         self._looked_s = self._pictured_s = 0.0
         self._hurry = False  # whether a rank prints so much that its output must be read without a pause
-        self._failed_s = 0.0  # when the first failure was reported
+        self._failed_s = 0.0  # when the first failure was reported, or when the student was last asked after it
+        self._announced = False  # whether the student knows of it at a prompt
         self._cores = Cores([])
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
@@ -218,7 +219,9 @@ class Execution:
             RunTimeoutError: the deadline has passed.
         """
         now = time.monotonic()
-        if (self._failures or self._quit) and not self._failed_s:
+        asking = bool(self._failures) and self._breakpoints.busy(now) and not self._any_exiting()
+        if asking or ((self._failures or self._quit) and not self._failed_s):
+            self._breakpoints.last_call()
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
         late = self._unanswered()
         if not late and not self._end_to_come():
@@ -238,13 +241,13 @@ class Execution:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
             self._drain()
-            if not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
+            if not asking and not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
                 self._look_for_stuck(time.perf_counter_ns())
             self._pool.oom_kills.sample(now)
         if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
             self._show(self._picture)
         self._output.refresh()
-        if not self._failures and (rank := self._breakpoints.next(now)) is not None and not self._any_exiting():
+        if (rank := self._breakpoints.next(now)) is not None and not self._any_exiting():
             self._ask(self._members[rank])
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
@@ -261,6 +264,9 @@ class Execution:
             self._show(self._picture)
             self._picture.hold(self._breakpoints.texts.keys())
         self._output.show()
+        if self._failures and not self._announced and breakpoints.can_ask():
+            self._announced = True
+            put(f"labkit: {next(iter(self._failures.values()))}. The run ends when the ranks at breakpoints have continued.\n")
         start_s = time.monotonic()
         try:
             text = self._breakpoints.texts[member.rank]
@@ -269,6 +275,7 @@ class Execution:
         except OSError:  # a rank has ended, which the loop will report
             return
         except KeyboardInterrupt:
+            self._breakpoints.close()
             self._catch_up()
             if not self._failures:
                 raise
@@ -350,6 +357,7 @@ class Execution:
     def _raised(self, member: Member, message: protocol.Raised) -> None:
         clock = member.process.clock
         self._failures[member.rank] = dataclasses.replace(message.failure, at_ns=clock.here(message.failure.at_ns))
+        self._breakpoints.left(member.rank)
         if message.failure.broken:
             self._pool.state.spend()
 
@@ -431,6 +439,7 @@ class Execution:
             self._records.end(member.rank, now_ns)
             self._release_servers()
         else:
+            self._breakpoints.close()
             self._failures |= {**self._pool.lost, member.rank: failure}
 
     def _read_output(self, member: Member) -> int:

@@ -107,6 +107,29 @@ def test_turns() -> None:
     assert turns.next(given_s) is None
 
 
+def test_turns_after_an_error() -> None:
+    turns = Breakpoints()
+    turns.arrived(0, "zero")
+    turns.asked(0)
+    given_s = turns._since_s
+    turns.last_call()
+    assert turns.busy(given_s), "it may come back soon"
+    assert not turns.busy(given_s + 2 * TURN_S)
+    turns.arrived(0, "zero")
+    assert turns.next(given_s) == 0
+    assert turns.busy(given_s + 2 * TURN_S)
+    turns.asked(0)
+    turns.left(0)
+    assert not turns.busy(given_s)
+    turns.arrived(0, "again")
+    assert turns.next(given_s) is None, "it has continued"
+    turns.arrived(1, "one")
+    assert turns.next(given_s) == 1
+    turns.close()
+    assert turns.next(given_s) is None
+    assert not turns.busy(given_s)
+
+
 def test_a_rank_that_waits_for_another_one_gives_its_turn_away(typed: Typed) -> None:
     def meet() -> None:
         import torch.distributed as dist
@@ -352,6 +375,62 @@ def test_a_thread_that_comes_to_the_prompt_as_the_function_ends_does_not_ask() -
         debugger.end()
     thread.join()
     assert given == [False]
+
+
+def careful(told: Path | None = None, times: int = 1) -> None:
+    """Rank b fails once it is told to, and stops as often as asked."""
+    while name() == "b" and told is not None and not told.exists():
+        time.sleep(0.01)
+    try:
+        {}["missing"]
+    except KeyError:
+        for _ in range(times if name() == "b" else 1):
+            pdb.post_mortem()
+        raise
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_ranks_at_prompts_are_asked_before_an_error_ends_the_run(
+    group: lab.Group, typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str], times: int
+) -> None:
+    assert group.run(counted, "").results == [1, 1]
+    assert group._pool is not None
+    pool, told = group._pool, tmp_path / "told"
+
+    def think() -> str:
+        told.touch()
+        while b"Pdb" not in pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        return "q"
+
+    prompts = typed(think, "p 1", "c")
+    with pytest.raises(lab.RankError) as caught:
+        group.run(careful, told, times)
+    assert prompts == ["[a] (Pdb) ", "[b] (Pdb) ", "[b] (Pdb) "], "once it has continued, it is not asked again"
+    assert capsys.readouterr().out.count("labkit: a failed: KeyError: 'missing'. The run ends") == 1
+    assert caught.value.failures[0].headline == "KeyError: 'missing'"
+    if times == 1:
+        assert [failure.rank for failure in caught.value.failures] == [0, 1]
+        assert not caught.value.stopped
+        assert group.run(counted, "").results == [1, 1]
+        assert group._pool is pool
+
+
+def test_stop_at_a_prompt_after_an_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def think() -> str:
+        assert group._pool is not None
+        (tmp_path / "told").touch()
+        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        return "p 1"
+
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    prompts = typed(think, stop)
+    with pytest.raises(lab.RankError, match="too late"):
+        group.run(fails_when_told, "error", tmp_path / "told")
+    assert len(prompts) == 2
 
 
 def test_torchs_own_breakpoint(typed: Typed) -> None:
