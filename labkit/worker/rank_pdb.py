@@ -7,13 +7,15 @@ import contextlib
 import pdb  # noqa: T100  # not left behind: this is the debugger
 import sys
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 from labkit.errors.own_code import LABKIT
 from labkit.recording.record import is_students
 from labkit.worker.quit_command import Quit
 
 __all__ = ["RankPdb"]
+
+_NOT_HERE: Final = ("interact", "run", "restart")
 
 
 class RankPdb(pdb.Pdb):
@@ -65,6 +67,18 @@ class RankPdb(pdb.Pdb):
         """End the program."""
         super().set_quit()
         self.debugger.left(quits=self._ends_run)
+
+    def onecmd(self, line: str) -> bool:
+        """Execute a command, except those that need a terminal, or start the program again."""
+        command = self.parseline(line)[0]
+        if command in _NOT_HERE:
+            self.error(f"{command} does not work in a rank")
+            return False
+        return bool(super().onecmd(line))
+
+    def get_names(self) -> list[str]:
+        """Return the names among which pdb's `help` looks for commands."""
+        return [name for name in super().get_names() if name.removeprefix("do_") not in _NOT_HERE]
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         """Return the frames from the student's outermost one, without labkit's, and the number of the current frame."""

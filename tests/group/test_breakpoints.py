@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pdb  # noqa: T100
+import select
 import signal
 import socket
 import sys
@@ -81,8 +82,18 @@ def test_commands_show_and_change_the_program(group: lab.Group, typed: Typed, ca
     assert "main_loop" not in said, "`w` shows the student's frames"
 
 
-def test_ranks_take_turns(group: lab.Group, typed: Typed) -> None:
-    prompts = typed(*["p 1", "c"] * 4)
+def test_ranks_take_turns(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Breakpoints()
+    monkeypatch.setattr(breakpoints, "Breakpoints", lambda: turns)
+
+    def until_both_wait() -> str:
+        assert group._pool is not None
+        (other,) = (m.process.sock for m in group._pool.members if f"[{m.name}]" not in prompts[0])
+        while len(turns.texts) < 2 and not select.select([other], [], [], 0.01)[0]:
+            pass
+        return "p 1"
+
+    prompts = typed(until_both_wait, *["c", "p 1"] * 3, "c")
     assert group.run(counted, "ab", 2).results == [3, 3]
     asked = [prompt[1] for prompt in prompts]
     assert asked[::2] == asked[1::2], "a rank keeps its turn until it continues"
@@ -172,6 +183,16 @@ def test_breakpoints_of_pdb_and_steps_end_with_the_run(
     assert group.run(counted, "").results == [1, 1]
     assert len(prompts) == stepped
     assert "skipped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["interact", "run", "restart"])
+def test_commands_that_no_rank_has(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    typed(command, "help", "c")
+    assert group.run(counted).results == [1, 1]
+    said = capsys.readouterr().out
+    assert f"[a] *** {command} does not work in a rank\n" in said
+    assert "condition" in said
+    assert command not in said.partition("Documented commands")[2]
 
 
 @pytest.mark.parametrize("line", ["q", EOFError])
