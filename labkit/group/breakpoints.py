@@ -29,7 +29,7 @@ class Breakpoints:
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
         self._last = self._closed = False
-        self._ended: set[int] = set()  # ranks that are not asked again
+        self.done: set[int] = set()  # ranks that are not asked again: they have ended, or continued after an error
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
 
@@ -39,13 +39,13 @@ class Breakpoints:
 
     def ended(self, rank: int) -> None:
         """A rank has ended, perhaps at its prompt."""
-        self._ended.add(rank)
+        self.done.add(rank)
 
     def left(self, rank: int) -> None:
         """A rank continues."""
         self.texts.pop(rank, None)
         if self._last:
-            self._ended.add(rank)
+            self.done.add(rank)
         if self._turn == rank:
             self._turn = None
 
@@ -57,7 +57,7 @@ class Breakpoints:
         """Whether a rank is to be asked, or may come back to its prompt soon."""
         if self._closed:
             return False
-        executes = self._turn is not None and self._turn not in self._ended and now_s - self._since_s < TURN_S
+        executes = self._turn is not None and self._turn not in self.done and now_s - self._since_s < TURN_S
         return executes or self.next(now_s) is not None
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Breakpoints:
         """Return the rank to ask now; None if there is none, or the last one may come back to its prompt soon."""
         if self._closed:
             return None
-        asking = [rank for rank in self.texts if rank not in self._ended]
+        asking = [rank for rank in self.texts if rank not in self.done]
         if self._turn in asking:
             return self._turn
         if self._turn is not None and now_s - self._since_s < TURN_S:

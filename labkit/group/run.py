@@ -37,7 +37,7 @@ LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest wri
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
-QUIT_S: Final = 1.0  # after `q`, in which its rank may end by itself, and then keeps its state
+LEFT_S: Final = 1.0  # if a rank has left its prompt for good: it may end by itself, and then keeps its state
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
@@ -299,8 +299,8 @@ class Execution:
 
     def _grace_s(self) -> float:
         """Return how long the run continues after the first failure."""
-        if self._quit.keys() & self._unanswered():
-            return QUIT_S
+        if (self._quit.keys() | self._breakpoints.done) & self._unanswered():
+            return LEFT_S
         if any(not f.consequence for f in (self._quit | self._failures).values()):
             return GRACE_S
         return DEATH_S if self._end_to_come() else CAUSE_S
