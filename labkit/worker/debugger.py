@@ -122,4 +122,4 @@ class _Stream(io.TextIOBase):
         self._written.clear()
         for filename, name in here.files.items():
             text = text.replace(filename, name)
-        return text
+        return text.expandtabs()  # before the notebook puts the rank's name in front, which moves the tab stops
