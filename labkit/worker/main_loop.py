@@ -43,12 +43,7 @@ from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
-_MODULE_NAMES: Final = {
-    "__annotations__",
-    "__builtins__",
-    "__exception__",
-    "__return__",
-}  # names that Python and pdb add to a module
+_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}

@@ -463,6 +463,15 @@ def test_stop_at_a_prompt_after_an_error(group: lab.Group, typed: Typed, tmp_pat
     assert len(prompts) == 2
 
 
+def test_what_no_prompt_has_shown_is_not_shown_in_the_next_run() -> None:
+    debugger = Debugger(pytest.fail, pytest.fail)
+    debugger.begin()
+    debugger.stream.write("--Return--")
+    debugger.end()
+    debugger.begin()
+    assert debugger.stream.taken() == ""
+
+
 def test_torchs_own_breakpoint(typed: Typed) -> None:
     def f() -> int:
         import torch.distributed as dist
