@@ -363,13 +363,23 @@ class Execution:
 
     def _at_breakpoint(self, member: Member, message: protocol.AtBreakpoint) -> None:
         self._breakpoints.arrived(member.rank, message.text)
+        if self._quit:
+            self._quit_too(member)
 
     def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
         self._breakpoints.left(member.rank)
+        put("".join(f"[{member.name}] {line}\n" for line in message.text.splitlines()))
         if message.quits:
             self._breakpoints.close()
             self._quit[member.rank] = quit_failure(member.rank, member.name, time.perf_counter_ns())
-        put("".join(f"[{member.name}] {line}\n" for line in message.text.splitlines()))
+            for rank in list(self._breakpoints.texts):
+                self._quit_too(self._members[rank])
+
+    def _quit_too(self, member: Member) -> None:
+        """After `q` at another rank's prompt, end a rank that is at its own, so that both can be kept."""
+        with contextlib.suppress(OSError):  # it has just ended, which the loop will report
+            member.channel.send(protocol.Command("q\n"))
+            self._breakpoints.asked(member.rank)
 
     def _serves(self, member: Member, _: protocol.Serving) -> None:
         self._serving.add(member.rank)

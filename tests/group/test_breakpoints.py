@@ -225,7 +225,8 @@ def test_quit_ends_a_program_that_catches_all_errors(group: lab.Group, typed: Ty
     prompts = typed("q")
     with pytest.raises(lab.RankError, match="was ended at a breakpoint, with q") as caught:
         group.run(skips_bad_batches, names, Exception, "go on")
-    assert caught.value.stopped == (names == "ab"), "the other one waits at its prompt"
+    assert [failure.rank for failure in caught.value.failures] == [*range(len(names))]
+    assert not caught.value.stopped, "`q` ends also the one that waits at its prompt"
     assert len(prompts) == 1, "no other rank is asked then"
 
 
