@@ -13,7 +13,7 @@ from typing import Final
 from labkit.group.member import Member
 from labkit.group.output import notebook_shell, put
 
-__all__ = ["Breakpoints", "ask"]
+__all__ = ["Breakpoints", "ask", "can_ask"]
 
 TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
 LOOK_EVERY_S: Final = 0.1  # while the student thinks
@@ -23,11 +23,13 @@ class Breakpoints:
     """The ranks at breakpoints. They are asked first come, first served, and a rank keeps its turn until it continues.
 
     A rank also loses its turn while it executes a command for long: it may wait for a rank that waits for its turn.
+    After the first error of a rank, the others are asked until they continue, and not again.
     """
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
-        self._ended: set[int] = set()  # ranks that have ended at their prompts
+        self._last = self._closed = False
+        self.done: set[int] = set()  # ranks that are not asked again: they have ended, or continued after an error
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
 
@@ -36,18 +38,37 @@ class Breakpoints:
         self.texts[rank] = text
 
     def ended(self, rank: int) -> None:
-        """A rank has ended at its prompt."""
-        self._ended.add(rank)
+        """A rank has ended, perhaps at its prompt."""
+        self.done.add(rank)
 
     def left(self, rank: int) -> None:
         """A rank continues."""
         self.texts.pop(rank, None)
+        if self._last:
+            self.done.add(rank)
         if self._turn == rank:
             self._turn = None
 
+    def last_call(self) -> None:
+        """A rank has failed."""
+        self._last = True
+
+    def busy(self, now_s: float) -> bool:
+        """Whether a rank is to be asked, or may come back to its prompt soon."""
+        if self._closed:
+            return False
+        executes = self._turn is not None and self._turn not in self.done and now_s - self._since_s < TURN_S
+        return executes or self.next(now_s) is not None
+
+    def close(self) -> None:
+        """The run is about to end: nobody is asked any more."""
+        self._closed = True
+
     def next(self, now_s: float) -> int | None:
         """Return the rank to ask now; None if there is none, or the last one may come back to its prompt soon."""
-        asking = [rank for rank in self.texts if rank not in self._ended]
+        if self._closed:
+            return None
+        asking = [rank for rank in self.texts if rank not in self.done]
         if self._turn in asking:
             return self._turn
         if self._turn is not None and now_s - self._since_s < TURN_S:
@@ -60,26 +81,27 @@ class Breakpoints:
         self._turn, self._since_s = rank, time.monotonic()
 
 
-def ask(member: Member, text: str, look: Callable[[], None]) -> str | None:
+def ask(member: Member, text: str, any_exiting: Callable[[], bool], look: Callable[[], None]) -> str | None:
     """Show what a rank's debugger has printed, and ask for a command.
 
     Args:
         member: the rank.
         text: what its debugger has printed. The last line is the prompt.
+        any_exiting: returns whether the process of any rank is about to end. Called as `look` is.
         look: is called now and then, on another thread, while the student thinks.
 
     Returns:
         the line; "" at the end of the input; None if nobody can be asked.
 
     Raises:
-        ConnectionError: the rank has ended meanwhile.
+        ConnectionError: a rank has ended meanwhile, this one or another.
         KeyboardInterrupt: Stop.
     """
-    if not _can_ask():
+    if not can_ask():
         return None
     *lines, prompt = text.split("\n")
     put("".join(f"[{member.name}] {line}\n" for line in lines))
-    with _watched(member, look):
+    with _watched(any_exiting, look):
         try:
             return f"{input(f'[{member.name}] {prompt}')}\n"
         except EOFError:
@@ -88,7 +110,7 @@ def ask(member: Member, text: str, look: Callable[[], None]) -> str | None:
             return None
 
 
-def _can_ask() -> bool:
+def can_ask() -> bool:
     """Whether the front end of the notebook, or the terminal, can ask for input."""
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -98,21 +120,21 @@ def _can_ask() -> bool:
 
 
 @contextlib.contextmanager
-def _watched(member: Member, look: Callable[[], None]) -> Iterator[None]:
-    """Watch a rank while the main thread waits for the student's line, and interrupt that wait if the rank ends.
+def _watched(any_exiting: Callable[[], bool], look: Callable[[], None]) -> Iterator[None]:
+    """Watch the ranks while the main thread waits for the student's line, and interrupt that wait if one of them ends.
 
     The signal must reach the main thread inside this block, whatever the student does at that moment. So the block ends
     only after the watching thread has, and after the main thread has had the occasion to handle the signal.
 
     Raises:
-        ConnectionError: the rank has ended.
+        ConnectionError: a rank has ended.
     """
     answered, ended = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not answered.wait(LOOK_EVERY_S):
             look()
-            if member.process.status().exiting:
+            if any_exiting():
                 ended.set()
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 return
@@ -130,4 +152,4 @@ def _watched(member: Member, look: Callable[[], None]) -> Iterator[None]:
         if not ended.is_set():
             raise
     if ended.is_set():
-        raise ConnectionError(f"{member.name} has ended")
+        raise ConnectionError("a rank has ended")

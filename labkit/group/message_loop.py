@@ -57,13 +57,18 @@ class MessageLoop:
         for member in list(self._dead.values()):  # died in an earlier run of the loop, so no event will report it again
             receiver.died(member)
         while (limit_s := receiver.pause_s()) is not None:
-            events = self._selector.select(limit_s)
-            # Messages before deaths: a failing rank's own report says more than the fact that it ended.
-            for kind in (_MESSAGE, _END):
-                for key, _ in events:
-                    its_kind, member = key.data
-                    if its_kind is kind and member.rank not in self._dead:
-                        self._receive(member, receiver) if kind is _MESSAGE else self._end(member, receiver)
+            self.poll(receiver, limit_s)
+
+    def poll(self, receiver: Receiver, limit_s: float = 0.0) -> bool:
+        """Pass what arrives within a time limit to a receiver, and return whether anything has."""
+        events = self._selector.select(limit_s)
+        # Messages before deaths: a failing rank's own report says more than the fact that it ended.
+        for kind in (_MESSAGE, _END):
+            for key, _ in events:
+                its_kind, member = key.data
+                if its_kind is kind and member.rank not in self._dead:
+                    self._receive(member, receiver) if kind is _MESSAGE else self._end(member, receiver)
+        return bool(events)
 
     def close(self) -> None:
         """Stop waiting for all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from labkit.launch.resource_usage import Load
@@ -22,6 +22,9 @@ class Picture(Protocol):
 
     def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
         """Receive newly completed spans, and per rank its pending operations and its resource usage."""
+
+    def hold(self, asking: Collection[int]) -> None:
+        """The student is asked for a command for one of these ranks: no update follows while the student thinks."""
 
     def end(self, trace: Trace, stopped: str) -> None:
         """The run has ended; `stopped` says why it ended early, as in "stopped by an error"; "" if it did not."""

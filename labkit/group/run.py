@@ -29,6 +29,7 @@ from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
+from labkit.worker.quit_command import quit_failure
 
 __all__ = ["Execution", "Run"]
 
@@ -36,6 +37,7 @@ LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest wri
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
+LEFT_S: Final = 1.0  # if a rank has left its prompt for good: it may end by itself, and then keeps its state
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
@@ -123,6 +125,7 @@ class Execution:
         self._released = False  # whether the serving ranks have been told to stop
         self._dead: set[int] = set()  # ranks whose process has ended
         self._breakpoints = breakpoints.Breakpoints()
+        self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
         self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
@@ -134,7 +137,8 @@ class Execution:
         self._deadline_s: float | None = None
         self._looked_s = self._pictured_s = 0.0
         self._hurry = False  # whether a rank prints so much that its output must be read without a pause
-        self._failed_s = 0.0  # when the first failure was reported
+        self._failed_s = 0.0  # when the first failure was reported, or when the student was last asked after it
+        self._announced = False  # whether the student knows of it at a prompt
         self._cores = Cores([])
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
@@ -169,6 +173,9 @@ class Execution:
         self._looked_s = self._pictured_s = time.monotonic()
         try:
             self._pool.loop.run(self)
+            if self._quit and self._unanswered():  # the program may have caught what should have ended it
+                self._pool.state.spend()
+            self._failures |= self._quit | self._failures
             if any(result is not None for result in self._results.values()):
                 self._failures |= self._exits
             if not self._failures:
@@ -212,7 +219,9 @@ class Execution:
             RunTimeoutError: the deadline has passed.
         """
         now = time.monotonic()
-        if self._failures and not self._failed_s:
+        asking = bool(self._failures) and self._breakpoints.busy(now) and not self._any_exiting()
+        if asking or ((self._failures or self._quit) and not self._failed_s):
+            self._breakpoints.last_call()
             self._failed_s, self._cores = now, Cores([m.process for m in self._members])
         late = self._unanswered()
         if not late and not self._end_to_come():
@@ -232,13 +241,13 @@ class Execution:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
             self._drain()
-            if not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
+            if not asking and not self._breakpoints.texts:  # otherwise ranks may wait for one that a person debugs
                 self._look_for_stuck(time.perf_counter_ns())
             self._pool.oom_kills.sample(now)
         if self._picture is not None and now - self._pictured_s > self._picture.interval_s:
             self._show(self._picture)
         self._output.refresh()
-        if not self._failures and (rank := self._breakpoints.next(now)) is not None:
+        if (rank := self._breakpoints.next(now)) is not None and not self._any_exiting():
             self._ask(self._members[rank])
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
@@ -253,14 +262,23 @@ class Execution:
         self._drain()
         if self._picture is not None:
             self._show(self._picture)
+            self._picture.hold(self._breakpoints.texts.keys())
         self._output.show()
+        if self._failures and not self._announced and breakpoints.can_ask():
+            self._announced = True
+            put(f"labkit: {next(iter(self._failures.values()))}. The run ends when the ranks at breakpoints have continued.\n")
         start_s = time.monotonic()
         try:
             text = self._breakpoints.texts[member.rank]
-            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._drain)
+            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
             member.channel.send(protocol.Command(line))
-        except OSError:  # the rank has ended, which the loop will report
-            self._breakpoints.ended(member.rank)
+        except OSError:  # a rank has ended, which the loop will report
+            return
+        except KeyboardInterrupt:
+            self._breakpoints.close()
+            self._catch_up()
+            if not self._failures:
+                raise
             return
         self._breakpoints.asked(member.rank)
         if line is None and NOBODY not in self.notes:
@@ -269,9 +287,21 @@ class Execution:
         if self._deadline_s is not None:
             self._deadline_s += time.monotonic() - start_s
 
+    def _any_exiting(self) -> bool:
+        """Whether a process is about to end, or has just ended."""
+        return any(m.process.status().exiting for m in self._members if m.rank not in self._dead)
+
+    def _catch_up(self) -> None:
+        """Receive what has arrived while the student thought: Stop must not hide that a rank has failed meanwhile."""
+        until_s = time.monotonic() + GRACE_S
+        while self._pool.loop.poll(self) and time.monotonic() < until_s:
+            pass
+
     def _grace_s(self) -> float:
         """Return how long the run continues after the first failure."""
-        if any(not f.consequence for f in self._failures.values()):
+        if (self._quit.keys() | self._breakpoints.done) & self._unanswered():
+            return LEFT_S
+        if any(not f.consequence for f in (self._quit | self._failures).values()):
             return GRACE_S
         return DEATH_S if self._end_to_come() else CAUSE_S
 
@@ -327,15 +357,29 @@ class Execution:
     def _raised(self, member: Member, message: protocol.Raised) -> None:
         clock = member.process.clock
         self._failures[member.rank] = dataclasses.replace(message.failure, at_ns=clock.here(message.failure.at_ns))
+        self._breakpoints.left(member.rank)
         if message.failure.broken:
             self._pool.state.spend()
 
     def _at_breakpoint(self, member: Member, message: protocol.AtBreakpoint) -> None:
         self._breakpoints.arrived(member.rank, message.text)
+        if self._quit:
+            self._quit_too(member)
 
     def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
         self._breakpoints.left(member.rank)
         put("".join(f"[{member.name}] {line}\n" for line in message.text.splitlines()))
+        if message.quits:
+            self._breakpoints.close()
+            self._quit[member.rank] = quit_failure(member.rank, member.name, time.perf_counter_ns())
+            for rank in list(self._breakpoints.texts):
+                self._quit_too(self._members[rank])
+
+    def _quit_too(self, member: Member) -> None:
+        """After `q` at another rank's prompt, end a rank that is at its own, so that both can be kept."""
+        with contextlib.suppress(OSError):  # it has just ended, which the loop will report
+            member.channel.send(protocol.Command("q\n"))
+            self._breakpoints.asked(member.rank)
 
     def _serves(self, member: Member, _: protocol.Serving) -> None:
         self._serving.add(member.rank)
@@ -394,6 +438,7 @@ class Execution:
     def died(self, member: Member) -> None:
         """See `Receiver`. A death is a failure even after the rank has answered, since others may still need it."""
         self._dead.add(member.rank)
+        self._breakpoints.ended(member.rank)
         self._pool.state.spend()
         self._read_output(member)
         if member.rank in self._failures or member.rank in self._pool.lost:
@@ -404,6 +449,7 @@ class Execution:
             self._records.end(member.rank, now_ns)
             self._release_servers()
         else:
+            self._breakpoints.close()
             self._failures |= {**self._pool.lost, member.rank: failure}
 
     def _read_output(self, member: Member) -> int:

@@ -307,9 +307,15 @@ class AtBreakpoint(Message):
 
 @dataclass(slots=True)
 class LeftBreakpoint(Message):
-    """The rank's debugger has printed this text, and continues the program until its next breakpoint."""
+    """The rank's debugger has printed this text, and continues the program until its next breakpoint, or ends it.
+
+    Args:
+        text: the text.
+        quits: whether the student has ended the run with `q`.
+    """
 
     text: str
+    quits: bool = False
 
 
 class ImportedModule(NamedTuple):

@@ -9,16 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, span
 
-__all__ = ["Debugger", "quit_at_prompt"]
+__all__ = ["Debugger"]
 
 _IN_CHILD = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
 _SERVING = "in code that the rank runs for other ranks, or after its function has returned."
+_PDBS_NAMES: Final = ("__exception__", "__return__", "__pdb_convenience_variables")  # among those of a module, or of a cell
 
 
 class Debugger:
@@ -49,6 +50,7 @@ class Debugger:
         """A function or a cell begins."""
         self._running, self._nobody = True, False
         self._said.clear()
+        self.stream.taken()  # what no prompt has shown belongs to an earlier run
 
     def end(self) -> None:
         """A function or a cell has ended. Wait for a thread that is at the prompt, and stop tracing."""
@@ -58,6 +60,8 @@ class Debugger:
             self.used = False
             sys.settrace(None)
             sys.modules["pdb"].Pdb().clear_all_breaks()  # their lines may be those of another cell in the next run
+            for name in _PDBS_NAMES:
+                sys.modules["__main__"].__dict__.pop(name, None)
 
     def may_stop(self) -> bool:
         """Return whether this thread may stop here; say why not, once."""
@@ -78,10 +82,10 @@ class Debugger:
                 self.used = True
                 yield True
 
-    def left(self) -> None:
-        """The rank continues until its next breakpoint."""
+    def left(self, *, quits: bool = False) -> None:
+        """The rank continues until its next breakpoint, or the student ends the run."""
         if self.used and os.getpid() == self._rank_pid:
-            self._send(LeftBreakpoint(self.stream.taken()))
+            self._send(LeftBreakpoint(self.stream.taken(), quits))
 
     def _patch(self, module: ModuleType) -> None:
         from labkit.worker.rank_pdb import RankPdb
@@ -122,10 +126,4 @@ class _Stream(io.TextIOBase):
         self._written.clear()
         for filename, name in here.files.items():
             text = text.replace(filename, name)
-        return text
-
-
-def quit_at_prompt(error: BaseException) -> bool:
-    """Whether the student has ended the function with the debugger's `q`."""
-    bdb = sys.modules.get("bdb")
-    return bdb is not None and isinstance(error, bdb.BdbQuit)
+        return text.expandtabs()  # before the notebook puts the rank's name in front, which moves the tab stops

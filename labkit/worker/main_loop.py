@@ -27,12 +27,13 @@ from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
-from labkit.worker.debugger import Debugger, quit_at_prompt
+from labkit.worker.debugger import Debugger
 from labkit.worker.display import RankDisplay
 from labkit.worker.edited_modules import Imports
 from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import apply
+from labkit.worker.quit_command import is_quit, quit_failure
 from labkit.worker.runtimes.base import Released, Runtime, quiet_stderr
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
@@ -42,12 +43,7 @@ from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
-_MODULE_NAMES: Final = {
-    "__annotations__",
-    "__builtins__",
-    "__exception__",
-    "__return__",
-}  # names that Python and pdb add to a module
+_MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
@@ -364,11 +360,8 @@ class _Rank:
 
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()
-        if quit_at_prompt(error):
-            ended = "was ended at a breakpoint, with q"
-            return RankFailure(
-                self._rank_config.rank, self._rank_config.name, ended, at_ns=at_ns, verb="", own=True, in_python=True
-            )
+        if is_quit(error):
+            return quit_failure(self._rank_config.rank, self._rank_config.name, at_ns)
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),

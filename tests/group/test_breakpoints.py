@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pdb  # noqa: T100
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,8 @@ import labkit as lab
 from labkit.group import breakpoints
 from labkit.group.breakpoints import TURN_S, Breakpoints
 from labkit.group.run import NOBODY
+from labkit.plots.live.frame import LiveFrame
+from labkit.plots.live.live import Live
 from labkit.worker.debugger import Debugger
 
 pytestmark = pytest.mark.processes
@@ -77,8 +82,18 @@ def test_commands_show_and_change_the_program(group: lab.Group, typed: Typed, ca
     assert "main_loop" not in said, "`w` shows the student's frames"
 
 
-def test_ranks_take_turns(group: lab.Group, typed: Typed) -> None:
-    prompts = typed(*["p 1", "c"] * 4)
+def test_ranks_take_turns(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Breakpoints()
+    monkeypatch.setattr(breakpoints, "Breakpoints", lambda: turns)
+
+    def until_both_wait() -> str:
+        assert group._pool is not None
+        (other,) = (m.process.sock for m in group._pool.members if f"[{m.name}]" not in prompts[0])
+        while len(turns.texts) < 2 and not select.select([other], [], [], 0.01)[0]:
+            pass
+        return "p 1"
+
+    prompts = typed(until_both_wait, *["c", "p 1"] * 3, "c")
     assert group.run(counted, "ab", 2).results == [3, 3]
     asked = [prompt[1] for prompt in prompts]
     assert asked[::2] == asked[1::2], "a rank keeps its turn until it continues"
@@ -101,6 +116,29 @@ def test_turns() -> None:
     assert turns.next(given_s) == 0
     turns.left(0)
     assert turns.next(given_s) is None
+
+
+def test_turns_after_an_error() -> None:
+    turns = Breakpoints()
+    turns.arrived(0, "zero")
+    turns.asked(0)
+    given_s = turns._since_s
+    turns.last_call()
+    assert turns.busy(given_s), "it may come back soon"
+    assert not turns.busy(given_s + 2 * TURN_S)
+    turns.arrived(0, "zero")
+    assert turns.next(given_s) == 0
+    assert turns.busy(given_s + 2 * TURN_S)
+    turns.asked(0)
+    turns.left(0)
+    assert not turns.busy(given_s)
+    turns.arrived(0, "again")
+    assert turns.next(given_s) is None, "it has continued"
+    turns.arrived(1, "one")
+    assert turns.next(given_s) == 1
+    turns.close()
+    assert turns.next(given_s) is None
+    assert not turns.busy(given_s)
 
 
 def test_a_rank_that_waits_for_another_one_gives_its_turn_away(typed: Typed) -> None:
@@ -147,6 +185,16 @@ def test_breakpoints_of_pdb_and_steps_end_with_the_run(
     assert "skipped" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["interact", "run", "restart"])
+def test_commands_that_no_rank_has(group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    typed(command, "help", "c")
+    assert group.run(counted).results == [1, 1]
+    said = capsys.readouterr().out
+    assert f"[a] *** {command} does not work in a rank\n" in said
+    assert "condition" in said
+    assert command not in said.partition("Documented commands")[2]
+
+
 @pytest.mark.parametrize("line", ["q", EOFError])
 def test_quit(group: lab.Group, typed: Typed, line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def end() -> str:
@@ -159,6 +207,42 @@ def test_quit(group: lab.Group, typed: Typed, line: Any, monkeypatch: pytest.Mon
     first = caught.value.failures[0]
     assert (first.rank, str(first), first.traceback) == (0, "a was ended at a breakpoint, with q", "")
     assert group.run(counted, "").results == [1, 1]
+
+
+def skips_bad_batches(names: str, caught: type[BaseException], end: str) -> str:
+    while name() in names:
+        try:
+            breakpoint()  # noqa: T100
+            os.getpid()  # here, `q` takes effect
+        except caught:
+            if end == "return":
+                return "caught"
+    return ""
+
+
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_quit_ends_a_program_that_catches_all_errors(group: lab.Group, typed: Typed, names: str) -> None:
+    prompts = typed("q")
+    with pytest.raises(lab.RankError, match="was ended at a breakpoint, with q") as caught:
+        group.run(skips_bad_batches, names, Exception, "go on")
+    assert [failure.rank for failure in caught.value.failures] == [*range(len(names))]
+    assert not caught.value.stopped, "`q` ends also the one that waits at its prompt"
+    assert len(prompts) == 1, "no other rank is asked then"
+
+
+@pytest.mark.parametrize("end", ["go on", "return"])
+def test_quit_ends_a_program_that_catches_everything(group: lab.Group, typed: Typed, end: str) -> None:
+    prompts = typed("q")
+    with pytest.raises(lab.RankError, match="a was ended at a breakpoint, with q"):
+        group.run(skips_bad_batches, "a", BaseException, end)
+    assert len(prompts) == 1
+    assert group.run(counted, "").results == [1, 1]
+
+
+def test_quit_in_a_statement_that_is_debugged_comes_back(group: lab.Group, typed: Typed) -> None:
+    prompts = typed("debug os.getpid()", "q", "p 1", "c")
+    assert group.run(counted).results == [1, 1]
+    assert prompts == ["[a] (Pdb) ", "[a] ((Pdb)) ", "[a] (Pdb) ", "[a] (Pdb) "]
 
 
 def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +282,48 @@ def test_a_rank_that_dies_at_the_prompt(group: lab.Group, typed: Typed) -> None:
         group.run(counted)
     assert caught.value.failures[0].last == "It was at a breakpoint."
     assert group.run(counted, "").results == [1, 1]
+
+
+def fails_when_told(how: str, told: Path) -> None:
+    """Rank a stops, and rank b fails while the student thinks."""
+    if name() == "a":
+        breakpoint()  # noqa: T100
+    while not told.exists():
+        time.sleep(0.01)
+    if how == "exit":
+        os._exit(5)
+    raise ValueError("too late")
+
+
+def test_another_rank_dies_while_the_student_thinks(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def think() -> str:
+        (tmp_path / "told").touch()
+        time.sleep(100)  # ends with the signal of labkit's that interrupts `input`
+        return ""
+
+    typed(think)
+    with pytest.raises(lab.RankError, match="exit code 5") as caught:
+        group.run(fails_when_told, "exit", tmp_path / "told")
+    assert caught.value.failures[0].rank == 1
+    assert caught.value.others == ["a was at a breakpoint"]
+
+
+def test_stop_does_not_hide_another_ranks_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def stop() -> str:
+        assert group._pool is not None
+        (tmp_path / "told").touch()
+        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    prompts = typed(stop)
+    with pytest.raises(lab.RankError) as caught:
+        group.run(fails_when_told, "error", tmp_path / "told")
+    (failure,) = caught.value.failures
+    assert (failure.rank, failure.headline) == (1, "ValueError: too late")
+    assert "too late" in failure.traceback
+    assert caught.value.others == ["a was at a breakpoint"]
+    assert len(prompts) == 1
 
 
 @pytest.mark.parametrize("place", ["a thread", "no input", "pytest"])
@@ -273,6 +399,80 @@ def test_a_thread_that_comes_to_the_prompt_as_the_function_ends_does_not_ask() -
     assert given == [False]
 
 
+def careful(told: Path | None = None, times: int = 1) -> None:
+    """Rank b fails once it is told to, and stops as often as asked."""
+    while name() == "b" and told is not None and not told.exists():
+        time.sleep(0.01)
+    try:
+        {}["missing"]
+    except KeyError:
+        for _ in range(times if name() == "b" else 1):
+            pdb.post_mortem()
+        raise
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_ranks_at_prompts_are_asked_before_an_error_ends_the_run(
+    group: lab.Group, typed: Typed, tmp_path: Path, capsys: pytest.CaptureFixture[str], times: int
+) -> None:
+    assert group.run(counted, "").results == [1, 1]
+    assert group._pool is not None
+    pool, told = group._pool, tmp_path / "told"
+
+    def think() -> str:
+        told.touch()
+        while b"Pdb" not in pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        return "q"
+
+    def until_the_other_has_failed() -> str:
+        while not select.select([pool.members[0].process.sock], [], [], 0.01)[0]:
+            said.append(capsys.readouterr().out)
+            if "a failed" in said[-1]:
+                break
+        return "p 1"
+
+    said = list[str]()
+    prompts = typed(think, until_the_other_has_failed, "c")
+    with pytest.raises(lab.RankError) as caught:
+        group.run(careful, told, times)
+    said.append(capsys.readouterr().out)
+    assert prompts == ["[a] (Pdb) ", "[b] (Pdb) ", "[b] (Pdb) "], "once it has continued, it is not asked again"
+    assert "".join(said).count("labkit: a failed: KeyError: 'missing'. The run ends") == 1
+    assert caught.value.failures[0].headline == "KeyError: 'missing'"
+    if times == 1:
+        assert [failure.rank for failure in caught.value.failures] == [0, 1]
+        assert not caught.value.stopped
+        assert group.run(counted, "").results == [1, 1]
+        assert group._pool is pool
+
+
+def test_stop_at_a_prompt_after_an_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
+    def think() -> str:
+        assert group._pool is not None
+        (tmp_path / "told").touch()
+        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
+            time.sleep(0.01)
+        return "p 1"
+
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    prompts = typed(think, stop)
+    with pytest.raises(lab.RankError, match="too late"):
+        group.run(fails_when_told, "error", tmp_path / "told")
+    assert len(prompts) == 2
+
+
+def test_what_no_prompt_has_shown_is_not_shown_in_the_next_run() -> None:
+    debugger = Debugger(pytest.fail, pytest.fail)
+    debugger.begin()
+    debugger.stream.write("--Return--")
+    debugger.end()
+    debugger.begin()
+    assert debugger.stream.taken() == ""
+
+
 def test_torchs_own_breakpoint(typed: Typed) -> None:
     def f() -> int:
         import torch.distributed as dist
@@ -285,3 +485,28 @@ def test_torchs_own_breakpoint(typed: Typed) -> None:
         prompts = typed("up", "!x = 5", "c")
         group.run(f)
     assert set(prompts) == {"[rank 1] (Pdb) "}
+
+
+def test_the_live_picture_stays_while_the_student_thinks(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen:
+        def __init__(self) -> None:
+            self.frames = list[LiveFrame]()
+
+        def begin(self, _: str) -> None: ...
+
+        def show(self, frame: LiveFrame) -> None:
+            self.frames.append(frame)
+
+        def end(self, *_: Any) -> None: ...
+
+    screen, seen = Screen(), list[tuple[bool, str]]()
+
+    def look() -> str:
+        frame = screen.frames[-1]
+        seen.append((frame.held, frame.rows[0].status))
+        return "c"
+
+    monkeypatch.setattr(lab.Group, "picture", lambda: Live(screen))
+    typed(look)
+    group.watch(counted)
+    assert seen == [(True, "breakpoint")]

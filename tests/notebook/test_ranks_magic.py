@@ -452,8 +452,21 @@ def test_a_breakpoint_shows_the_cells_lines(
     rank_magic("b", "x = 1\nbreakpoint()\ny = 2", shell)
     said = capsys.readouterr().out
     assert "[b] > cell 0(3)<module>()" in said
-    assert "[b]   2  \tbreakpoint()\n" in said
+    listed = [line for line in said.splitlines() if line.startswith("[b]   ")]
+    assert listed == ["[b]   1     x = 1", "[b]   2     breakpoint()", "[b]   3  -> y = 2"], "in columns, without tabs"
     assert cells.group._pool.members[1].made.keys() == {"x", "y"}, "pdb's own names are not the cell's"
+
+
+def test_pdbs_names_do_not_outlive_a_cell(
+    shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("labkit.group.breakpoints.input", lambda _: "c", raising=False)
+    rank_magic("b", "x = 1\nbreakpoint()", shell)
+    capsys.readouterr()
+    rank_magic("b", "[name for name in globals() if name in ('__return__', '__exception__') or 'pdb' in name]", shell)
+    assert capsys.readouterr().out == "[b] []\n"
+    rank_magic("b", "y = 1\nbreakpoint()\nz = 2", shell)
+    assert "->None" not in capsys.readouterr().out
 
 
 def test_breakpoints_can_be_switched_off(cells: in_cells.Cells) -> None:

@@ -204,6 +204,22 @@ def test_a_stale_frame_fades_and_says_why():
     ]  # fmt: skip
 
 
+def test_the_frame_at_a_debuggers_prompt_stays_and_says_who_is_asked():
+    """No frame follows while the student thinks, for longer than any other frame stays."""
+    trace, album = data_parallel(), Album()
+    live = Live(album, itertools.count(0, 50 * MS).__next__)  # drawing costs so much that no frame is due soon
+    live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
+    live.update(trace.start_ns + MS, part(ranks=4), [()] * 4)
+    live.update(trace.start_ns + 3 * MS, part(ranks=4), [()] * 4)
+    live.hold({0})
+    live.update(trace.start_ns + 10_000 * MS, part(ranks=4), [()] * 4)
+    assert [frame.held for frame in album.frames] == [False, False, True, False]
+    moving = [bool([*drawing(page).iter(f"{SVG}animate")]) for page in album.pages]
+    assert moving == [True, True, False, True]
+    assert STILL[0] not in texts(album.pages[2])
+    assert album.frames[2].rows[0].status == "breakpoint"
+
+
 def test_colours_and_lanes_are_those_of_the_timeline():
     book = Book()
     book.compute(0, "forward", 100, 200)

@@ -4,7 +4,8 @@ The SVG is built without matplotlib: this takes about 2 ms, a matplotlib figure 
 is the same in all frames of a run, and everything except the bars has the theme's colours, light or dark.
 
 A frame that is not replaced fades, and says that it was saved while the ranks were running. A reloaded page gets no
-further frames, since a front end ignores updates of cells that it did not run itself.
+further frames, since a front end ignores updates of cells that it did not run itself. Only the frame that is shown at
+a debugger's prompt stays, however long the student thinks.
 """
 
 from __future__ import annotations
@@ -146,12 +147,12 @@ class _Drawing:
             self._curve(frame.curve)
         self._axis()
         label = escape(f"{frame.title}: {frame.in_words}", quote=True)
+        fades = f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/>'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.bottom + self.layout.foot:g}" role="img" '
             f'aria-label="{label}" fill="currentColor" style="display:block;width:100%">'
             f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{self._legend()}"
-            f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/></g>'
-            f"{self._still()}</svg>"
+            f"{'</g>' if frame.held else f'{fades}</g>{self._still()}'}</svg>"
         )
 
     def _legend(self) -> str:

@@ -102,6 +102,7 @@ class LiveFrame:
         past: the content of the strip.
         detail: the content of the rows; None: the same as the strip.
         curve: the first recorded value with several points; None if there is none yet.
+        held: whether it stays for as long as the student thinks at a debugger's prompt.
     """
 
     title: str
@@ -112,6 +113,7 @@ class LiveFrame:
     past: Past
     detail: Detail | None
     curve: Curve | None = None
+    held: bool = False
 
     @property
     def in_words(self) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Protocol, TextIO
 
 from labkit.errors.units import time_in_words
@@ -98,6 +98,14 @@ class Live:
         self._loads = tuple(loads) or self._loads
         self._safely(lambda: self._next_frame(now_ns, new, pending))
 
+    def hold(self, asking: Collection[int]) -> None:
+        """Show the last update in a frame that stays, since none follows while the student is asked for a command.
+
+        Args:
+            asking: the ranks at their debuggers' prompts.
+        """
+        self._safely(lambda: self._screen.show(self._frame(*self._updated, asking)))
+
     def end(self, trace: Trace, stopped: str) -> None:
         """Replace the frames with the timeline of the finished run.
 
@@ -126,6 +134,7 @@ class Live:
 
     def _next_frame(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]]) -> None:
         before, due = self._clock(), now_ns >= self._next_frame_ns
+        self._updated = now_ns, pending
         self._recent.add(new, now_ns, drawn=due)
         self._progress.add(new)
         self._curves.add(new.scalars, self._recent.shown_ns)
@@ -133,11 +142,13 @@ class Live:
             self._screen.show(self._frame(now_ns, pending))
             self._next_frame_ns = now_ns + int((self._clock() - before) / SHARE)
 
-    def _frame(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> LiveFrame:
+    def _frame(self, now_ns: int, pending: Sequence[Sequence[Pending]], asking: Collection[int] = ()) -> LiveFrame:
         recent, elapsed_ns = self._recent, now_ns - self._start_ns
         rows = []
         for rank, name in enumerate(recent.ranks):
             status, blocked = _status(pending[rank], now_ns, returned=(recent.returned_ns[rank] or 0) > self._start_ns)
+            if rank in asking:
+                status, blocked = "breakpoint", False
             row = LiveRow(name, status, blocked, self._loads[rank])
             if rank in recent.ended_ns:
                 row = LiveRow(name, ENDED_HERE, False, ended_ns=recent.ended_ns[rank] - self._start_ns)
@@ -148,7 +159,7 @@ class Live:
         curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
         return LiveFrame(
             self._title, elapsed_ns, self._progress.fraction, self._progress.parts(), rows, self._past,
-            self._detail_at(now_ns, pending), curve,
+            self._detail_at(now_ns, pending), curve, held=bool(asking),
         )  # fmt: skip
 
     def _detail_at(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Detail | None:
