@@ -68,6 +68,16 @@ def below(pids: Iterable[int]) -> set[psutil.Process]:
     return found
 
 
+def children_of(module: str) -> set[psutil.Process]:
+    """This process's children that run a module. Zombies do not count: other tests make this process adopt orphans."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ZombieProcess is one
+            if any(module in word for word in child.cmdline()):
+                found.add(child)
+    return found
+
+
 def network_of_ranks() -> Network:
     """Called in a rank: the network over which it communicates with the others, which its own code does not use."""
     for fd in map(int, os.listdir("/proc/self/fd")):

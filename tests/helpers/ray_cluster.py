@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 
 if __name__ == "__main__":
     folder, *further = sys.argv[1:]
+    os.makedirs("/tmp/ray", exist_ok=True)  # Ray writes the address there, too, but makes the folder only without `temp_dir`
     head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     nodes = [cluster.add_node(num_cpus=1, env_vars={} if path == "-" else {"PYTHONPATH": path}) for path in further]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import children_of
 
 import labkit as lab
 from labkit.machines import emulated
@@ -107,19 +108,16 @@ def test_bare_ranks_meet_at_the_machines_addresses(machines: lab.EmulatedMachine
 
 @pytest.mark.processes
 def test_agents_end_with_the_machines_object() -> None:
-    def ours() -> set[psutil.Process]:
-        return {p for p in psutil.Process().children() if any("machines.relay" in word for word in p.cmdline())}
-
-    before = ours()
+    before = children_of("machines.relay")
     machines = lab.EmulatedMachines("pc1", link=LINK)
     if machines.missing:
         pytest.skip(machines.missing)
     with lab.Group(1, on=machines, runtime="bare") as group:
         group.run(os.getpid)
-        assert len(ours()) == len(before) + 1
+        assert len(children_of("machines.relay")) == len(before) + 1
     del machines, group
     gc.collect()
-    assert ours() <= before
+    assert children_of("machines.relay") <= before
 
 
 def test_a_fork_of_the_notebook_does_not_end_them(machines: lab.EmulatedMachines) -> None:
@@ -177,12 +175,9 @@ def test_without_namespaces_the_ranks_are_here_over_the_same_network(
 
 
 def test_its_process_ends_with_the_object() -> None:
-    def networks() -> list[psutil.Process]:
-        return [p for p in psutil.Process().children() if any("emulated_network" in word for word in p.cmdline())]
-
-    before = networks()
+    before = children_of("emulated_network")
     machines = lab.EmulatedMachines("pc1", link=LINK)
-    assert machines.missing or len(networks()) == len(before) + 1
+    assert machines.missing or len(children_of("emulated_network")) == len(before) + 1
     del machines
     gc.collect()
-    assert networks() == before
+    assert children_of("emulated_network") == before
