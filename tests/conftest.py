@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 from cells import Cells, new_main
-from processes import START, below, kept, left_after, shared
+from processes import START, adopts_orphans, below, kept, left_after, shared
 from quick_run import note_started_processes, started
 
 if TYPE_CHECKING:
@@ -216,7 +216,8 @@ def _state() -> dict[str, Any]:
     """The state of this process that later tests rely on."""
     hard_limits = {name: resource.getrlimit(getattr(resource, name))[1] for name in dir(resource) if name.startswith("RLIMIT_")}
     variables = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("LABKIT_")}
-    return {"folder": os.getcwd(), **hard_limits, "SIGCHLD": signal.getsignal(signal.SIGCHLD), **variables}
+    handler = signal.getsignal(signal.SIGCHLD)
+    return {"folder": os.getcwd(), **hard_limits, "SIGCHLD": handler, "adopts orphans": adopts_orphans(), **variables}
 
 
 def _shared_memory() -> set[str]:

@@ -289,7 +289,7 @@ def test_a_system_without_root_or_namespaces(system: str, tmp_path: Path, right_
     assert ("allows no namespaces" in ended.stdout) == (system == "no namespaces")
     students = json.loads(written.read_text())["students"]
     assert {student: one["points"] for student, one in students.items()} == {"anna": 2, "ben": 0, "cem": 0}
-    assert "Refused: it opens " in students["cem"]["exercises"][RATE]["message"]
+    assert "Refused: the notebook opens " in students["cem"]["exercises"][RATE]["message"]
 
 
 OWN = """

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 import pytest
 
+from labkit.launch.descendants import PR_SET_CHILD_SUBREAPER
 from labkit.worker.network_namespace import Network
 
-__all__ = ["GONE_LIMIT_S", "SELDOM_SPAWNED", "START", "below", "kept", "left_after", "network_of_ranks", "shared", "who_listens"]
+__all__ = [
+    "GONE_LIMIT_S",
+    "SELDOM_SPAWNED",
+    "START",
+    "adopt_no_orphans",
+    "adopts_orphans",
+    "below",
+    "children_of",
+    "kept",
+    "left_after",
+    "network_of_ranks",
+    "shared",
+    "who_listens",
+]
 
+PR_GET_CHILD_SUBREAPER: Final = 37
 START = ("fork", "spawn")  # the ways in which ranks start
 # Each spawned rank starts Python and imports its framework, which takes seconds of a core. `make test` spawns ranks
 # only where starting them, their life time or Stop is at stake.
@@ -76,6 +93,20 @@ def children_of(module: str) -> set[psutil.Process]:
             if any(module in word for word in child.cmdline()):
                 found.add(child)
     return found
+
+
+def adopts_orphans() -> bool:
+    """Whether this process becomes the parent of orphaned descendants. Source: prctl(2)."""
+    found = ctypes.c_int()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
+    return bool(found.value)
+
+
+def adopt_no_orphans() -> None:
+    """Undo `adopt_orphans`: the orphans of later tests would stay as zombies of this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def network_of_ranks() -> Network:
