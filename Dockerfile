@@ -15,7 +15,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=igno
 # pip reads PIP_EXTRA_INDEX_URL: an index with CPU builds of torch. Without it, torch comes with CUDA.
 ARG PIP_EXTRA_INDEX_URL
 ARG EXTRAS="course,tf"
-WORKDIR /opt/labkit
+WORKDIR /srv/labkit
 # The dependencies get a layer of their own, several times larger than labkit's: a new version of labkit does not change it.
 COPY pyproject.toml constraints.txt ./
 RUN mkdir labkit notebooks && touch README.md LICENSE \
