@@ -113,7 +113,9 @@ def test_torchrun_records_a_script_that_does_not_use_labkit(script: Path) -> Non
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *meet]
     ended = run(script, *torchrun, "-m", "labkit", "trains.py", trace="traces")
     assert ended.returncode == 0, ended.stderr
-    assert "labkit" not in ended.stderr
+    (script / "rendezvous").unlink()
+    plain = run(script, *torchrun, "trains.py")
+    assert {*ended.stderr.splitlines()} <= {*plain.stderr.splitlines()}  # torch warns of what it cannot compile
     trace = load_trace(script / "traces")
     assert trace.ranks == ("rank 0", "rank 1")
     assert [s.name for s in trace.filter(kind="call")] == ["trains.py"] * 2
