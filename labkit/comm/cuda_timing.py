@@ -3,6 +3,10 @@
 The host only enqueues work, so its clock around a call does not measure it. Events enqueued before and after do. They
 are read later, when the GPU has reached them, and converted to the host's clock by an anchor: an event and a host time
 that belong together.
+
+Which spans are the GPU's? No call tells whether a program has given the GPU work. The host times a span if the process
+holds no memory of the GPU at either end, or if the GPU passes from the start to the end in no time: it was behind, and
+had nothing to do in between. All others are the GPU's. If it idles while the host computes, both clocks agree.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ import torch
 from labkit.comm.operation import Operation
 from labkit.recording.record import TimedSpan, clock
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import COMPUTE, CUDA, STREAM
+from labkit.recording.schema import COMPUTE, CPU, CUDA, STREAM
 
 __all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
 
 ANCHOR_LIFE_NS: Final = 1_000_000_000  # clocks drift by about 10 ppm: as much in a second as an anchor's own error
 ANCHOR_TRIES: Final = 5  # the fastest of these tries is the most accurate
 ANCHOR_LIMIT_NS: Final = 1_000_000  # for one try; if other work delays the event longer, the old anchor is more accurate
-FLUSH_LIMIT_S: Final = 10.0  # for work that the student's function enqueued before it returned
-STUCK_LIMIT_S: Final = 0.1  # the same if operations are pending, since another rank may never arrive
+ANCHOR_RETRY_NS: Final = 100_000_000  # after such a delay: each try may cost the program `ANCHOR_LIMIT_NS`
+NOTHING_NS: Final = 4_000  # between two events without work in between; a kernel takes longer
+FLUSH_LIMIT_S: Final = 60.0  # for work that the student's function enqueued before it returned
+# For operations that no stream waits for, once the GPU has begun them: another rank may be behind, or never arrive.
+UNWAITED_LIMIT_S: Final = 1.0
 
 
 class Event(Protocol):
@@ -46,7 +53,7 @@ class Events(Protocol):
     """The source of events: `CudaEvents`, or a fake in tests."""
 
     def awake(self) -> bool:
-        """Whether events can be recorded: CUDA is initialized, and is not recording a graph."""
+        """Whether events can be recorded, and may have something to time."""
 
     def device(self) -> int:
         """The current device."""
@@ -63,10 +70,16 @@ class CudaEvents:
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._in_use = False
 
     def awake(self) -> bool:
-        """Whether CUDA is initialized, and is not recording a graph, which would include these events."""
-        return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+        """Whether CUDA is initialized, has given this process memory, and is not recording a graph with all events."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return False
+        if not self._in_use:  # once it is, it remains so: matrix products keep a workspace
+            allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
+            self._in_use = bool(allocated and allocated["all"]["current"])
+        return self._in_use
 
     def device(self) -> int:
         """The current device."""
@@ -92,12 +105,22 @@ class CudaEvents:
 
 
 class Mark:
-    """A point in the GPU's work."""
+    """A point in the GPU's work.
 
-    __slots__ = ("_anchor", "_event", "_ns")
+    Args:
+        event: its event; None if events cannot be recorded: then it is a point in the host's work.
+        anchor: an event and a host time that belong together.
 
-    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None, ns: int | None = None) -> None:
-        self._event, self._anchor, self._ns = event, anchor, ns
+    Attributes:
+        host_ns: when the host set it.
+        of_gpu: whether it has an event.
+    """
+
+    __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
+
+    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None) -> None:
+        self.host_ns, self.of_gpu = clock(), event is not None
+        self._event, self._anchor, self._ns = event, anchor, None if event is not None else self.host_ns
 
     def time_ns(self) -> int | None:
         """Return when the GPU reached it, on `time.perf_counter_ns`'s clock; None if it has not."""
@@ -126,6 +149,7 @@ class DeviceClock:
         self._events: Events = events if events is not None else CudaEvents()
         self.thread_flags = ring.thread_flags
         self._anchors: dict[int, tuple[Event, int]] = {}
+        self._anchor_due_ns: dict[int, int] = {}
         self._spans: deque[tuple[str, str, int, Mark, Mark]] = deque()
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
@@ -138,7 +162,7 @@ class DeviceClock:
         """
         events = self._events
         if not events.awake():
-            return Mark(None, None, clock())
+            return Mark(None, None)
         device = events.device() if device is None else device
         anchor = self._anchor(device)
         return Mark(events.here(device), anchor)
@@ -180,7 +204,10 @@ class DeviceClock:
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
                     break  # later spans cannot be complete either
-                self._ring.write(name, COMPUTE, start_ns, end_ns, line=line, device=CUDA, flags=flags)
+                device = CUDA
+                if end_ns - start_ns < NOTHING_NS or not (start.of_gpu or end.of_gpu):
+                    start_ns, end_ns, device = start.host_ns, end.host_ns, CPU
+                self._ring.write(name, COMPUTE, start_ns, end_ns, line=line, device=device, flags=flags)
                 spans.popleft()
             for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()
@@ -189,17 +216,27 @@ class DeviceClock:
         finally:
             self._settling.release()
 
-    def flush(self) -> float:
+    def flush(self, limit_s: float = FLUSH_LIMIT_S) -> float:
         """Wait until the GPU has completed all open spans and operations, and record them.
 
-        The wait is short if operations are pending, because other ranks may never arrive.
+        The GPU may be far behind the host, and other ranks' GPUs behind this one. If another rank never arrives at an
+        operation for which a stream waits, the notebook finds the deadlock meanwhile.
+
+        Args:
+            limit_s: how long to wait at most.
 
         Returns:
             the seconds left of the time limit, for other work of the GPU.
         """
-        until = time.monotonic() + (STUCK_LIMIT_S if self._operations else FLUSH_LIMIT_S)
+        begun = time.monotonic()
+        until, unwaited_until = begun + limit_s, begun + UNWAITED_LIMIT_S
         self.settle()
-        while (self._spans or self._operations) and time.monotonic() < until:
+        while self._spans or self._operations:
+            now = time.monotonic()
+            if self._spans or not all(operation.unwaited() for operation in self._operations):
+                unwaited_until = now + UNWAITED_LIMIT_S
+            if now > min(until, unwaited_until):
+                return 0.0
             time.sleep(0.0005)
             self.settle()
         return max(0.0, until - time.monotonic())
@@ -207,7 +244,7 @@ class DeviceClock:
     def _anchor(self, device: int) -> tuple[Event, int]:
         """Return an event and the host time at that event, at most `ANCHOR_LIFE_NS` old if the GPU is responsive."""
         old = self._anchors.get(device)
-        if old is not None and clock() - old[1] < ANCHOR_LIFE_NS:
+        if old is not None and clock() < self._anchor_due_ns[device]:
             return old
         quickest, best = ANCHOR_LIMIT_NS, old
         for _ in range(ANCHOR_TRIES):
@@ -216,6 +253,8 @@ class DeviceClock:
             while not event.query() and clock() - asked_ns < ANCHOR_LIMIT_NS:
                 pass
             took_ns = clock() - asked_ns
+            if took_ns >= ANCHOR_LIMIT_NS:
+                break  # another process has the GPU
             if took_ns < quickest:
                 quickest, best = took_ns, (event, asked_ns + took_ns)
         if best is None:
@@ -223,6 +262,7 @@ class DeviceClock:
             event.synchronize()
             best = event, clock()
         self._anchors[device] = best
+        self._anchor_due_ns[device] = clock() + (ANCHOR_LIFE_NS if best is not old else ANCHOR_RETRY_NS)
         return best
 
 
@@ -298,6 +338,10 @@ class DeviceOperation(Operation):
         elif self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             self._wait_end = self._end
+
+    def unwaited(self) -> bool:
+        """Whether the GPU has begun it, and no stream waits for it."""
+        return self._wait_start is None and self._start.time_ns() is not None
 
     def completed(self, _: object = None) -> None:
         """Does nothing: the host does not know when it completes."""

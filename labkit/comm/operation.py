@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, TIMED
+from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
@@ -34,13 +34,38 @@ class Operation:
         name: its name for the student: "all_reduce".
         start_ns: when it was issued.
         nbytes, peer, root, group, match, line, signature: as in `recording.events.Span`.
-        ready: for data on a GPU, when the GPU has computed it: the rank neither communicates nor waits before that.
+        ready: for data on a GPU that gloo moves through the host, when the GPU has computed it: the rank neither
+            communicates nor waits before that.
     """
 
     __slots__ = (
-        "_delay_ns", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_thread_flags", "_wait_delay_ns", "backend_ns",
-        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
-        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_delay_ns",
+        "_flags",
+        "_issue_delay_ns",
+        "_once",
+        "_ready",
+        "_ring",
+        "_slot",
+        "_wait_delay_ns",
+        "backend_ns",
+        "blocking",
+        "booking",
+        "end_ns",
+        "future",
+        "group",
+        "has_future",
+        "line",
+        "match",
+        "name",
+        "nbytes",
+        "peer",
+        "root",
+        "signature",
+        "start_ns",
+        "timed",
+        "wait_end_ns",
+        "wait_start_ns",
+        "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -69,8 +94,8 @@ class Operation:
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self.timed = False  # whether waits for it end after a time limit that the program has set
         self._ready = ready
-        # Whether the waiting thread serves a remote call, and whether the program issues it on a thread of its own.
-        self._thread_flags = ring.thread_flags() & OWN_THREAD
+        # Also whether the waiting thread serves a remote call, once one waits.
+        self._flags = (ring.thread_flags() & OWN_THREAD) | (THROUGH_HOST if ready is not None else 0)
         self._once = _thread.allocate_lock()
         self._slot = ring.pend(
             name, start_ns, nbytes=nbytes, peer=peer, root=root, group=group, match=match, line=line, signature=signature
@@ -96,7 +121,7 @@ class Operation:
             self.wait_start_ns = now = clock()
             self._delay_ns = self._ring.thread_delay()
             self.waited_for = True
-            self._thread_flags |= self._ring.thread_flags() & SERVED
+            self._flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
     def wait_ends(self) -> None:
@@ -113,7 +138,7 @@ class Operation:
         elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
             self._delay_ns = self._ring.thread_delay()
-            self._thread_flags |= self._ring.thread_flags() & SERVED
+            self._flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, TIMED * self.timed)
 
     def wait_has_ended_in_torch(self) -> None:
@@ -200,7 +225,7 @@ class Operation:
         self._ring.write_communication(
             self.name, start_ns, end_ns, wait_start_ns=wait_start_ns, wait_end_ns=wait_end_ns, nbytes=self.nbytes,
             peer=self.peer, root=self.root, group=self.group, match=self.match, line=self.line, signature=self.signature,
-            device=device, flags=flags | self._thread_flags, backend_ns=min(self.backend_ns, end_ns),
+            device=device, flags=flags | self._flags, backend_ns=min(self.backend_ns, end_ns),
             issue_delay_ns=self._issue_delay_ns, wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
         self._leave_slot()

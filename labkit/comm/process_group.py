@@ -22,6 +22,7 @@ from labkit.comm.cuda_timing import DeviceOperation
 from labkit.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
 from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
+from labkit.comm.host_copy import HostCopy
 from labkit.comm.members import Numbering, check_peer, numbers_of
 from labkit.comm.operation import Batch, Operation
 from labkit.comm.time_limits import backends_limit, ends_by_itself
@@ -70,7 +71,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
         self._silent: set[str] = set()  # operations whose completion the backend does not report
-        self._on_gpu: bool | None = None
+        self._gpu_backend: str | None = None  # a cache of `gpu_backend`
         self._limit_s = self._message_limit_s = 0.0  # not known yet
 
     @classmethod
@@ -99,11 +100,16 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self.around(self._real.merge_remote_group(*args, **kwargs))
 
     @property
+    def gpu_backend(self) -> str:
+        """The name of the backend that transfers GPU tensors: "nccl", "gloo", ...; "" if there is none."""
+        if self._gpu_backend is None:
+            self._gpu_backend = next((backend.name() for d, backend in _backends(self._real) if d.type == "cuda"), "")
+        return self._gpu_backend
+
+    @property
     def moves_on_gpu(self) -> bool:
         """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
-        if self._on_gpu is None:
-            self._on_gpu = any((d.type, backend.name()) == ("cuda", "nccl") for d, backend in _backends(self._real))
-        return self._on_gpu
+        return self.gpu_backend == "nccl"
 
     @property
     def limit_s(self) -> float:
@@ -259,22 +265,33 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         operation.timed = self.message_limit_s < math.inf
         if group:
             self._book_message(operation)
+        copy = None
         try:
+            if tensors[0].is_cuda and self.gpu_backend == "gloo":
+                copy = HostCopy(tensors[0])
+                if method == SEND.name:
+                    copy.from_gpu()
+                tensors = [copy.host]
             work = getattr(self._real, method)(tensors, *who, tag)
         except BaseException:
             operation.withdrawn()
             raise
         if work is None or self._together is not None or isinstance(operation, DeviceOperation):
             return self._followed(operation, work, tensors, False)
-        message = WatchedMessage(work, operation, self.futures, None if group else partial(self._arrived, tag))
+        received = copy if operation.name == RECV.name else None
+        from_any = not group
+        arrived = partial(self._arrived, tag, from_any, received) if from_any or received is not None else None
+        message = WatchedMessage(work, operation, self.futures, arrived)
         operation.blocking = sys._getframe(3).f_code in BLOCKING  # beyond our `send` and torch's `isend`
         if not operation.blocking:
             self.attendant.watch(message)
         return message
 
-    def _arrived(self, tag: int, work: Any, operation: Operation) -> None:
-        """Complete the record of a receive from any rank, since the sender is known once the message has arrived."""
-        if not MESSAGE_SENDERS.found:
+    def _arrived(self, tag: int, from_any: bool, copy: HostCopy | None, work: Any, operation: Operation) -> None:
+        """Copy what has arrived to the GPU; complete the record of a receive from any rank."""
+        if copy is not None:
+            copy.to_gpu()
+        if not from_any or not MESSAGE_SENDERS.found:
             return
         sender = MESSAGE_SENDERS.of(work, "_source_rank")()
         operation.peer, operation.group, numbers = self._pair(RECV.name, sender, tag)

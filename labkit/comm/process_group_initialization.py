@@ -30,7 +30,7 @@ HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torc
 NOTHING_TO_DO: Final = (
     "init_process_group had nothing to do: the ranks of a group are initialised already, with this rank and world size."
 )
-INSTEAD: Final = "init_process_group({!r}): there is no GPU for each rank here, so messages go through gloo."
+INSTEAD: Final = "init_process_group({!r}): there is no GPU for each rank here, so all communication goes through gloo."
 ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

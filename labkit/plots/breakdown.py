@@ -13,7 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.shared_cores import shared_cores_in_words
+from labkit.plots.sharing import sharing_in_words
 from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import View, view_of
 from labkit.plots.waits import waiting_in_words
@@ -67,7 +67,7 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # all ranks have the same window, so the mean is the share of all ranks
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
-    shared = shared_cores_in_words([view])
+    shared = sharing_in_words([view])
     with labkit_style(ax):
         if ax is None:
             high_in = 1.2 + 0.36 * len(y) + (0.2 if shared else 0)
@@ -133,7 +133,7 @@ def compare(
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
     names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_ranks_and_steps(view)}" for view in views]
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
-    shared = shared_cores_in_words(views)
+    shared = sharing_in_words(views)
     with labkit_style(ax):
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))

@@ -15,7 +15,7 @@ from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, c
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
-from labkit.plots.shared_cores import shared_cores_in_words
+from labkit.plots.sharing import sharing_in_words
 from labkit.plots.style import (
     CHIP,
     INK,
@@ -137,7 +137,7 @@ class _Timeline:
         self.paths = [path_between(v.whole, v.shown.start_ns, v.shown.end_ns) if critical_path else [] for v in views]
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
-        self.shared_cores = shared_cores_in_words(views)
+        self.sharing = sharing_in_words(views)
         self.rows = sum(len(view.rows) for view in views)
         self.heading = HEADING if self.several else 0.0
         self.strip_in = 0.0 if self.several or not views[0].zoomed else min(0.12 + 0.05 * self.rows, 0.5)
@@ -196,7 +196,7 @@ class _Timeline:
         ]
         bars = listed(legend_of(style, "waiting") for style in STYLES if style in self.drawn)
         of_path = " A line shows the critical path." if "critical path" in self.drawn else ""
-        shared = self.shared_cores and f" {self.shared_cores}."
+        shared = self.sharing and f" {self.sharing}."
         shown = f"One row for each of {listed(names)}. The bars show: {bars}.{of_path}{shared}"
         describe(ax, f"Timeline: {'; '.join(titles)}. {shown}")
         return ax
@@ -209,7 +209,7 @@ class _Timeline:
         left = 0.25 + 0.075 * max(len(row.name) for view in self.views for row in view.rows)
         top, bottom = (
             0.1 if self.several else 0.42 + (self.strip_in + 0.14 if self.strip_in else 0),
-            1.1 if self.shared_cores else 0.9,
+            1.1 if self.sharing else 0.9,
         )
         height = top + bottom + row_in * self.height
         return new_figure(figsize=(WIDTH_IN, height)).add_axes(
@@ -390,9 +390,9 @@ class _Timeline:
             place = ScaledTranslation(-shift_in, -down_in, self.ax.figure.dpi_scale_trans)
             line.set_bbox_to_anchor((0, 0), self.ax.transAxes + place)
             self.ax.add_artist(line).set_clip_on(False)  # otherwise a notebook, which trims figures, would cut it off
-        if self.shared_cores:
+        if self.sharing:
             below = self.ax.transAxes + ScaledTranslation(-left_in + 0.05, -0.9, self.ax.figure.dpi_scale_trans)
-            self.ax.text(0, 0, self.shared_cores, transform=below, va="top", fontsize=NOTE_PT)
+            self.ax.text(0, 0, self.sharing, transform=below, va="top", fontsize=NOTE_PT)
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)

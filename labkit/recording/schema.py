@@ -25,8 +25,8 @@ from labkit.recording.operations import OperationType, type_of
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
     "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OWN_THREAD", "PENDING_FIELDS", "READING", "SCALAR", "SERVED",
-    "STEP", "STEPS_IN_ALL", "STREAM", "TIMED", "UNSHOWN", "UNSIZED", "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span",
-    "Tail", "device_code", "flags_of",
+    "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNSHOWN", "UNSIZED", "WAIT", "Field", "Flag", "Head",
+    "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
@@ -40,6 +40,7 @@ UNSHOWN: Final = 1 << 3  # it is not part of any trace
 UNSIZED: Final = 1 << 4  # it moved an unknown number of bytes
 SERVED: Final = 1 << 5  # it is on a thread that executes a call from another rank
 OWN_THREAD: Final = 1 << 6  # it is on another thread that does not execute the rank's function
+THROUGH_HOST: Final = 1 << 7  # gloo moved a GPU's data, through the host's memory
 
 CPU, CUDA, NUMBERED = range(3)  # devices: timed by the host; timed by a GPU; the first of TensorFlow's "CPU:<n>"
 STREAM: Final = 0xFFFFFFFF  # in place of the blocked thread: a GPU's stream is blocked, and the rank continues
@@ -132,6 +133,7 @@ class Span:
         wait_delay_ns: the same for the thread that waited for it, at the end of its wait; 0 if none waited.
         own_thread: True if it computed, or was issued, on a thread of its own, such as one that loads data: neither
             that of the rank's function nor one that executes a call from another rank.
+        through_host: True for a communication of GPU tensors by gloo: it includes their copies to the host and back.
     """
 
     rank: Annotated[int, OfRank("i")]
@@ -159,6 +161,7 @@ class Span:
     issue_delay_ns: Annotated[int, Tail("q")] = 0
     wait_delay_ns: Annotated[int, Tail("q")] = 0
     own_thread: Annotated[bool, Flag(OWN_THREAD)] = False
+    through_host: Annotated[bool, Flag(THROUGH_HOST)] = False
 
     @property
     def duration_ns(self) -> int:

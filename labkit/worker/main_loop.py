@@ -43,6 +43,7 @@ from labkit.worker.working_folder import WorkingFolder
 
 __all__ = ["main"]
 
+GPU_AFTER_ERROR_S: Final = 0.1  # for records of a GPU that is behind: the student waits for the error
 _MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
@@ -354,7 +355,7 @@ class _Rank:
         recorder = here.recorder
         if recorder is not None and recorder.device_clock is not None:
             with contextlib.suppress(RuntimeError):  # CUDA no longer works; its pending records are lost
-                recorder.device_clock.flush()
+                recorder.device_clock.flush(GPU_AFTER_ERROR_S)
         self._flush()
         self._send(protocol.Raised(failure))
 

@@ -50,6 +50,7 @@ CONNECT_LIMIT_S: Final = 10.0  # on a busy machine the agent that runs the store
 ASK_FIRST_S: Final = 1.0  # between the first two readings of rank 0's clock; doubled each time
 ASK_LAST_S: Final = 60.0  # the longest time between two readings
 END_LIMIT_S: Final = 2.0  # for the thread to end
+GPU_LIMIT_S: Final = 10.0  # for a GPU that is behind: nothing finds a deadlock of scripts
 LINGER_S: Final = 0.5  # longest delay of the end of a very short script until all ranks have met
 
 
@@ -221,7 +222,7 @@ class _Script:
             self._thread.join(END_LIMIT_S)
             self._recorder.optimizer_steps.end_run()
             if self._recorder.device_clock is not None:
-                self._recorder.device_clock.flush()
+                self._recorder.device_clock.flush(GPU_LIMIT_S)
             self._meet_at_last()
             self._about |= {"ended_ns": clock(), "name": self._recorder.name}
             self._write_about()

@@ -9,7 +9,7 @@ import pytest
 
 from labkit.comm import cuda_timing as module
 from labkit.comm import operation
-from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, DeviceClock, DeviceOperation
+from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, ANCHOR_LIMIT_NS, ANCHOR_RETRY_NS, DeviceClock, DeviceOperation
 from labkit.comm.phases import BACKWARD, DATA, FORWARD, Phases
 from labkit.recording.record import Recorder, here, span
 from labkit.recording.ring_buffer import RingReader, RingWriter
@@ -19,6 +19,7 @@ from labkit.tracing.trace import from_records
 
 SKEW_NS = 5_000_000  # between the GPU's clock and the host's
 READING_NS = 1_000  # one reading of the host's clock
+WORK_NS = 10_000  # of the GPU before each event
 
 
 class FakeEvent:
@@ -90,7 +91,8 @@ class FakeGpu:
         del self.enqueued[:count]
 
     def catch_up(self) -> None:
-        self.comes_to(self.now_ns, len(self.enqueued))
+        while self.enqueued:
+            self.comes_to(self.now_ns + WORK_NS)
 
 
 @pytest.fixture
@@ -182,8 +184,18 @@ def test_an_old_anchor_is_better_than_one_that_other_work_delays(gpu: FakeGpu, r
     first = rank.clock._anchors[0]
     gpu.congested = True
     gpu.now_ns += ANCHOR_LIFE_NS
+    before_ns = gpu.now_ns
     rank.clock.mark()
     assert rank.clock._anchors[0] is first
+    assert gpu.now_ns - before_ns < 2 * ANCHOR_LIMIT_NS
+    tried_ns = gpu.now_ns
+    for _ in range(50):  # the program does not wait again at once
+        rank.clock.mark()
+    assert gpu.now_ns - tried_ns < ANCHOR_LIMIT_NS
+    gpu.congested = False
+    gpu.now_ns += ANCHOR_RETRY_NS
+    rank.clock.mark()
+    assert rank.clock._anchors[0] is not first
 
 
 def test_the_first_anchor_is_waited_for(gpu: FakeGpu, rank: Rank) -> None:
@@ -296,6 +308,79 @@ def test_flush_waits_for_the_gpu(gpu: FakeGpu, rank: Rank, monkeypatch: pytest.M
     monkeypatch.setattr(module.time, "sleep", lambda _: gpu.catch_up())
     rank.clock.flush()
     assert [s.name for s in rank.written()] == ["forward"]
+
+
+class Clock:
+    """In place of `time`: the GPU does what the test says at the given seconds."""
+
+    def __init__(self, gpu: FakeGpu, **at_s: Callable[[], None]) -> None:
+        self.gpu, self.now_s = gpu, 0.0
+        self.to_do = [(float(name.removeprefix("s").replace("_", ".")), action) for name, action in at_s.items()]
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        while self.to_do and self.to_do[0][0] <= self.now_s:
+            self.to_do.pop(0)[1]()
+
+
+@pytest.mark.parametrize("behind", ["this rank", "another rank"])
+def test_flush_waits_for_an_operation_behind_long_kernels(
+    gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """The student's stream waits for it: also for a rank that arrives later, with kernels of its own before it."""
+    reduced = rank.operation(gpu)
+    reduced.launched(lambda: None, [])
+    reduced.wait_begins()
+    reduced.wait_ends()
+    start = (lambda: gpu.comes_to(gpu.now_ns + WORK_NS)) if behind == "another rank" else (lambda: None)
+    monkeypatch.setattr(module, "time", Clock(gpu, s0_01=start, s4_5=gpu.catch_up))
+    assert rank.clock.flush() > 50
+    assert [s.name for s in rank.written()] == ["all_reduce"]
+
+
+def test_flush_waits_shortly_for_an_operation_that_nobody_waits_for(
+    gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = rank.operation(gpu, "send")
+    sent.launched(lambda: None, [])
+    time = Clock(gpu, s3_0=lambda: gpu.comes_to(gpu.now_ns + WORK_NS))  # only now the GPU begins it
+    monkeypatch.setattr(module, "time", time)
+    assert rank.clock.flush() == 0
+    assert 3.9 < time.now_s < 4.1
+    assert rank.written() == []
+    time.now_s, time.to_do = 0.0, []
+    rank.clock.flush(limit_s=0.2)
+    assert time.now_s < 0.3
+
+
+def test_the_host_times_what_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: Rank) -> None:
+    rank.clock.mark()  # which compares the clocks
+    gpu.comes_to(1_000_000)
+    with rank.clock.span("load", "cell 2, line 3"):
+        gpu.now_ns = 9_000_000
+    with rank.clock.span("forward", "cell 2, line 4"):
+        pass
+    gpu.comes_to(20_000_000, count=3)  # it comes to both ends of the first span at once, and to the second span
+    gpu.comes_to(21_000_000)
+    rank.clock.settle()
+    load, forward = sorted(rank.written(), key=lambda s: s.start_ns)
+    assert (load.name, load.device, forward.name, forward.device) == ("load", "cpu", "forward", "cuda")
+    assert close(load.start_ns, 1_000_000)
+    assert close(load.end_ns, 9_000_000)
+    assert close(forward.duration_ns, 1_000_000)
+
+
+def test_the_host_times_what_a_rank_computes_without_memory_on_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
+    gpu.sleeps = True
+    with rank.clock.span("forward", "cell 2, line 3"):
+        gpu.now_ns += 5_000_000
+    rank.clock.settle()
+    (forward,) = rank.written()
+    assert forward.device == "cpu"
+    assert close(forward.duration_ns, 5_000_000)
 
 
 def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:

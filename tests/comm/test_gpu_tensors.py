@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import comm_cases as cases
 import pytest
 import torch
 
 from labkit.comm import install
-from labkit.comm.cuda_timing import DeviceClock
+from labkit.comm.cuda_timing import DeviceClock, DeviceOperation
+from labkit.errors.exceptions import RankError
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingWriter
@@ -80,7 +82,7 @@ def all_reduced(moved_by: str) -> tuple[list[float], int, list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._on_gpu = moved_by == "nccl"
+    group._gpu_backend = moved_by
     recorder, events = recorder_of_this_rank(), Prompt()
     recorder.device_clock = DeviceClock(recorder.ring, events)
     try:
@@ -107,6 +109,155 @@ def test_operations_of_a_gpu_are_timed_by_it(pair: Group, moved_by: str) -> None
     spans = [s for s in run.trace if s.kind == "communication" and s.rank == 0]
     assert [(s.name, s.device) for s in spans] == [("all_reduce", "cuda"), ("all_reduce", "cuda"), ("barrier", "cpu")]
     assert all(s.start_ns <= s.end_ns and s.nbytes in (8, 0) and s.done for s in spans)
+    assert [s.through_host for s in spans] == [moved_by == "gloo"] * 2 + [False]
+
+
+class Behind(Prompt):
+    """The source of events in a rank whose GPU comes to everything `late_s` after the host."""
+
+    late_s = 0.8
+
+    class Event(Prompt.Event):
+        def query(self) -> bool:
+            import time
+
+            return time.perf_counter_ns() > self.ns + Behind.late_s * 1e9
+
+
+def reduced_behind_kernels() -> int:
+    """An all-reduce that begins on the GPU long after the function has returned."""
+    import os
+
+    import torch.distributed as dist
+
+    group: Any = dist.new_group()
+    group._gpu_backend = "nccl"
+    recorder = recorder_of_this_rank()
+    recorder.device_clock = DeviceClock(recorder.ring, Behind())
+    dist.all_reduce(torch.ones(2).as_subclass(OnGpu), group=group)
+    return os.getpid()
+
+
+@pytest.mark.processes
+def test_an_operation_behind_kernels_when_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    import os
+
+    with Group(2) as group:
+        run = group.run(reduced_behind_kernels)
+        assert group.run(os.getpid).results == run.results  # ranks that leave something behind are replaced
+    assert [(s.name, s.device, s.done) for s in run.trace.filter(rank=0, kind="communication")] == [("all_reduce", "cuda", True)]
+    assert capsys.readouterr().out == ""
+
+
+def waited_for_in_vain() -> None:
+    """Rank 0's GPU waits for an all-reduce that rank 1 never enters."""
+    import time
+
+    import torch.distributed as dist
+
+    class Never(Behind):
+        class Event(Prompt.Event):
+            def query(self) -> bool:
+                return False
+
+    class BeforeIt(Prompt):
+        def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Any:
+            return super().on_side_stream(device) if wait is None else Never.Event()
+
+    if dist.get_rank() == 0:
+        world: Any = dist.group.WORLD
+        clock = recorder_of_this_rank().device_clock = DeviceClock(recorder_of_this_rank().ring, BeforeIt())
+        given = time.perf_counter_ns(), 8, -1, world.label, 1
+        operation = DeviceOperation(clock, 0, recorder_of_this_rank().ring, "all_reduce", *given)
+        operation.launched(lambda: None, [])
+        operation.wait_begins()
+
+
+@pytest.mark.processes
+def test_a_gpu_that_waits_for_ever_after_the_function_has_returned() -> None:
+    with Group(2) as group, pytest.raises(RankError, match=r"rank 1.*returned"):
+        group.run(waited_for_in_vain)
+
+
+class Host:
+    """In place of `torch.cuda`'s streams: kernels run when a stream that is behind them is used, and not before."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], object]] = []
+
+    def Stream(self, device: Any) -> Any:  # noqa: N802  # torch's name
+        assert device == torch.device("cuda", 0)
+        return self
+
+    def current_stream(self, _: Any) -> Any:
+        return self
+
+    def wait_stream(self, other: Any) -> None:
+        assert other is self
+        self.behind = [*self.kernels]
+
+    @contextlib.contextmanager
+    def stream(self, of: Any) -> Iterator[None]:
+        assert of is self
+        for kernel in self.behind:
+            kernel()
+            self.kernels.remove(kernel)
+        yield
+
+
+def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
+    """Rank 0 sends what a kernel computes; rank 1 receives where an earlier kernel still reads.
+
+    Returns:
+        the values sent or received, what that kernel read, and the error for memory that is not contiguous.
+    """
+    import torch.distributed as dist
+
+    from labkit.comm import host_copy
+
+    recorder, host, group = recorder_of_this_rank(), Host(), cast("Any", dist.new_group())
+    group._gpu_backend = "gloo"
+    recorder.device_clock = DeviceClock(recorder.ring, Prompt())
+    host_copy.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    torch.cuda.Stream, torch.cuda.current_stream, torch.cuda.stream = host.Stream, host.current_stream, host.stream
+    memory, seen = torch.zeros(2, 3), torch.zeros(2, 3)
+    x = memory.as_subclass(OnGpu).requires_grad_()
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    host.kernels = [lambda: memory.fill_(7) if rank == 0 else seen.copy_(memory)]
+    try:
+        if how == "at once":
+            (dist.send if rank == 0 else dist.recv)(x, peer, group)
+        elif how == "from any" and rank == 1:
+            dist.recv(x, group=group)
+        elif how == "in a batch":
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank == 0 else dist.irecv, x, peer, group)]):
+                work.wait()
+        else:
+            works = [(dist.isend if rank == 0 else dist.irecv)(x, peer, group)]
+            assert rank == 1 or memory.sum() == 42
+            works[0].wait()
+        error = ""
+        try:
+            dist.isend(torch.zeros(4).as_subclass(OnGpu)[::2], peer, group)
+        except (RuntimeError, ValueError) as failed:
+            error = str(failed)
+        return memory.flatten().tolist(), seen.flatten().tolist(), error
+    finally:
+        recorder.device_clock = None
+
+
+@pytest.mark.parametrize("how", ["at once", "later", "in a batch", "from any"])
+@pytest.mark.processes
+def test_messages_of_gpu_tensors_go_through_the_host(how: str) -> None:
+    with Group(2) as group:  # whose ranks have other streams from now on
+        run = group.run(messages_through_the_host, how)
+    for sent, seen, error in run.results:
+        assert sent == [7.0] * 6
+        assert seen == [0.0] * 6
+        assert "contiguous" in error
+    for rank, name in enumerate(("send", "recv")):
+        (span,) = run.trace.filter(rank=rank, kind="communication")
+        assert (span.name, span.device, span.through_host, span.nbytes, span.peer) == (name, "cuda", True, 24, 1 - rank)
 
 
 def barrier_of_nccl() -> list[list[str]]:
@@ -115,7 +266,7 @@ def barrier_of_nccl() -> list[list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._on_gpu = True
+    group._gpu_backend = "nccl"
     work: Any = dist.barrier(group=group, async_op=True)
     while not work._work.is_completed():
         pass
@@ -175,7 +326,7 @@ def batched() -> tuple[list[float], int, list[str], list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._on_gpu = False
+    group._gpu_backend = ""
     group._real = Coalescing(group._real)
     other = 1 - dist.get_rank()
     x, y = torch.full((2,), float(dist.get_rank())), torch.zeros(2)

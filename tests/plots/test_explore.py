@@ -428,6 +428,26 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
 
 
 @needs_node
+@pytest.mark.parametrize(
+    ("through_host", "words"),
+    [(True, "moved by gloo through the host's memory, copies included"), (False, "timed by the GPU")],
+)
+@pytest.mark.processes
+def test_the_page_says_how_the_data_of_a_gpu_travelled(tmp_path: Path, through_host: bool, words: str) -> None:
+    spans = [
+        Span(rank, "all_reduce", "communication", 0, MS, group="world", match=1, device="cuda", through_host=through_host)
+        for rank in (0, 1)
+    ]
+    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+    explorer = lab.explore(trace)
+    program = f"""
+        {layer_of(trace, tmp_path)}
+        console.log(JSON.stringify(page.barInWords(layer.bar(0, 0), {json.dumps(explorer.about)})));"""
+    assert words in in_node(tmp_path, program)
+    explorer.close()
+
+
+@needs_node
 @pytest.mark.processes
 def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
     """In the details of a bar, and in its caption as in the figure's."""

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: what it reports as missing, how it runs stages, and the page that it writes."""
+"""`make gpu` without a GPU: what it reports as missing, how it runs stages, the page it writes, and a rehearsal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 
-from tools import gpu, gpu_lessons, gpu_machine, gpu_report
+from tests import test_docs
+from tools import gpu, gpu_lessons, gpu_machine, gpu_report, gpu_smoke, versions
 from tools.gpu_machine import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,33 +101,82 @@ def machine_here(**changes: Any) -> Machine:
 
 @pytest.mark.parametrize(("code", "state"), [("print('fine')", "ran"), ("raise SystemExit(1)", "failed")])
 @pytest.mark.processes
-def test_a_stage_that_ends(build: Path, monkeypatch: pytest.MonkeyPatch, code: str, state: str) -> None:
-    monkeypatch.setattr(gpu, "_command", lambda _: ["-c", code])
-    assert gpu.run_stage("tests", machine_here(), rehearsal=True, left_s=60).state == state
+def test_a_stage_that_ends(build: Path, code: str, state: str) -> None:
+    assert gpu.run_stage("tests", ["-c", code], machine_here(), rehearsal=True, limit_s=60).state == state
 
 
 @pytest.mark.processes
-def test_a_hanging_stage_is_ended_with_all_its_processes(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    monkeypatch.setattr(gpu, "_command", lambda _: ["-c", code])
-    outcome = gpu.run_stage("tests", machine_here(), rehearsal=True, left_s=1.0)
+def test_a_hanging_stage_is_ended_with_all_its_processes(build: Path) -> None:
+    code = "import subprocess; print('so far', flush=True); subprocess.run(['sleep', '600'])"
+    outcome = gpu.run_stage("tests", ["-c", code], machine_here(), rehearsal=True, limit_s=3.0)
     assert outcome.state == "timed out"  # and the fixture of all tests checks that no process is left
+    assert (build / "tests.log").read_text() == "so far\n"
 
 
 def test_a_stage_that_lacks_a_package_is_not_run(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = gpu.run_stage("lessons", machine_here(missing=frozenset({"nbclient"})), rehearsal=True, left_s=60)
+    outcome = gpu.run_stage("lessons", [], machine_here(missing=frozenset({"nbclient"})), rehearsal=True, limit_s=60)
     assert (outcome.state, outcome.missing) == ("not run", ("nbclient",))
     assert "pip install nbclient" in capsys.readouterr().out
 
 
-def test_all_marked_tests_are_run() -> None:
+def test_all_marked_tests_are_run_and_none_may_hang() -> None:
     marked = {p.name for p in (ROOT / "tests").rglob("test_*.py") if "\npytestmark = gpu" in p.read_text()}
-    assert marked == {Path(a).name for a in gpu._command("tests") if a.startswith("tests")}
+    command = gpu._command("tests", [])
+    assert marked == {Path(a).name for a in command if a.startswith("tests")}
     assert len(marked) >= 3
+    assert {"--timeout=60", "faulthandler_timeout=45", "-v"} <= set(command)
 
 
-def test_the_stages_fit_into_the_total_time() -> None:
+def test_the_stages_run_in_this_order_and_fit_into_the_total_time() -> None:
+    assert [*gpu.LIMITS_S] == ["doctor", "smoke", "tests", "lessons", "benchmark"]
+    assert set(gpu.LIMITS_S) == set(gpu_machine.NEEDS)
     assert sum(gpu.LIMITS_S.values()) <= gpu.LIMIT_S == 480
+
+
+@pytest.mark.processes
+def test_the_command_runs_the_stages_and_shows_the_end_of_a_failed_ones_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = "for i in range(100, 120): print('line', i)\nraise SystemExit(1)"
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "BUILD", tmp_path / "build" / "gpu")
+    monkeypatch.setattr(gpu, "_command", lambda stage, _: ["-c", fails if stage == "smoke" else "print('fine')"])
+    monkeypatch.setattr(gpu_machine, "this_one", machine_here)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--stages", "doctor", "smoke", "--out", str(tmp_path / "out")])
+    assert gpu.main() == 1
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\w+) \.\.\. (\w+)", printed, re.MULTILINE) == [("doctor", "ran"), ("smoke", "failed")]
+    assert re.search(r"^smoke: failed after \d+ s\n.*build/gpu/smoke.log", printed, re.MULTILINE)
+    assert re.findall(r"line (\d+)", printed) == [str(i) for i in range(105, 120)]
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert re.findall(r"^\| (\w+) \| (\w+) \|", page, re.MULTILINE) == [("doctor", "ran"), ("smoke", "failed")]
+
+
+# The pre-flight
+
+
+@pytest.mark.parametrize(
+    ("find", "line"),
+    [
+        (lambda: [3], r"ok +a name +\d+\.\d\d s  \[3\]\n"),
+        (lambda: [4], r"FAILED +a name +\d+\.\d\d s  \[4\]\n"),
+        (lambda: 1 // 0, r"FAILED +a name .*  ZeroDivisionError: .*\n"),
+    ],
+)  # fmt: skip
+def test_a_check_is_one_line(find: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_smoke.check("a name", find, lambda found: found == [3]) == line.startswith("ok")
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
+@pytest.mark.processes
+def test_the_pre_flight_passes_on_the_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_smoke"], cwd=ROOT, env=gpu_machine.environment(rehearsal=True),
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 8 + ["left"]
+    assert "[[7.0, 7.0], [7.0, 7.0]]" in done.stdout
 
 
 # Lessons
@@ -135,6 +186,7 @@ def test_the_lessons_are_the_torch_lessons() -> None:
     names = [path.name[:2] for path in gpu_lessons.torch_lessons()]
     assert {"00", "02", "04", "08"} <= set(names)
     assert "10" not in names
+    assert [path.stem[:3] for path in gpu_lessons.torch_lessons(["02", "00", "10"])] == ["00_", "02_"]
 
 
 @pytest.mark.processes
@@ -152,6 +204,46 @@ def test_a_lesson_is_run_to_its_end_and_its_figures_are_saved(tmp_path: Path) ->
     assert (out / "00_x_cell04.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.processes
+def test_a_lesson_that_stops_early_has_no_stored_figures_and_says_what_did_not_run(tmp_path: Path) -> None:
+    v4 = nbformat.v4
+    stored = v4.new_output("display_data", {"image/png": "iVBORw0KGgo="})
+    sources = ["print(1)", "import os; os._exit(1)", "print(3)", "print(4)"]
+    cells = [v4.new_code_cell(source, outputs=[stored], execution_count=9) for source in sources]
+    cells[3].metadata["tags"] = ["raises-exception"]
+    nbformat.write(v4.new_notebook(cells=cells), tmp_path / "00_x.ipynb")
+    out = tmp_path / "out"
+    out.mkdir()
+    found = gpu_lessons.execute(tmp_path / "00_x.ipynb", out)
+    assert found["failed"] == ["cell 2: DeadKernelError: Kernel died", "cells 3 to 4 did not run"]
+    assert found["figures"] == []
+    written = nbformat.read(out / "00_x.ipynb", as_version=4).cells
+    assert [cell.execution_count for cell in written[2:]] == [None, None]
+    assert [bool(cell.outputs) for cell in written] == [True, False, False, False]
+
+
+def test_lessons_run_at_a_time_and_are_stored_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_run, begun, stored = threading.Barrier(2, timeout=60), [], []
+
+    def execute(path: Path, folder: Path) -> dict[str, Any]:
+        begun.append(path.stem)
+        both_run.wait()
+        stored.append((folder / "lessons.json").read_text())
+        return {"lesson": path.stem, "seconds": 1.0, "cells": 1, "failed": [], "figures": []}
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(gpu_lessons, "execute", execute)
+    assert gpu_lessons.main(tmp_path, ["02", "00"]) == 0
+    assert begun == ["02_data_parallel", "00_start_here"]  # the later ones take longer
+    assert [lesson["failed"] for lesson in json.loads(stored[0])] == [[gpu_lessons.UNFINISHED]] * 2
+    found = json.loads((tmp_path / "lessons.json").read_text())
+    assert [(lesson["lesson"], lesson["failed"]) for lesson in found] == [("00_start_here", []), ("02_data_parallel", [])]
+
+
+def test_a_lesson_that_does_not_exist(tmp_path: Path) -> None:
+    assert gpu_lessons.main(tmp_path, ["99"]) == 1
+
+
 # The page
 
 XML = """<testsuites><testsuite>
@@ -162,14 +254,35 @@ XML = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
+LOG = """collected 4 items
+
+tests/gpu/test_gpu_groups.py::test_a PASSED                              [ 25%]
+tests/gpu/test_gpu_groups.py::test_b[cpu] FAILED                         [ 50%]
+tests/gpu/test_gpu_groups.py::test_c SKIPPED (needs two GPUs, one for...) [ 75%]
+tests/gpu/test_gpu_groups.py::test_d Timeout (0:00:45)!
+  File "/home/ada/x.py", line 3 in `wait`
+"""
+
+
+def check_as_docs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of tests/test_docs.py on a page that `make gpu` has written."""
+    monkeypatch.setitem(test_docs.PAGES, "gpu.md", page)
+    test_docs.test_links_lead_somewhere("gpu.md")
+    test_docs.test_named_files_exist("gpu.md")
+    test_docs.test_named_make_targets_exist("gpu.md")
+    test_docs.test_lines_of_prose_are_not_too_wide("gpu.md")
+
+
+def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests.xml").write_text(XML)
+    (tmp_path / "tests.log").write_text(LOG)
     (tmp_path / "timeline.png").write_bytes(b"png")
     results = {
         "doctor": "  NCCL  all-reduces 1 MB between 2 GPUs",
-        "tests": gpu_report.read_junit(tmp_path / "tests.xml"),
+        "smoke": "ok      pidfd    0.00 s",
+        "tests": gpu_report.read_tests(tmp_path),
         "lessons": [
-            {"lesson": "00", "seconds": 9.6, "cells": 3, "failed": ["cell 2: E: a|b"], "ended_by": "", "figures": ["x.png"]}
+            {"lesson": "00", "seconds": 9.6, "cells": 3, "failed": ["cell 2: E: a|b [1](2)"], "figures": ["x.png"]}
         ],
         "benchmark": {
             "step": {"step_ms": 12.34, "spans_on_gpu": 30, "spans": 40, "gradients_mib": 64.0},
@@ -180,21 +293,29 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
     }  # fmt: skip
     outcomes = [
         {"stage": "tests", "state": "failed", "seconds": 61.2, "missing": ()},
-        {"stage": "lessons", "state": "not run", "seconds": 0, "missing": ("nbclient",)},
+        {"stage": "lessons", "state": "timed out", "seconds": 120, "missing": ()},
+        {"stage": "benchmark", "state": "not run", "seconds": 0, "missing": ("numpy",)},
     ]
     page = tmp_path / "docs" / "gpu.md"
     gpu_report.write(page, H, outcomes, results, tmp_path, rehearsal=False)
     text = page.read_text()
+    check_as_docs(page, monkeypatch)
     for words in (
         "2 × NVIDIA X, 141 GiB",
+        "groups of up to 2 ranks use NCCL between GPUs",
         "NCCL 2.28.9",
         "```text\n  NCCL  all-reduces 1 MB between 2 GPUs\n```",
         "| tests | failed | 61 |",
-        "not run: `pip install nbclient`",
+        "| benchmark | not run | 0 |",
+        "### benchmark: not run\n\n```text\npip install numpy\n",
+        "### tests: failed after 61 s\n\n```text\ntest_gpu_groups::test_b: AssertionError: 1 | 2\n",
+        "The last lines of build/gpu/tests.log:\n  collected 4 items",
+        "~/ada/x.py",
+        "### lessons: timed out after 120 s\n\n```text\n00: cell 2: E: a|b [1] (2)\nbuild/gpu/lessons.log is empty",
+        "```text\nok      pidfd    0.00 s\n```",
         "1 of 2 tests passed",
-        "`test_gpu_groups::test_b`: AssertionError",
         "skipped, 2: needs two GPUs",
-        "cell 2: E: a\\|b",
+        "| 00 | 10 | 3 | 1 | 1 |",
         "12.3 ms",
         "30 of 40 spans",
         "1.100 times as long",
@@ -203,17 +324,73 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path) -> None:
         "(pictures/gpu_timeline.png)",
     ):
         assert words in text, words
+    assert re.findall(r"^## (.*)", text, re.MULTILINE)[:2] == ["What failed", "Stages"]
+    assert any(len(line) > 100 for _, line in test_docs.prose("gpu.md"))
     assert (tmp_path / "docs" / "pictures" / "gpu_timeline.png").exists()
 
 
-def test_a_page_of_stages_without_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "rehearsal", "words"),
+    [
+        (1, False, "With one GPU, NCCL between GPUs has not run"),
+        (4, False, "With 4 GPUs, groups of up to 4 ranks use NCCL between GPUs"),
+        (1, True, "nothing of CUDA, NCCL and NVML has run"),
+    ],
+)  # fmt: skip
+def test_the_page_says_what_the_machine_cannot_show(tmp_path: Path, gpus: int, rehearsal: bool, words: str) -> None:
+    machine = Machine("python3", gpus=[("NVIDIA X", 1 << 30, "9.0")] * gpus)
+    gpu_report.write(tmp_path / "gpu.md", machine, [], {}, tmp_path, rehearsal=rehearsal)
+    assert words in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_page_of_stages_without_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "gpu.md"
-    outcomes = [{"stage": "tests", "state": "timed out", "seconds": 210, "missing": ()}]
-    gpu_report.write(page, H, outcomes, {"tests": None, "lessons": None, "benchmark": None}, tmp_path, rehearsal=True)
+    outcomes = [{"stage": stage, "state": "timed out", "seconds": 210, "missing": ()} for stage in gpu.LIMITS_S]
+    gpu_report.write(page, H, outcomes, dict.fromkeys(gpu.LIMITS_S), tmp_path, rehearsal=True)
     assert "| tests | timed out | 210 |" in page.read_text()
     assert page.read_text().startswith("# A rehearsal")
+    check_as_docs(page, monkeypatch)
 
 
-def test_a_truncated_report_of_pytest(tmp_path: Path) -> None:
+def test_if_pytest_was_ended_its_log_has_the_results(tmp_path: Path) -> None:
+    assert gpu_report.read_tests(tmp_path) is None
     (tmp_path / "tests.xml").write_text(XML[:100])
-    assert gpu_report.read_junit(tmp_path / "tests.xml") is None
+    (tmp_path / "tests.log").write_text(LOG)
+    found = gpu_report.read_tests(tmp_path)
+    assert found == {
+        "passed": 1,
+        "failed": [["gpu/test_gpu_groups.py::test_b[cpu]", "see the log"]],
+        "skipped": [],
+        "running": "gpu/test_gpu_groups.py::test_d",
+    }
+    outcomes = [{"stage": "tests", "state": "timed out", "seconds": 165, "missing": ()}]
+    gpu_report.write(tmp_path / "gpu.md", H, outcomes, {"tests": found}, tmp_path, rehearsal=False)
+    text = (tmp_path / "gpu.md").read_text()
+    assert "1 of 2 tests passed before the time of the stage was over" in text
+    assert "gpu/test_gpu_groups.py::test_d: had not ended" in text
+
+
+# A rehearsal
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(versions.INSTALL_S + gpu.REHEARSAL_FACTOR * gpu.LIMIT_S + 200)
+def test_a_rehearsal_on_the_oldest_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / ".venv" / "pythons" / "kaggle"
+    missing = versions.made(versions.TABLE["kaggle"], folder)
+    if missing:
+        pytest.skip(missing)
+    page = gpu.BUILD / "gpu.md"
+    page.unlink(missing_ok=True)
+    done = subprocess.run(
+        [folder / "bin" / "python", "tools/gpu.py", "--rehearse", "--lessons", "00", "02"], cwd=ROOT,
+        capture_output=True, text=True, timeout=gpu.REHEARSAL_FACTOR * gpu.LIMIT_S + 100, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    text = page.read_text()
+    assert dict(re.findall(r"^\| (\w+) \| ([\w ]+) \| \d+ \|$", text, re.MULTILINE)) == dict.fromkeys(gpu.LIMITS_S, "ran"), said
+    assert done.returncode == 0, said
+    assert "torch {}.{}.".format(*gpu_machine.OLDEST_TORCH) in text
+    assert "What failed" not in text
+    check_as_docs(page, monkeypatch)

@@ -17,7 +17,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.place import Place
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import Network
-from labkit.worker.runtimes.torch import Torch
+from labkit.worker.runtimes.torch import THROUGH_HOST, Torch
 
 pytest.importorskip("torch")
 
@@ -134,8 +134,8 @@ def torch_rank(place: Place, size: int, **options: Any) -> Torch:
         (("a", "b", "c"), ""),
         (("a b", "c d", "e f"), ""),
         (("", "", ""), ""),
-        (("a", "b", "b"), "3 ranks share 2 GPUs: NCCL needs one per rank, so messages go through gloo."),
-        (("a", "", ""), "no GPU for rank 1 and rank 2: NCCL needs one per rank, so messages go through gloo."),
+        (("a", "b", "b"), f"3 ranks share 2 GPUs and compute in turns: NCCL needs one per rank. {THROUGH_HOST}"),
+        (("a", "", ""), f"no GPU for rank 1 and rank 2: NCCL needs one per rank. {THROUGH_HOST}"),
     ],
 )
 def test_all_ranks_use_nccl_or_none_does(gpus: tuple[str, ...], why: str) -> None:

@@ -3,6 +3,7 @@
 
 const OPEN = 1; // flags of a bar, as window.py sends them
 const ON_CUDA = 2;
+const THROUGH_HOST = 4;
 
 /** A suitable unit for a time, and its length in ns; as in labkit/errors/units.py. */
 export function unitOf(ns) {
@@ -53,7 +54,8 @@ export function barInWords(bar, about) {
     lines.push(waited > 0 ? `the rank was blocked in it for ${timeInWords(waited)}${since}` : "the rank was not blocked in it");
   }
   if (bar.flags & OPEN) lines.push("not completed when the run ended");
-  if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
+  if (bar.flags & THROUGH_HOST) lines.push("moved by gloo through the host's memory, copies included");
+  else if (bar.flags & ON_CUDA) lines.push("timed by the GPU");
   const line = bar.line && bar.style < about.communication ? `first used at ${bar.line}` : bar.line; // lines are recorded once per name and run
   const along = bar.axis && `along ${bar.axis}`;
   const where = [bar.partner, along, line].filter(Boolean).join("  ·  ");

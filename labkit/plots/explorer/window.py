@@ -18,7 +18,7 @@ from labkit.plots.style import INKS
 from labkit.plots.view import View, bubble_in_words, numbered_steps
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.group_keys import axis_of
-from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP
+from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
@@ -192,7 +192,7 @@ class Windows:
         partners = [(k // len(groups), groups[k % len(groups)]) for k in keys.tolist()]
         shared = np.stack([rows["group"].astype(np.int64), rows["match"]], axis=1)
         operation = np.unique(shared, axis=0, return_inverse=True)[1].reshape(-1)
-        flags = (rows["flags"] & OPEN != 0) + 2 * (rows["device"] == CUDA)
+        flags = (rows["flags"] & OPEN != 0) + 2 * (rows["device"] == CUDA) + 4 * (rows["flags"] & THROUGH_HOST != 0)
         marks = np.column_stack([style, name, line, partner, np.where(rows["group"] > 0, operation, -1), flags])
         texts = {
             "texts": [columns.names[i] for i in used],

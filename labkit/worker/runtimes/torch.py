@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from labkit.comm.emulated_link import SlowLink
 
 __all__ = ["Torch"]
+
+THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 
 
 class Torch(Runtime):
@@ -102,12 +104,14 @@ class Torch(Runtime):
         device, notes = self._prepare(offers)
         store = self._store if self.rank_config.rank == 0 else self._connect()
         own_gpu = device is not None and not notes
+        # With a device, NCCL connects at once; a rank that is alone may never need it.
+        at_once = own_gpu and self.rank_config.size > 1
         dist.init_process_group(
             "nccl" if own_gpu else "gloo",
             store=dist.PrefixStore("labkit", store),
             rank=self.rank_config.rank,
             world_size=self.rank_config.size,
-            **({"device_id": device} if own_gpu else {}),
+            **({"device_id": device} if at_once else {}),
         )
         return notes
 
@@ -180,10 +184,10 @@ class Torch(Runtime):
         if not gpus:
             return ""
         if without:
-            return f"no GPU for {listed(without)}: NCCL needs one per rank, so messages go through gloo."
+            return f"no GPU for {listed(without)}: NCCL needs one per rank. {THROUGH_HOST}"
         if len(set(gpus)) < len(gpus):
             shared = f"{len(offers)} ranks share {counted(len(set(gpus)), 'GPU')}"
-            return f"{shared}: NCCL needs one per rank, so messages go through gloo."
+            return f"{shared} and compute in turns: NCCL needs one per rank. {THROUGH_HOST}"
         if self.options.link is not None:
-            return "link=...: messages go through gloo and the host, where they can be delayed; NCCL's cannot."
+            return f"link=...: what NCCL sends cannot be delayed. {THROUGH_HOST}"
         return ""

@@ -1,11 +1,11 @@
-"""Figures say where ranks waited for cores so long that the picture is distorted."""
+"""Figures say where ranks waited for cores so long that the picture is distorted, and where gloo moved GPU tensors."""
 
 from collections.abc import Sequence
 
 import pytest
 
 import labkit as lab
-from labkit.plots.shared_cores import lacking_cores
+from labkit.plots.sharing import lacking_cores
 from labkit.plots.timeline import figure_of
 from labkit.tracing.trace import Trace
 
@@ -55,6 +55,17 @@ def test_a_run_with_a_core_for_each_rank_is_not_meant():
     assert f" as run: {NOTE}." in several
     assert f" as run: {NOTE}." in compared
     assert not any("shared" in text for text in alt_texts(own, own))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_figures_say_that_communication_includes_copies_to_the_host(told):
+    book = Book()
+    for rank in (0, 1):
+        book.compute(rank, "forward", 0, 4, device="cuda")
+        book.travel(rank, "all_reduce", 4, 6, wait=(4, 6), group="world", match=1, device="cuda", through_host=told)
+    trace = Trace(book.spans, ranks=["rank 0", "rank 1"])
+    note = "gloo moved GPU tensors through the host's memory: communication includes these copies."
+    assert [note in text for text in alt_texts(trace, trace)] == [told] * 5
 
 
 def test_the_number_of_cores_may_be_unknown():

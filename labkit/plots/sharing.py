@@ -1,4 +1,4 @@
-"""Ranks that shared cores: how long they waited for one, and the line with which figures say so."""
+"""What distorts times because ranks shared it, cores or GPUs, and the line with which figures say so."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from labkit.errors.lists import counted, listed
 from labkit.plots.view import View
-from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, SERVED
+from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, SERVED, THROUGH_HOST
 from labkit.tracing.trace import Trace
 
-__all__ = ["lacking_cores", "shared_cores_in_words"]
+__all__ = ["lacking_cores", "sharing_in_words"]
 
 SUBSTANTIAL: Final = 0.15  # of the ranks' time: with less, `own_cores` hardly changes a step
 
@@ -39,8 +39,10 @@ def lacking_cores(trace: Trace) -> float:
     return lacked_ns / max(recorded_ns, 1)
 
 
-def shared_cores_in_words(views: Sequence[View]) -> str:
-    """Return a line about the runs whose picture is distorted because ranks shared cores; "" if there are none."""
+def sharing_in_words(views: Sequence[View]) -> str:
+    """Return a line about the runs with distorted times, because ranks shared cores or GPUs; "" if there are none."""
+    if any((view.whole.columns.data["flags"] & THROUGH_HOST != 0).any() for view in views):
+        return "gloo moved GPU tensors through the host's memory: communication includes these copies"
     distorted = [view for view in views if lacking_cores(view.whole) > SUBSTANTIAL]
     if not distorted:
         return ""
