@@ -98,22 +98,22 @@ def find_cuda_here() -> Question | dict[str, Any]:
     torch_says = torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
     if not torch_says and not cuda_started():
         return {"started": False}
-    return Question(ask_which_import, _installed_modules(), started=True, torch_says=torch_says)
+    return Question(ask_which_import, _installed_packages(), started=True, torch_says=torch_says)
 
 
-def _installed_modules() -> list[str]:
-    """The public modules of installed packages that this process has imported, in that order."""
+def _installed_packages() -> list[str]:
+    """The installed packages that this process has imported, in that order, without their thousands of modules."""
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        if not name.startswith("labkit") and "._" not in f".{name}" and {"site-packages", "dist-packages"} & {*Path(file).parts}:
+        if "." not in name and not name.startswith(("_", "labkit")) and {"site-packages", "dist-packages"} & {*Path(file).parts}:
             found.append(name)
     return found
 
 
-def ask_which_import(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, and return the first after which CUDA is initialised, under "module"; "" if none does it."""
-    for name in modules:
+def ask_which_import(packages: Sequence[str]) -> dict[str, Any]:
+    """Import packages, and return the first after which CUDA is initialised, under "module"; "" if none does it."""
+    for name in packages:
         with contextlib.suppress(Exception):  # it needs what only the notebook has
             importlib.import_module(name)
         if cuda_started():
@@ -130,7 +130,7 @@ def cuda_here(facts: dict[str, Any], start: tuple[str | None, str | None]) -> li
     elif facts["module"]:
         by = f" by  import {facts['module']}"
     else:
-        by = ", by a cell or a module of yours: no import of an installed package does it"
+        by = ", by a cell or a module of yours, or a part of a package: no  import PACKAGE  does it"
     unknown = "" if facts["torch_says"] else " (torch.cuda.is_initialized() is False)"
     ranks = "new processes" if start[0] == "spawn" else "forked from a server that never imports your packages"
     forks = "Processes that you fork from this one cannot use CUDA"

@@ -69,6 +69,7 @@ def test_the_memory_of_a_failed_run_is_freed(pair: lab.Group) -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("patient")
 def test_a_device_side_assert(pair: lab.Group) -> None:
     def out_of_bounds() -> float:
         table = torch.ones(4, device=lab.device())

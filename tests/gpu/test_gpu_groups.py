@@ -60,6 +60,17 @@ def collectives() -> dict[str, list[float]]:
     part = torch.empty(4, device=device)
     dist.reduce_scatter_tensor(part, whole.clone())
     found["reduce_scatter_tensor"] = part.tolist()
+    part = torch.empty(4, device=device)
+    dist.reduce_scatter(part, list(whole.chunk(size)))
+    found["reduce_scatter"] = part.tolist()
+    exchanged = torch.empty(size, device=device)
+    dist.all_to_all_single(exchanged, mine[:1].repeat(size))
+    found["all_to_all_single"] = exchanged.tolist()
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.gather(mine, parts if rank == 0 else None)
+    found["gather"] = torch.stack(parts)[:, 0].tolist() if rank == 0 else []
+    dist.scatter(part, parts if rank == 0 else None)
+    found["scatter"] = part.tolist()
     dist.barrier()
     return found
 
@@ -70,7 +81,10 @@ def check_collectives(run: lab.Run, size: int) -> None:
         assert found["all_reduce"] == [total] * 4
         assert found["broadcast"] == [1.0] * 4
         assert found["all_gather"] == found["all_gather_into_tensor"] == [float(r + 1) for r in range(size)]
-        assert found["reduce_scatter_tensor"] == [float(rank + 1) * size] * 4
+        assert found["reduce_scatter_tensor"] == found["reduce_scatter"] == [float(rank + 1) * size] * 4
+        assert found["all_to_all_single"] == found["all_gather"]
+        assert found["gather"] == (found["all_gather"] if rank == 0 else [])
+        assert found["scatter"] == [float(rank + 1)] * 4
         spans = {s.name: s for s in run.trace.filter(rank=rank, kind="communication")}
         assert {*found, "barrier"} <= set(spans)
         assert spans["all_reduce"].nbytes == spans["broadcast"].nbytes == 16
@@ -97,6 +111,7 @@ def test_each_rank_has_a_gpu_and_nccl_moves_the_tensors() -> None:
         check_collectives(run, GPUS)
         assert {s.device for s in run.trace.filter(kind="communication") if s.name != "barrier"} == {"cuda"}
         assert group.run(ping_pong).results[0] == [2.0, 2.0]
+        assert group.run(exchange_behind_kernels).results[0] == [2.0, 2.0, 0.0, 1.0, 1.0]
 
 
 def ping_pong() -> list[float]:
@@ -110,6 +125,29 @@ def ping_pong() -> list[float]:
         dist.recv(x, 0)
         dist.send(x, 0)
     return x.tolist()
+
+
+def exchange_behind_kernels() -> list[float]:
+    """Both ranks send what a kernel has yet to compute, and receive where an earlier kernel still reads."""
+    import torch.distributed as dist
+
+    rank, device = dist.get_rank(), lab.device()
+    if rank > 1:
+        return []
+    x, y = torch.ones(1 << 20, device=device), torch.zeros(1 << 20, device=device)
+    for _ in range(50):
+        x = x.sqrt() * 1.0
+        seen = y.clone()
+    x = x + rank
+    operations = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    request = dist.isend(y, 1 - rank)
+    z = torch.empty_like(y)
+    dist.recv(z, 1 - rank)
+    assert request is not None
+    request.wait()
+    return [float(y.min()), float(y.max()), float(seen.max()), float(z.min()), float(z.max())]
 
 
 def test_ranks_that_share_a_gpu_use_gloo_and_say_so_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +166,14 @@ def test_collectives_of_ranks_that_share_a_gpu(shared: lab.Group) -> None:
 def test_messages_between_ranks_that_share_a_gpu(shared: lab.Group) -> None:
     run = shared.run(ping_pong)
     assert run.results[0] == run.results[1] == [2.0, 2.0]
-    assert [(s.name, s.nbytes) for s in run.trace.filter(rank=0, kind="communication")] == [("send", 8), ("recv", 8)]
+    spans = list(run.trace.filter(rank=0, kind="communication"))
+    assert [(s.name, s.nbytes, s.through_host) for s in spans] == [("send", 8, not REHEARSAL), ("recv", 8, not REHEARSAL)]
+
+
+def test_messages_behind_kernels(shared: lab.Group) -> None:
+    first, second = shared.run(exchange_behind_kernels).results[:2]
+    assert first == [2.0, 2.0, 0.0, 1.0, 1.0]
+    assert second == [1.0, 1.0, 0.0, 2.0, 2.0]
 
 
 def model_and_data() -> tuple[Any, Any, Any]:

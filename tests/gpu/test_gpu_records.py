@@ -76,6 +76,39 @@ def test_events_and_the_profiler_agree_on_when_the_gpu_worked(alone: lab.Group) 
     assert 0.8 * busy_ns <= span.end_ns - span.start_ns + AGREE_NS
 
 
+@needs_cuda
+def test_work_of_the_cpu_is_the_cpus() -> None:
+    def mixed() -> None:
+        x = torch.ones(512, 512)
+        with lab.span("before the GPU is used"):
+            x @ x
+        many_products(400, 4096)  # the GPU is behind
+        with lab.span("while the GPU is behind"):
+            x @ x
+        with lab.span("on the GPU"):
+            many_products(1, 1024)
+
+    with lab.Group(1) as group:
+        run = group.run(mixed)
+    devices = {s.name: s.device for s in run.trace.filter(kind="compute")}
+    assert devices == {"before the GPU is used": "cpu", "while the GPU is behind": "cpu", "on the GPU": "cuda"}
+
+
+@needs_cuda
+def test_an_operation_behind_kernels_is_recorded_after_the_function_has_returned(
+    alone: lab.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reduce_late() -> None:
+        import torch.distributed as dist
+
+        many_products(400, 4096)
+        dist.all_reduce(torch.ones(4, device=lab.device()))
+
+    run = alone.run(reduce_late)
+    assert [(s.name, s.device, s.done) for s in run.trace.filter(kind="communication")] == [("all_reduce", "cuda", True)]
+    assert "unfinished" not in capsys.readouterr().out
+
+
 def train(steps: int) -> None:
     device = lab.device()
     torch.manual_seed(0)

@@ -131,6 +131,8 @@ def test_the_stages_run_in_this_order_and_fit_into_the_total_time() -> None:
     assert [*gpu.LIMITS_S] == ["doctor", "smoke", "tests", "lessons", "benchmark"]
     assert set(gpu.LIMITS_S) == set(gpu_machine.NEEDS)
     assert sum(gpu.LIMITS_S.values()) <= gpu.LIMIT_S == 480
+    table = re.findall(r"^\| (\w+) \| .* \| (\d+) \|$", (ROOT / "docs" / "installing.md").read_text(), re.MULTILINE)
+    assert {stage: float(limit_s) for stage, limit_s in table} == gpu.LIMITS_S
 
 
 @pytest.mark.processes
