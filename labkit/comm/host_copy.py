@@ -46,4 +46,4 @@ class HostCopy:
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same layout in pinned memory, so that gloo still rejects one that is not contiguous."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
