@@ -110,6 +110,7 @@ class Mark:
     Args:
         event: its event; None if events cannot be recorded: then it is a point in the host's work.
         anchor: an event and a host time that belong together.
+        host_ns: when the host set it; default: now.
 
     Attributes:
         host_ns: when the host set it.
@@ -118,8 +119,8 @@ class Mark:
 
     __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
 
-    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None) -> None:
-        self.host_ns, self.of_gpu = clock(), event is not None
+    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None, host_ns: int | None = None) -> None:
+        self.host_ns, self.of_gpu = clock() if host_ns is None else host_ns, event is not None
         self._event, self._anchor, self._ns = event, anchor, None if event is not None else self.host_ns
 
     def time_ns(self) -> int | None:
@@ -150,7 +151,7 @@ class DeviceClock:
         self.thread_flags = ring.thread_flags
         self._anchors: dict[int, tuple[Event, int]] = {}
         self._anchor_due_ns: dict[int, int] = {}
-        self._spans: deque[tuple[str, str, int, Mark, Mark]] = deque()
+        self._spans: deque[tuple[Any, ...]] = deque()  # kind, name, line, flags, start, end
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
@@ -176,16 +177,21 @@ class DeviceClock:
         """Return a span of the program's own, first used at `line`."""
         return _DeviceSpan(self, name, line)
 
-    def ended(self, name: str, line: str, start: Mark, flags: int = 0) -> None:
-        """Record a span from a mark to the end of all work enqueued so far.
+    def ended(
+        self, name: str, line: str, start: Mark | int, flags: int = 0, *, kind: int = COMPUTE, end: Mark | int | None = None
+    ) -> None:
+        """Record a span or a step.
 
         Args:
-            name: the span's name.
+            name: its name.
             line: the student's line.
-            start: its start.
+            start: its start; a time of the host if that was before CUDA was initialized.
             flags: `AUTOMATIC` for one that labkit records by itself, and those of the thread.
+            kind: `COMPUTE` or `STEP`.
+            end: its end, likewise; default: the end of all work enqueued so far.
         """
-        self._spans.append((name, line, flags, start, self.mark()))
+        marks = [Mark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
+        self._spans.append((kind, name, line, flags, *marks))
         self.settle()
 
     def follow(self, operation: DeviceOperation) -> None:
@@ -200,14 +206,14 @@ class DeviceClock:
         try:
             spans = self._spans
             while spans:
-                name, line, flags, start, end = spans[0]
+                kind, name, line, flags, start, end = spans[0]
                 end_ns, start_ns = end.time_ns(), start.time_ns()
                 if end_ns is None or start_ns is None:
                     break  # later spans cannot be complete either
                 device = CUDA
                 if end_ns - start_ns < NOTHING_NS or not (start.of_gpu or end.of_gpu):
                     start_ns, end_ns, device = start.host_ns, end.host_ns, CPU
-                self._ring.write(name, COMPUTE, start_ns, end_ns, line=line, device=device, flags=flags)
+                self._ring.write(name, kind, start_ns, end_ns, line=line, device=device, flags=flags)
                 spans.popleft()
             for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()

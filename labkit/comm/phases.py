@@ -126,7 +126,7 @@ class Phases:
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
         start_ns = clock()
-        recorder.optimizer_steps.working(start_ns)
+        recorder.optimizer_steps.working()
         if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
                 if phase == BACKWARD:  # of a part of the graph, on a thread of torch's
@@ -151,7 +151,7 @@ class Phases:
             return  # an optimizer inside another, as in `ZeroRedundancyOptimizer`
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_begins(optimizer, clock())
+            recorder.optimizer_steps.optimizer_begins(optimizer)
         self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(OPTIMIZER))
 
     def _optimizer_ends(self, optimizer: Any) -> None:
@@ -164,7 +164,7 @@ class Phases:
         stepping.end()
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_ends(optimizer, clock())
+            recorder.optimizer_steps.optimizer_ends(optimizer)
 
 
 class _Stepping:

@@ -59,7 +59,7 @@ class Group:
         runtime: "torch" (`torch.distributed` initialized), "rpc" (`torch.distributed.rpc` initialized, with the ranks'
             names), "tensorflow" (TF_CONFIG and logical devices set; each run has new processes, which later `%%ranks`
             cells share) or "bare" (processes only).
-        devices: None or "auto" uses the GPUs if there are any, else the CPU; "cpu"; "cuda".
+        devices: None or "auto" uses the GPUs if there are any, else the CPU; "cpu" hides GPUs from the ranks; "cuda".
         devices_per_rank: logical devices of each TensorFlow rank.
         threads: compute threads per rank; default: the cores of its machine divided among its ranks, at least 1.
         timeout_s: seconds after which a run is stopped; default: never.

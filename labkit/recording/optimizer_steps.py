@@ -8,11 +8,11 @@ optimizer that has been deleted steps no more: it also ends the step, for progra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import AUTOMATIC, STEP
+from labkit.recording.schema import AUTOMATIC
 
 __all__ = ["OptimizerSteps"]
 
@@ -21,17 +21,18 @@ class OptimizerSteps:
     """Records the steps of one rank.
 
     Args:
-        ring: the ring to write to.
+        now: returns the present moment, as `write` needs it.
+        write: records a step: its start, its end, and its flags.
     """
 
-    def __init__(self, ring: RingWriter) -> None:
-        self._ring = ring
+    def __init__(self, now: Callable[[], Any], write: Callable[[Any, Any, int], None]) -> None:
+        self._now, self._write = now, write
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forget the previous run."""
         self._marked = False  # whether `lab.steps` marks this run's steps
-        self._start_ns = self._end_ns = 0  # of the step in progress; 0: not yet
+        self._start = self._end = None  # of the step in progress; None: not yet
         self._stepped: list[ref[Any]] = []  # the optimizers that have stepped in it
 
     def end_run(self) -> None:
@@ -42,29 +43,24 @@ class OptimizerSteps:
         """Note that the program marks its steps itself."""
         self._marked = True
 
-    def working(self, now_ns: int) -> None:
+    def working(self) -> None:
         """Note that a step is in progress, if none was."""
-        if not self._start_ns:
-            self._start_ns = now_ns
+        if self._start is None:
+            self._start = self._now()
 
-    def optimizer_begins(self, optimizer: Any, now_ns: int) -> None:
-        """Note that an optimizer begins to step.
-
-        Args:
-            optimizer: the optimizer.
-            now_ns: the time.
-        """
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Note that an optimizer begins to step."""
         if any(stepped() in (None, optimizer) for stepped in self._stepped):
             self._close()
-        self.working(now_ns)
+        self.working()
 
-    def optimizer_ends(self, optimizer: Any, now_ns: int) -> None:
-        """Note that an optimizer has stepped; arguments as for `optimizer_begins`."""
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped."""
         self._stepped.append(ref(optimizer))
-        self._end_ns = now_ns
+        self._end = self._now()
 
     def _close(self) -> None:
         if self._stepped:
             if not self._marked:
-                self._ring.write("step", STEP, self._start_ns, self._end_ns, flags=AUTOMATIC)
-            self._start_ns, self._stepped = self._end_ns, []
+                self._write(self._start, self._end, AUTOMATIC)
+            self._start, self._stepped = self._end, []

@@ -47,7 +47,18 @@ class Recorder:
         self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
-        self.optimizer_steps = OptimizerSteps(ring)
+        self.optimizer_steps = OptimizerSteps(self.now, self.step)
+
+    def now(self) -> Any:
+        """Return the present moment, for `step`: on a GPU, the end of the work enqueued so far."""
+        return clock() if self.device_clock is None else self.device_clock.mark()
+
+    def step(self, start: Any, end: Any, flags: int) -> None:
+        """Record a step between two moments that `now` returned."""
+        if self.device_clock is None:
+            self.ring.write("step", STEP, start, end, flags=flags)
+        else:
+            self.device_clock.ended("step", "", start, flags, kind=STEP, end=end)
 
     def begin_run(self) -> None:
         """Note that a call of the student's function begins."""
@@ -289,8 +300,8 @@ def _decorated(function: F, name: str, kind: str) -> F:
 def steps(iterable: Iterable[T]) -> Iterable[T]:
     """Iterate over the batches of a training loop, record each step and drive the progress bar of `watch`.
 
-    A step lasts from one request for a batch to the next, on the CPU's clock. A step that the loop leaves by `break`,
-    `return` or an exception is not recorded.
+    A step lasts from one request for a batch to the next; on a GPU, which may be behind, from the end of the work
+    enqueued before it. A step that the loop leaves by `break`, `return` or an exception is not recorded.
 
     Args:
         iterable: the batches. If it has a length, the bar shows how much is left.
@@ -318,16 +329,16 @@ class _Steps(Generic[T]):
         return len(self._iterable)  # type: ignore[arg-type]  # raises TypeError if there is no length, as it should
 
     def __iter__(self) -> Iterator[T]:
-        ring, in_all = self._recorder.ring, operator.length_hint(self._iterable, -1)
-        self._recorder.optimizer_steps.marked()
-        start_ns = clock()
+        recorder, in_all = self._recorder, operator.length_hint(self._iterable, -1)
+        recorder.optimizer_steps.marked()
         if in_all >= 0:
-            ring.write_scalar(STEPS_IN_ALL, start_ns, float(in_all))
+            recorder.ring.write_scalar(STEPS_IN_ALL, clock(), float(in_all))
+        start = recorder.now()
         for item in self._iterable:
             yield item
-            end_ns = clock()
-            ring.write("step", STEP, start_ns, end_ns, flags=ring.thread_flags())
-            start_ns = end_ns
+            end = recorder.now()
+            recorder.step(start, end, recorder.ring.thread_flags())
+            start = end
 
 
 def record(*nameless: float, **scalars: float) -> None:

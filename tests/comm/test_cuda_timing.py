@@ -11,7 +11,7 @@ from labkit.comm import cuda_timing as module
 from labkit.comm import operation
 from labkit.comm.cuda_timing import ANCHOR_LIFE_NS, ANCHOR_LIMIT_NS, ANCHOR_RETRY_NS, DeviceClock, DeviceOperation
 from labkit.comm.phases import BACKWARD, DATA, FORWARD, Phases
-from labkit.recording.record import Recorder, here, span
+from labkit.recording.record import Recorder, here, span, steps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import Span
@@ -371,6 +371,43 @@ def test_the_host_times_what_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: 
     assert close(load.start_ns, 1_000_000)
     assert close(load.end_ns, 9_000_000)
     assert close(forward.duration_ns, 1_000_000)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank, marked: bool) -> None:
+    """The host is two steps ahead of the GPU: by its clock, the first step would be over before its work begins."""
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    here.start(recorder)
+    optimizer = FakeEvent(gpu)
+    try:
+        for _ in steps(range(2)) if marked else range(2):
+            recorder.optimizer_steps.working()
+            with span("forward"):
+                pass
+            recorder.optimizer_steps.optimizer_begins(optimizer)
+            recorder.optimizer_steps.optimizer_ends(optimizer)
+        recorder.optimizer_steps.end_run()
+    finally:
+        here.start(None)
+    gpu.comes_to(5_000_000)
+    gpu.catch_up()
+    rank.clock.settle()
+    found = sorted(rank.written(), key=lambda s: (s.start_ns, -s.end_ns))
+    assert [(s.name, s.kind, s.device) for s in found] == [("step", "step", "cuda"), ("forward", "compute", "cuda")] * 2
+    for step, forward in zip(found[::2], found[1::2], strict=True):
+        assert 5_000_000 - 3 * READING_NS <= step.start_ns <= forward.start_ns < forward.end_ns <= step.end_ns
+
+
+def test_a_step_that_began_before_cuda_was_initialised(gpu: FakeGpu, rank: Rank) -> None:
+    recorder = Recorder(rank.ring)
+    assert isinstance(recorder.now(), int)
+    start = gpu.clock()
+    recorder.device_clock = rank.clock
+    recorder.step(start, recorder.now(), 0)
+    gpu.catch_up()
+    rank.clock.settle()
+    assert [(s.kind, s.start_ns, s.device) for s in rank.written()] == [("step", start, "cuda")]
 
 
 def test_the_host_times_what_a_rank_computes_without_memory_on_the_gpu(gpu: FakeGpu, rank: Rank) -> None:

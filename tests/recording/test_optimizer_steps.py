@@ -23,7 +23,8 @@ class Ring:
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, RING_BYTES)
         self.writer = RingWriter(self.memory)
-        self.steps = OptimizerSteps(self.writer)
+        self.now_ns = 0
+        self.steps = OptimizerSteps(lambda: self.now_ns, self.write)
         self.optimizers: dict[int, Optimizer] = {}
 
     def trace(self) -> Trace:
@@ -34,10 +35,19 @@ class Ring:
     def recorded(self) -> list[tuple[int, int]]:
         return [(span.start_ns, span.end_ns) for span in self.trace().filter(kind="step")]
 
+    def write(self, start_ns: int, end_ns: int, flags: int) -> None:
+        self.writer.write("step", STEP, start_ns, end_ns, flags=flags)
+
+    def works(self, at_ns: int) -> None:
+        self.now_ns = at_ns
+        self.steps.working()
+
     def step(self, optimizer: int, start_ns: int, end_ns: int) -> None:
         which = self.optimizers.setdefault(optimizer, Optimizer())
-        self.steps.optimizer_begins(which, start_ns)
-        self.steps.optimizer_ends(which, end_ns)
+        self.now_ns = start_ns
+        self.steps.optimizer_begins(which)
+        self.now_ns = end_ns
+        self.steps.optimizer_ends(which)
 
 
 @pytest.fixture
@@ -46,10 +56,10 @@ def ring() -> Ring:
 
 
 def test_each_step_of_one_optimizer_begins_where_the_one_before_ended(ring: Ring) -> None:
-    ring.steps.working(10)  # a forward pass
-    ring.steps.working(14)  # the backward pass
+    ring.works(10)  # a forward pass
+    ring.works(14)  # the backward pass
     ring.step(1, 18, 20)
-    ring.steps.working(25)
+    ring.works(25)
     ring.step(1, 28, 30)
     assert ring.recorded() == [(10, 20)], "another optimizer might still belong to the second step"
     ring.steps.end_run()
@@ -59,7 +69,7 @@ def test_each_step_of_one_optimizer_begins_where_the_one_before_ended(ring: Ring
 
 def test_two_optimizers_that_step_in_turn_make_one_step(ring: Ring) -> None:
     for begin in (100, 200, 300):
-        ring.steps.working(begin)
+        ring.works(begin)
         ring.step(1, begin + 10, begin + 20)
         ring.step(2, begin + 30, begin + 40)
     ring.steps.end_run()
@@ -85,7 +95,7 @@ def test_optimizers_that_are_created_for_each_step_make_steps(ring: Ring) -> Non
 
 
 def test_without_an_optimizer_there_is_no_step(ring: Ring) -> None:
-    ring.steps.working(10)
+    ring.works(10)
     ring.steps.end_run()
     assert ring.recorded() == []
 

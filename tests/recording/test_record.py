@@ -387,10 +387,10 @@ def test_steps_are_recorded_one_after_the_other(rank: Rank, clock: Clock) -> Non
     trace = rank.trace()
     assert seen == [10, 20, 30]
     assert [(s.name, s.start_ns, s.end_ns) for s in trace.filter(kind="step")] == [
-        ("step", 1001, 1012), ("step", 1012, 1033), ("step", 1033, 1064),
+        ("step", 1002, 1013), ("step", 1013, 1034), ("step", 1034, 1065),
     ]  # fmt: skip
     assert trace.scalars == (Scalar(0, "steps in all", 1001, 3.0),)
-    assert trace.step_bounds().tolist() == [[1001, 1012], [1012, 1033], [1033, 1064]]
+    assert trace.step_bounds().tolist() == [[1002, 1013], [1013, 1034], [1034, 1065]]
 
 
 def test_a_step_includes_waiting_for_its_batch(rank: Rank, clock: Clock) -> None:

@@ -17,6 +17,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.place import Place
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import Network
+from labkit.worker.runtimes.rpc import Rpc
 from labkit.worker.runtimes.torch import THROUGH_HOST, Torch
 
 pytest.importorskip("torch")
@@ -140,7 +141,25 @@ def torch_rank(place: Place, size: int, **options: Any) -> Torch:
 )
 def test_all_ranks_use_nccl_or_none_does(gpus: tuple[str, ...], why: str) -> None:
     offers = [Offer(gpus=tuple(names.split())) for names in gpus]
-    assert {torch_rank(place, 3)._why_no_nccl(offers) for place in places(ON)} == {why}
+    assert {torch_rank(place, 3)._about_gpus(offers) for place in places(ON)} == {why}
+
+
+def test_remote_calls_do_not_use_nccl() -> None:
+    ranks = RankConfig(0, Options(names=("a", "b", "c"), runtime="rpc"), place=Place()), Network(), lambda: None
+    said = [Rpc(*ranks)._about_gpus([Offer(gpus=(name,)) for name in names]) for names in ("aab", "abc")]
+    assert said == ["3 ranks share 2 GPUs and compute in turns.", ""]
+
+
+@pytest.mark.processes
+def test_gpus_are_hidden_from_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def visible() -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    for devices in ("cpu", "auto"):
+        with lab.Group(1, devices=devices) as group:
+            for chosen in ("0", "0,1"):
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+                assert group.run(visible).results == ["" if devices == "cpu" else chosen]
 
 
 def test_a_rank_has_gpus_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.protocol import Offer
 from labkit.recording.record import Recorder
 from labkit.worker.runtimes.base import quiet_stderr
-from labkit.worker.runtimes.torch import Torch
+from labkit.worker.runtimes.torch import Torch, sharing
 
 __all__ = ["Rpc"]
 
@@ -60,6 +60,10 @@ class Rpc(Torch):
         if first_round is not None:
             RPC_START.set(ALL_GATHER, first_round)
         return notes
+
+    def _about_gpus(self, offers: Sequence[Offer]) -> str:
+        """Return that ranks share GPUs; "" if none do. Remote calls carry tensors of the CPU in any case."""
+        return f"{shared}." if (shared := sharing(offers)) else ""
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that starts RPC itself find it initialised."""

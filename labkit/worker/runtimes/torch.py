@@ -18,7 +18,7 @@ from labkit.worker.runtimes.devices import devices, share_of_devices
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import SlowLink
 
-__all__ = ["Torch"]
+__all__ = ["Torch", "sharing"]
 
 THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 
@@ -44,6 +44,8 @@ class Torch(Runtime):
 
     def offer(self) -> Offer:
         """On rank 0: start a store. Return where it is, and this rank's GPUs."""
+        if self.options.devices == "cpu":  # also for FSDP2, which takes a GPU that torch sees, and for torch's profiler
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.network = self.network.unless_several(self.place.nodes, os.environ).unless_asked_outside(os.environ)
         if self.network.private:
             from labkit.worker.runtimes import torch_sockets
@@ -170,14 +172,14 @@ class Torch(Runtime):
         elif self.options.devices == "cuda":
             where = f"on {self.place.machine}" if self.place.elsewhere else "here"
             raise LabError(f"devices='cuda': torch sees no GPU {where}. Leave `devices` out to run on the CPU.")
-        return device, [why] if (why := self._why_no_nccl(offers)) else []
+        return device, [note] if (note := self._about_gpus(offers)) else []
 
     def _choose_interfaces(self) -> None:
         """Choose the network interface of messages on one machine, unless the program has."""
         for variable in INTERFACES if self.place.nodes == 1 else ():
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
-    def _why_no_nccl(self, offers: Sequence[Offer]) -> str:
+    def _about_gpus(self, offers: Sequence[Offer]) -> str:
         """Return why a group with GPUs does not use NCCL, the same on all its ranks; "" if it does, or has no GPUs."""
         gpus = [gpu for offer in offers for gpu in offer.gpus]
         without = [name for name, offer in zip(self.options.names, offers, strict=True) if not offer.gpus]
@@ -185,9 +187,15 @@ class Torch(Runtime):
             return ""
         if without:
             return f"no GPU for {listed(without)}: NCCL needs one per rank. {THROUGH_HOST}"
-        if len(set(gpus)) < len(gpus):
-            shared = f"{len(offers)} ranks share {counted(len(set(gpus)), 'GPU')}"
-            return f"{shared} and compute in turns: NCCL needs one per rank. {THROUGH_HOST}"
+        if shared := sharing(offers):
+            return f"{shared}: NCCL needs one per rank. {THROUGH_HOST}"
         if self.options.link is not None:
             return f"link=...: what NCCL sends cannot be delayed. {THROUGH_HOST}"
         return ""
+
+
+def sharing(offers: Sequence[Offer]) -> str:
+    """Return "3 ranks share 2 GPUs and compute in turns"; "" if no GPU has several ranks."""
+    gpus = [gpu for offer in offers for gpu in offer.gpus]
+    different = len(set(gpus))
+    return f"{len(offers)} ranks share {counted(different, 'GPU')} and compute in turns" if different < len(gpus) else ""
