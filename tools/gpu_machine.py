@@ -18,7 +18,9 @@ __all__ = ["NEEDS", "Machine", "find"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 OLDEST_TORCH: Final = (2, 10)  # as pyproject.toml
-PROBE_LIMIT_S: Final = 50.0  # a first import of a CUDA build of torch from a cold disk takes tens of seconds
+# A first import of a CUDA build of torch from a cold disk takes tens of seconds, on a busy machine once more than 50;
+# if this is too short, nothing runs at all.
+PROBE_LIMIT_S: Final = 120.0
 
 # What a stage imports besides torch: the module, and the package that provides it.
 _BASE: Final = {"cloudpickle": "cloudpickle", "numpy": "numpy", "psutil": "psutil", "matplotlib": "matplotlib"}
@@ -27,6 +29,7 @@ NEEDS: Final[dict[str, dict[str, str]]] = {
     "lessons": _BASE | {"nbformat": "nbformat", "nbclient": "nbclient", "ipykernel": "ipykernel", "sklearn": "scikit-learn"},
     "benchmark": dict(_BASE),
     "doctor": dict(_BASE),
+    "smoke": dict(_BASE),
 }
 
 _PROBE: Final = """

@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,7 @@ REPEATS: Final = 9
 WARM_UP_STEPS: Final = 5
 COPIED: Final = (1, 4, 16) if REHEARSAL else (4, 64, 256)  # MiB: the smallest and the largest predict the one between
 WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # sizes of the matrices: the middle one predicts the others
+WATCH_LIMIT_S: Final = 15.0  # of the stage's 90; it comes last, so that what is measured before it is kept in any case
 DPI: Final = 110
 
 
@@ -178,14 +180,16 @@ def watch_beside_run() -> dict[str, float] | None:
     """The cost of the live picture for a training run; None if there is no kernel to show it in."""
     if importlib.util.find_spec("ipykernel") is None or importlib.util.find_spec("jupyter_client") is None:
         return None
+    from bench.kernel import Kernel
     from bench.speed import live_picture
 
-    cost = live_picture.measure(5 if REHEARSAL else 400, rounds=1 if REHEARSAL else 5, spans=10_000 if REHEARSAL else 100_000)
-    return {"run_s": cost.run_s, "ratio": cost.ratio}
+    with Kernel(sys.executable) as kernel:
+        run_s, ratio = live_picture.compare(kernel, 5 if REHEARSAL else 100, rounds=5, limit_s=WATCH_LIMIT_S)
+    return {"run_s": run_s, "ratio": ratio}
 
 
-def main(folder: Path) -> None:
-    """Measure, store the results, and draw."""
+def main(folder: Path) -> int:
+    """Measure, store the results, and draw; returns how many parts failed."""
     mpl.use("agg")
     found: dict[str, Any] = {"machine": machine.describe()}
     parts: dict[str, Callable[[], Any]] = {
@@ -194,11 +198,17 @@ def main(folder: Path) -> None:
         "clocks": events_beside_profiler,
         "watch": watch_beside_run,
     }
+    failed = 0
     for name, part in parts.items():
         print(name, flush=True)
-        found[name] = part()
+        try:
+            found[name] = part()
+        except Exception:  # noqa: BLE001  # whatever it is, the other parts are measured
+            traceback.print_exc()
+            failed += 1
         (folder / "benchmark.json").write_text(json.dumps(found, indent=1))  # after each one, in case the total time runs out
+    return failed
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(min(main(Path(sys.argv[1])), 1))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from typing import Final
 
 from bench.kernel import Kernel
 
-__all__ = ["Cost", "measure"]
+__all__ = ["Cost", "compare", "measure"]
 
 ROUNDS: Final = 9
 SPANS: Final = 1_000_000
@@ -115,19 +117,34 @@ def measure(steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> Co
         spans: number of spans that each rank writes as fast as it can.
     """
     with Kernel(sys.executable) as kernel:
-        kernel.run(PREPARE.replace("STEPS", str(steps)))
-        kernel.run("timed(group.run); timed(group.watch)")
-        run_s: list[float] = []
-        watch_s: list[float] = []
-        for number in range(rounds):
-            kinds = [("group.run", run_s), ("group.watch", watch_s)]
-            for how, samples in kinds if number % 2 else kinds[::-1]:
-                samples.append(kernel.run("", value=f"timed({how})"))
+        run_s, ratio = compare(kernel, steps, rounds)
         run_share = kernel.run("", value=f"share_of_run(train, {steps})")
         watch_share, _, _ = kernel.run("", value=f"share_of(train, {steps})")
         spans_share, kept, dropped = kernel.run("", value=f"share_of(write, {spans})")
         draw_s = kernel.run("", value=f"draw({spans // 2})")
         kernel.run("group.close()")
-    ratio = statistics.median(w / r for r, w in zip(run_s, watch_s, strict=True))
     lost = dropped / max(kept + dropped, 1)
-    return Cost(statistics.median(run_s), ratio, run_share, watch_share, spans_share, lost, draw_s)
+    return Cost(run_s, ratio, run_share, watch_share, spans_share, lost, draw_s)
+
+
+def compare(kernel: Kernel, steps: int, rounds: int, limit_s: float = math.inf) -> tuple[float, float]:
+    """The time of training with `run`, and the ratio of `watch` to it: medians of neighbouring pairs.
+
+    Args:
+        kernel: has the group afterwards.
+        steps: of the training run.
+        rounds: number of pairs; fewer, but at least one, if `limit_s` is over.
+        limit_s: no pair begins later than this after the first.
+    """
+    kernel.run(PREPARE.replace("STEPS", str(steps)))
+    kernel.run("timed(group.run); timed(group.watch)")
+    run_s: list[float] = []
+    watch_s: list[float] = []
+    until = time.monotonic() + limit_s
+    for number in range(rounds):
+        if number and time.monotonic() > until:
+            break
+        kinds = [("group.run", run_s), ("group.watch", watch_s)]
+        for how, samples in kinds if number % 2 else kinds[::-1]:
+            samples.append(kernel.run("", value=f"timed({how})"))
+    return statistics.median(run_s), statistics.median(w / r for r, w in zip(run_s, watch_s, strict=True))

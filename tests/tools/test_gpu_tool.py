@@ -177,7 +177,7 @@ def test_the_pre_flight_passes_on_the_cpu() -> None:
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 8 + ["left"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 7 + ["left"]
     assert "[[7.0, 7.0], [7.0, 7.0]]" in done.stdout
 
 
@@ -195,8 +195,8 @@ def test_the_lessons_are_the_torch_lessons() -> None:
 def test_a_lesson_is_run_to_its_end_and_its_figures_are_saved(tmp_path: Path) -> None:
     v4 = nbformat.v4
     draw = "import matplotlib.pyplot as plt\n%matplotlib inline\nplt.plot([1, 2]);"
-    meant = v4.new_code_cell("1 / 0", metadata={"tags": ["raises-exception"]})
-    cells = [v4.new_code_cell("1 / 0"), meant, v4.new_code_cell("'not raised'", metadata={"tags": ["raises-exception"]})]
+    error = v4.new_output("error", ename="E", evalue="", traceback=[])  # of the stored run, of a cell that is meant to raise
+    cells = [v4.new_code_cell("1 / 0"), *(v4.new_code_cell(source, outputs=[error]) for source in ("1 / 0", "'not raised'"))]
     nbformat.write(v4.new_notebook(cells=[*cells, v4.new_code_cell(draw)]), tmp_path / "00_x.ipynb")
     out = tmp_path / "out"
     out.mkdir()
@@ -212,7 +212,7 @@ def test_a_lesson_that_stops_early_has_no_stored_figures_and_says_what_did_not_r
     stored = v4.new_output("display_data", {"image/png": "iVBORw0KGgo="})
     sources = ["print(1)", "import os; os._exit(1)", "print(3)", "print(4)"]
     cells = [v4.new_code_cell(source, outputs=[stored], execution_count=9) for source in sources]
-    cells[3].metadata["tags"] = ["raises-exception"]
+    cells[3].outputs.append(v4.new_output("error", ename="E", evalue="", traceback=[]))  # it is meant to raise
     nbformat.write(v4.new_notebook(cells=cells), tmp_path / "00_x.ipynb")
     out = tmp_path / "out"
     out.mkdir()
@@ -246,11 +246,40 @@ def test_a_lesson_that_does_not_exist(tmp_path: Path) -> None:
     assert gpu_lessons.main(tmp_path, ["99"]) == 1
 
 
+# The benchmark
+
+
+def test_a_part_of_the_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.speed import gpu as benchmark
+
+    for part in ("step_in_a_picture", "predictions", "events_beside_profiler", "watch_beside_run"):
+        monkeypatch.setattr(benchmark, part, lambda *_: "measured")
+    monkeypatch.setattr(benchmark, "predictions", lambda: 1 // 0)
+    assert benchmark.main(tmp_path) == 1
+    assert [*json.loads((tmp_path / "benchmark.json").read_text())] == ["machine", "step", "clocks", "watch"]
+
+
+@pytest.mark.parametrize(("limit_s", "pairs"), [(0.0, 1), (60.0, 5)])
+def test_the_comparison_of_watch_with_run_keeps_its_time(limit_s: float, pairs: int) -> None:
+    from bench.speed import live_picture
+
+    timed = []
+
+    class Kernel:
+        def run(self, _source: str, *, value: str = "") -> float:
+            timed.append(value)
+            return 3.0 if "watch" in value else 2.0
+
+    kernel: Any = Kernel()
+    assert live_picture.compare(kernel, 100, 5, limit_s) == (2.0, 1.5)
+    assert timed.count("timed(group.run)") == timed.count("timed(group.watch)") == pairs
+
+
 # The page
 
 XML = """<testsuites><testsuite>
 <testcase classname="tests.test_gpu_groups" name="test_a"/>
-<testcase classname="tests.test_gpu_groups" name="test_b"><failure message="AssertionError: 1 | 2&#10;more"/></testcase>
+<testcase classname="tests.test_gpu_groups" name="test_b"><failure message="AssertionError: 1 | 2&#10;────&#10;more"/></testcase>
 <testcase classname="tests.test_gpu_groups" name="test_c"><skipped message="needs two GPUs"/></testcase>
 <testcase classname="tests.test_gpu_groups" name="test_d"><skipped message="needs two GPUs"/></testcase>
 </testsuite></testsuites>"""
@@ -262,7 +291,7 @@ tests/gpu/test_gpu_groups.py::test_a PASSED                              [ 25%]
 tests/gpu/test_gpu_groups.py::test_b[cpu] FAILED                         [ 50%]
 tests/gpu/test_gpu_groups.py::test_c SKIPPED (needs two GPUs, one for...) [ 75%]
 tests/gpu/test_gpu_groups.py::test_d Timeout (0:00:45)!
-  File "/home/ada/x.py", line 3 in `wait`
+  File "/home/ada/x.py", line 3 in `wait.py`
 """
 
 
@@ -310,7 +339,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest
         "| tests | failed | 61 |",
         "| benchmark | not run | 0 |",
         "### benchmark: not run\n\n```text\npip install numpy\n",
-        "### tests: failed after 61 s\n\n```text\ntest_gpu_groups::test_b: AssertionError: 1 | 2\n",
+        "### tests: failed after 61 s\n\n```text\ntest_gpu_groups::test_b: AssertionError: 1 | 2 | more\n",
         "The last lines of build/gpu/tests.log:\n  collected 4 items",
         "~/ada/x.py",
         "### lessons: timed out after 120 s\n\n```text\n00: cell 2: E: a|b [1] (2)\nbuild/gpu/lessons.log is empty",
@@ -321,7 +350,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest
         "12.3 ms",
         "30 of 40 spans",
         "1.100 times as long",
-        "+2.0% longer",
+        "takes 1.02 times as long with `watch`",
         "| copy | 50 GB/s | 1.000 ms | 1.200 ms | 1.20 |",
         "(pictures/gpu_timeline.png)",
     ):
