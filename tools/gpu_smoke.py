@@ -9,6 +9,7 @@ and the checks that need CUDA are left out.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import statistics
@@ -137,10 +138,12 @@ def message() -> list[float]:
     return values
 
 
-def nvml() -> tuple[int, int] | None:
+def nvml() -> tuple[int, int] | str | None:
     """The utilization in per cent and the bytes in use of the first GPU."""
     from labkit.launch.gpus import Gpus
 
+    if importlib.util.find_spec("pynvml") is None:
+        return "left out: there is no nvidia-ml-py"
     return Gpus().read(0)
 
 
@@ -171,6 +174,8 @@ def between_events() -> tuple[float, float]:
 
     events, x = CudaEvents(), torch.ones(4096, 4096, device="cuda")
     small = torch.ones(8, device="cuda")
+    x = x @ x / 4096  # CUDA loads each kernel at its first use, and may wait for the GPU then
+    small.add_(1)
     torch.cuda.synchronize()
     for _ in range(20):
         x = x @ x / 4096

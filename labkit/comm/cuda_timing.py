@@ -53,7 +53,10 @@ class Events(Protocol):
     """The source of events: `CudaEvents`, or a fake in tests."""
 
     def awake(self) -> bool:
-        """Whether events can be recorded, and may have something to time."""
+        """Whether CUDA is initialized and has given this process memory, so that there may be something to time."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph, which events and queries would break."""
 
     def device(self) -> int:
         """The current device."""
@@ -73,13 +76,18 @@ class CudaEvents:
         self._in_use = False
 
     def awake(self) -> bool:
-        """Whether CUDA is initialized, has given this process memory, and is not recording a graph with all events."""
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-            return False
-        if not self._in_use:  # once it is, it remains so: matrix products keep a workspace
-            allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
-            self._in_use = bool(allocated and allocated["all"]["current"])
+        """Whether CUDA is initialized and has given this process memory of the current device."""
+        if not self._in_use and torch.cuda.is_initialized():  # once in use, it remains so: products keep a workspace
+            try:
+                allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
+                self._in_use = bool(allocated and allocated["all"]["current"])
+            except RuntimeError:  # an allocator of the program's own, which does not count
+                self._in_use = True
         return self._in_use
+
+    def capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph, which events and queries would break."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def device(self) -> int:
         """The current device."""
@@ -97,7 +105,7 @@ class CudaEvents:
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
         event = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(device), torch.cuda.stream(stream):
             if wait is not None:
                 wait()
             event.record(stream)
@@ -125,13 +133,13 @@ class Mark:
 
     def time_ns(self) -> int | None:
         """Return when the GPU reached it, on `time.perf_counter_ns`'s clock; None if it has not."""
-        if self._ns is None:
-            assert self._event is not None and self._anchor is not None
-            if not self._event.query():
-                return None
-            event, at_ns = self._anchor
-            self._ns = at_ns + round(event.elapsed_time(self._event) * 1e6)
-            self._event = self._anchor = None
+        event, anchor = self._event, self._anchor
+        if event is None or anchor is None:  # also if another thread has just read it
+            return self._ns
+        if not event.query():
+            return None
+        self._ns = anchor[1] + round(anchor[0].elapsed_time(event) * 1e6)
+        self._event = self._anchor = None
         return self._ns
 
 
@@ -152,6 +160,7 @@ class DeviceClock:
         self._anchors: dict[int, tuple[Event, int]] = {}
         self._anchor_due_ns: dict[int, int] = {}
         self._spans: deque[tuple[Any, ...]] = deque()  # kind, name, line, flags, start, end
+        self._spans_over = 0  # how many have left it
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
@@ -159,17 +168,22 @@ class DeviceClock:
         """Mark the end of all work enqueued so far; the present host time if events cannot be recorded.
 
         Args:
-            device: the GPU's number; default: the current device.
+            device: the number of a GPU that is in use; default: the current device.
         """
         events = self._events
-        if not events.awake():
+        if events.capturing() or (device is None and not events.awake()):
             return Mark(None, None)
         device = events.device() if device is None else device
-        anchor = self._anchor(device)
-        return Mark(events.here(device), anchor)
+        try:
+            anchor = self._anchor(device)
+            return Mark(events.here(device), anchor)
+        except RuntimeError:  # a kernel has failed: CUDA works no more, as the student's next call says
+            return Mark(None, None)
 
     def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
         """Mark the end of the work that `wait` makes the current stream wait for."""
+        if self._events.capturing():
+            return Mark(None, None)
         anchor = self._anchor(device)
         return Mark(self._events.on_side_stream(device, wait), anchor)
 
@@ -199,10 +213,16 @@ class DeviceClock:
         self._operations.append(operation)
         self.settle()
 
+    def begin_run(self) -> None:
+        """Drop what an earlier run has left, which the GPU had not completed when its ranks returned or failed."""
+        with self._settling:
+            self._spans_over += len(self._spans)
+            self._spans.clear()
+
     def settle(self) -> None:
         """Record what the GPU has completed so far, without waiting."""
-        if not self._settling.acquire(blocking=False):
-            return  # another thread is doing it
+        if self._events.capturing() or not self._settling.acquire(blocking=False):
+            return  # or another thread is doing it
         try:
             spans = self._spans
             while spans:
@@ -211,22 +231,28 @@ class DeviceClock:
                 if end_ns is None or start_ns is None:
                     break  # later spans cannot be complete either
                 device = CUDA
-                if end_ns - start_ns < NOTHING_NS or not (start.of_gpu or end.of_gpu):
+                nothing = end_ns - start_ns < NOTHING_NS and kind == COMPUTE  # steps stay in their order
+                if nothing or not (start.of_gpu or end.of_gpu):
                     start_ns, end_ns, device = start.host_ns, end.host_ns, CPU
                 self._ring.write(name, kind, start_ns, end_ns, line=line, device=device, flags=flags)
                 spans.popleft()
+                self._spans_over += 1
             for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()
                 if not operation.settled():
                     self._operations.append(operation)
+        except RuntimeError:  # a kernel has failed: CUDA works no more, as `_wait_for_gpu` or the student's next call says
+            self._spans_over += len(self._spans)
+            self._spans.clear()
+            self._operations.clear()
         finally:
             self._settling.release()
 
     def flush(self, limit_s: float = FLUSH_LIMIT_S) -> float:
         """Wait until the GPU has completed all open spans and operations, and record them.
 
-        The GPU may be far behind the host, and other ranks' GPUs behind this one. If another rank never arrives at an
-        operation for which a stream waits, the notebook finds the deadlock meanwhile.
+        The GPU may be far behind the host, and other ranks' GPUs behind this one. So this rank counts as blocked in the
+        operations for which a stream waits: if they never complete, the notebook finds the deadlock meanwhile.
 
         Args:
             limit_s: how long to wait at most.
@@ -237,15 +263,22 @@ class DeviceClock:
         begun = time.monotonic()
         until, unwaited_until = begun + limit_s, begun + UNWAITED_LIMIT_S
         self.settle()
-        while self._spans or self._operations:
+        # Without those of other threads that are added from now on. Copies of a deque are made in one step.
+        spans, operations = self._spans_over + len(self._spans), {*tuple(self._operations)}
+        for operation in operations:
+            operation.blocks()
+        while True:
+            left = [operation for operation in tuple(self._operations) if operation in operations]
+            of_spans = self._spans_over < spans
+            if not left and not of_spans:
+                return max(0.0, until - time.monotonic())
             now = time.monotonic()
-            if self._spans or not all(operation.unwaited() for operation in self._operations):
+            if of_spans or not all(operation.unwaited() for operation in left):
                 unwaited_until = now + UNWAITED_LIMIT_S
             if now > min(until, unwaited_until):
                 return 0.0
             time.sleep(0.0005)
             self.settle()
-        return max(0.0, until - time.monotonic())
 
     def _anchor(self, device: int) -> tuple[Event, int]:
         """Return an event and the host time at that event, at most `ANCHOR_LIFE_NS` old if the GPU is responsive."""
@@ -267,8 +300,8 @@ class DeviceClock:
             event = self._events.on_side_stream(device)
             event.synchronize()
             best = event, clock()
-        self._anchors[device] = best
         self._anchor_due_ns[device] = clock() + (ANCHOR_LIFE_NS if best is not old else ANCHOR_RETRY_NS)
+        self._anchors[device] = best
         return best
 
 
@@ -321,6 +354,7 @@ class DeviceOperation(Operation):
         if wait is None:
             self._end = self._wait_end = self._clock.mark(self._device)
             self._wait_start = self._start
+            super().wait_begins(STREAM)
         else:
             self._end, self._kept = self._clock.mark_after(self._device, wait), kept
         self._clock.follow(self)
@@ -344,6 +378,12 @@ class DeviceOperation(Operation):
         elif self._wait_start is None:
             self._wait_start = self._clock.mark(self._device)
             self._wait_end = self._end
+            super().wait_begins(STREAM)
+
+    def blocks(self) -> None:
+        """Note that this thread does nothing more until it completes, if the student's stream waits for it."""
+        if self._wait_start is not None:
+            self._ring.waiting(self._slot, clock())
 
     def unwaited(self) -> bool:
         """Whether the GPU has begun it, and no stream waits for it."""

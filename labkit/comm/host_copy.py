@@ -40,7 +40,8 @@ class HostCopy:
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         # Like gloo on a CPU, unseen by autograd: the tensor may be a leaf that requires a gradient.
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        # `device`: a thread that works on GPU 0 otherwise, and returns to it, would open a context there.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), torch.inference_mode():
             target.data.copy_(source)
 
 

@@ -163,7 +163,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         operation: Operation
-        if on_gpu is None or not on_gpu.is_cuda:
+        if on_gpu is None or not on_gpu.is_cuda or self.gpu_backend not in ("nccl", "gloo"):
             operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, None, signature, root)
         elif self.moves_on_gpu:
             device = on_gpu.device.index

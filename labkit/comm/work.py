@@ -166,6 +166,8 @@ class WatchedMessage(WatchedWork):
         """Make gloo fail, and keep its error, with the program's time limit in the message."""
         try:
             self._work.wait(SHORTEST)
+            with self._under_way:  # it has arrived, and another thread copies it to the GPU
+                pass
         except RuntimeError as error:
             limit_ms = round(timeout / SHORTEST)
             error.args = (str(error).replace("waiting 1ms", f"waiting {limit_ms}ms"),)

@@ -63,6 +63,8 @@ class Recorder:
     def begin_run(self) -> None:
         """Note that a call of the student's function begins."""
         self.optimizer_steps.begin_run()
+        if self.device_clock is not None:
+            self.device_clock.begin_run()
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ class FakeEvent:
         self.ns: int | None = None  # on the GPU's clock, once it has happened
 
     def query(self) -> bool:
+        if self.gpu.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         return self.ns is not None
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
@@ -47,7 +50,7 @@ class FakeGpu:
         self.now_ns = 1_000
         self.enqueued: list[FakeEvent] = []
         self.own: list[FakeEvent] = []
-        self.sleeps = False
+        self.sleeps = self.captures = self.broken = False
         self.congested = False
         self.waited: list[object] = []
 
@@ -60,11 +63,16 @@ class FakeGpu:
     def awake(self) -> bool:
         return not self.sleeps
 
+    def capturing(self) -> bool:
+        return self.captures
+
     def device(self) -> int:
         return 0
 
     def here(self, device: int) -> FakeEvent:
         assert device == 0
+        if self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         self.enqueued.append(FakeEvent(self))
         return self.enqueued[-1]
 
@@ -397,6 +405,83 @@ def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank,
     assert [(s.name, s.kind, s.device) for s in found] == [("step", "step", "cuda"), ("forward", "compute", "cuda")] * 2
     for step, forward in zip(found[::2], found[1::2], strict=True):
         assert 5_000_000 - 3 * READING_NS <= step.start_ns <= forward.start_ns < forward.end_ns <= step.end_ns
+
+
+def test_steps_stay_in_their_order_where_one_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: Rank) -> None:
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    here.start(recorder)
+    try:
+        for batch in steps(range(3)):
+            if batch != 1:
+                with span("forward"):
+                    pass
+    finally:
+        here.start(None)
+    gpu.comes_to(5_000_000)
+    gpu.comes_to(9_000_000, count=3)  # the first step ends, and so does the second
+    gpu.catch_up()
+    rank.clock.settle()
+    bounds = [(s.start_ns, s.end_ns) for s in rank.written() if s.kind == "step"]
+    assert len(bounds) == 3
+    assert bounds == sorted(bounds)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+
+
+def test_after_a_failed_kernel_nothing_raises_but_the_students_own_calls(gpu: FakeGpu, rank: Rank) -> None:
+    with rank.clock.span("forward", "cell 2, line 3"):
+        pass
+    rank.operation(gpu).launched(None, [])
+    gpu.broken = True
+    with rank.clock.span("backward", "cell 2, line 4"):
+        pass
+    rank.clock.settle()
+    assert rank.clock.flush() > 0
+    assert not rank.clock._operations
+
+
+def test_nothing_is_queried_while_a_graph_is_captured(gpu: FakeGpu, rank: Rank) -> None:
+    with rank.clock.span("warm up", "cell 2, line 3"):
+        pass
+    enqueued = len(gpu.enqueued)
+    gpu.captures = gpu.broken = True  # an event or a query would end the capture
+    with rank.clock.span("captured", "cell 2, line 4"):
+        pass
+    reduced = rank.operation(gpu)
+    reduced.launched(lambda: 1 / 0, [])
+    assert len(gpu.enqueued) == enqueued
+    gpu.captures = gpu.broken = False
+    gpu.catch_up()
+    rank.clock.settle()
+    assert {(s.name, s.device) for s in rank.written() if s.kind == "compute"} == {("warm up", "cuda"), ("captured", "cpu")}
+
+
+def test_what_a_failed_run_leaves_is_not_in_the_next(gpu: FakeGpu, rank: Rank) -> None:
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    with rank.clock.span("forward", "cell 2, line 3"):
+        pass
+    assert rank.clock.flush(limit_s=0.01) == 0
+    recorder.begin_run()
+    gpu.catch_up()
+    rank.clock.settle()
+    assert rank.written() == []
+
+
+def test_flush_does_not_wait_for_what_other_threads_begin_meanwhile(
+    gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve() -> None:
+        gpu.catch_up()
+        with rank.clock.span("served", "cell 2, line 4"):
+            pass
+
+    with rank.clock.span("forward", "cell 2, line 3"):
+        pass
+    time = Clock(gpu, **{f"s{n}": serve for n in range(100)})
+    monkeypatch.setattr(module, "time", time)
+    rank.clock.flush()
+    assert time.now_s < 2
 
 
 def test_a_step_that_began_before_cuda_was_initialised(gpu: FakeGpu, rank: Rank) -> None:

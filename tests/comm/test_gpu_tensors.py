@@ -12,7 +12,7 @@ import torch
 
 from labkit.comm import install
 from labkit.comm.cuda_timing import DeviceClock, DeviceOperation
-from labkit.errors.exceptions import RankError
+from labkit.errors.exceptions import LabError, RankError
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingWriter
@@ -53,6 +53,9 @@ class Prompt:
 
     def awake(self) -> bool:
         return True
+
+    def capturing(self) -> bool:
+        return False
 
     def device(self) -> int:
         return 0
@@ -149,8 +152,8 @@ def test_an_operation_behind_kernels_when_the_function_returns(capsys: pytest.Ca
     assert capsys.readouterr().out == ""
 
 
-def waited_for_in_vain() -> None:
-    """Rank 0's GPU waits for an all-reduce that rank 1 never enters."""
+def waited_for_in_vain(how: str) -> None:
+    """Rank 0's GPU waits for an all-reduce; rank 1 does not enter it, or enters another one."""
     import time
 
     import torch.distributed as dist
@@ -161,26 +164,49 @@ def waited_for_in_vain() -> None:
                 return False
 
     class BeforeIt(Prompt):
+        launched: bool
+
         def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Any:
             return super().on_side_stream(device) if wait is None else Never.Event()
 
-    if dist.get_rank() == 0:
+        def here(self, device: int) -> Any:
+            return Never.Event() if self.launched else super().here(device)
+
+    rank = dist.get_rank()
+    if rank == 0 or how == "other shapes":
         world: Any = dist.group.WORLD
-        clock = recorder_of_this_rank().device_clock = DeviceClock(recorder_of_this_rank().ring, BeforeIt())
-        given = time.perf_counter_ns(), 8, -1, world.label, 1
+        events = BeforeIt()
+        events.launched = False
+        clock = recorder_of_this_rank().device_clock = DeviceClock(recorder_of_this_rank().ring, events)
+        given = time.perf_counter_ns(), 8, -1, world.label, 1, "", None, f"float32 [{rank + 2}]"
         operation = DeviceOperation(clock, 0, recorder_of_this_rank().ring, "all_reduce", *given)
-        operation.launched(lambda: None, [])
-        operation.wait_begins()
+        events.launched = True
+        operation.launched(None if how == "at once" else lambda: None, [])
+        if how == "later":
+            operation.wait_begins()
+        elif how != "at once":
+            operation.wait_begins_in_torch()
 
 
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("at once", RankError, r"rank 1.*returned"),
+        ("later", RankError, r"rank 1.*returned"),
+        ("at the end of backward", RankError, r"rank 1.*returned"),
+        ("other shapes", LabError, r"float32 \[2\]"),
+    ],
+)
 @pytest.mark.processes
-def test_a_gpu_that_waits_for_ever_after_the_function_has_returned() -> None:
-    with Group(2) as group, pytest.raises(RankError, match=r"rank 1.*returned"):
-        group.run(waited_for_in_vain)
+def test_a_gpu_that_waits_for_ever_after_the_function_has_returned(how: str, error: type[LabError], words: str) -> None:
+    with Group(2) as group, pytest.raises(error, match=words):
+        group.run(waited_for_in_vain, how)
 
 
 class Host:
     """In place of `torch.cuda`'s streams: kernels run when a stream that is behind them is used, and not before."""
+
+    device = torch.device("cuda", 0)
 
     def __init__(self) -> None:
         self.kernels: list[Callable[[], object]] = []
@@ -220,6 +246,7 @@ def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
     recorder.device_clock = DeviceClock(recorder.ring, Prompt())
     host_copy.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     torch.cuda.Stream, torch.cuda.current_stream, torch.cuda.stream = host.Stream, host.current_stream, host.stream
+    torch.cuda.device = contextlib.nullcontext
     memory, seen = torch.zeros(2, 3), torch.zeros(2, 3)
     x = memory.as_subclass(OnGpu).requires_grad_()
     rank, peer = dist.get_rank(), 1 - dist.get_rank()

@@ -115,6 +115,9 @@ class Torch(Runtime):
             world_size=self.rank_config.size,
             **({"device_id": device} if at_once else {}),
         )
+        if own_gpu and not at_once:
+            world: Any = dist.group.WORLD
+            world.bound_device_id = device  # otherwise `barrier` warns that it had to guess
         return notes
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
