@@ -419,7 +419,7 @@ def test_steps_stay_in_their_order_where_one_gives_a_busy_gpu_nothing_to_do(gpu:
     finally:
         here.start(None)
     gpu.comes_to(5_000_000)
-    gpu.comes_to(9_000_000, count=3)  # the first step ends, and so does the second
+    gpu.comes_to(9_000_000, count=4)  # the first step ends, and so does the second
     gpu.catch_up()
     rank.clock.settle()
     bounds = [(s.start_ns, s.end_ns) for s in rank.written() if s.kind == "step"]

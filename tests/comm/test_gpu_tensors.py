@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, cast
 
 import comm_cases as cases
@@ -12,6 +14,9 @@ import torch
 
 from labkit.comm import install
 from labkit.comm.cuda_timing import DeviceClock, DeviceOperation
+from labkit.comm.futures import Futures
+from labkit.comm.operation import Operation
+from labkit.comm.work import WatchedMessage
 from labkit.errors.exceptions import LabError, RankError
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
@@ -374,6 +379,33 @@ def test_a_batch_that_is_launched_as_one(pair: Group) -> None:
         assert [s.name for s in spans] == ["send", "recv"]
         assert spans[0].end_ns <= spans[1].end_ns
         assert all(s.wait_start_ns and s.peer == 1 - rank for s in spans)
+
+
+def test_a_wait_with_a_time_limit_returns_when_the_gpu_has_the_data() -> None:
+    """gloo has received the message, and the thread that waited for it still copies it when the limit expires."""
+
+    class Arrived:
+        def wait(self, _: timedelta) -> bool:
+            return True
+
+    copying, copied = threading.Event(), threading.Event()
+
+    def copy(*_: Any) -> None:
+        copying.set()
+        assert copied.wait(60)
+
+    operation = Operation(RingWriter(bytearray(RING_BYTES)), "recv", 1)
+    message = WatchedMessage(Arrived(), operation, Futures(), copy)
+    assert message.claim()
+    attendant = threading.Thread(target=message.attend)
+    attendant.start()
+    assert copying.wait(60)
+    late = threading.Timer(0.3, copied.set)
+    late.start()
+    assert message.wait(timedelta(milliseconds=10))
+    assert copied.is_set()
+    attendant.join()
+    late.join()
 
 
 def test_what_a_rank_computes_on() -> None:
