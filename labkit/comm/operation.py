@@ -39,33 +39,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_delay_ns",
-        "_flags",
-        "_issue_delay_ns",
-        "_once",
-        "_ready",
-        "_ring",
-        "_slot",
-        "_wait_delay_ns",
-        "backend_ns",
-        "blocking",
-        "booking",
-        "end_ns",
-        "future",
-        "group",
-        "has_future",
-        "line",
-        "match",
-        "name",
-        "nbytes",
-        "peer",
-        "root",
-        "signature",
-        "start_ns",
-        "timed",
-        "wait_end_ns",
-        "wait_start_ns",
-        "waited_for",
+        "_delay_ns", "_flags", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "backend_ns",
+        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
+        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(

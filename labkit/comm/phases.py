@@ -125,8 +125,8 @@ class Phases:
         recorder = _recorder()
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
-        start_ns = clock()
         recorder.optimizer_steps.working()
+        start_ns = clock()  # not earlier: the phase that begins a step belongs to it
         if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
                 if phase == BACKWARD:  # of a part of the graph, on a thread of torch's

@@ -484,6 +484,25 @@ def test_flush_does_not_wait_for_what_other_threads_begin_meanwhile(
     assert time.now_s < 2
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_step_begins_before_the_phase_that_begins_it(gpu: FakeGpu, rank: Rank, on_gpu: bool) -> None:
+    recorder, phases, optimizer = Recorder(rank.ring), Phases(), FakeEvent(gpu)
+    recorder.device_clock = rank.clock if on_gpu else None
+    here.start(recorder)
+    try:
+        phases.call(FORWARD, None, lambda: None)
+        recorder.optimizer_steps.optimizer_begins(optimizer)
+        recorder.optimizer_steps.optimizer_ends(optimizer)
+        recorder.optimizer_steps.end_run()
+    finally:
+        here.start(None)
+    gpu.catch_up()
+    rank.clock.settle()
+    step, forward = sorted(rank.written(), key=lambda s: s.kind, reverse=True)
+    assert (step.kind, forward.name) == ("step", "forward")
+    assert step.start_ns <= forward.start_ns < forward.end_ns <= step.end_ns
+
+
 def test_a_step_that_began_before_cuda_was_initialised(gpu: FakeGpu, rank: Rank) -> None:
     recorder = Recorder(rank.ring)
     assert isinstance(recorder.now(), int)
