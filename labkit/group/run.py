@@ -27,8 +27,10 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
+from labkit.recording.rank_facts import Fact
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
+from labkit.tracing.verdict import faults_of
 from labkit.worker.quit_command import quit_failure
 
 __all__ = ["Execution", "Run"]
@@ -54,13 +56,15 @@ class Run:
         results: the function's return values, one for each rank that called it, in rank order.
         output: the printed lines, in rank order.
         ranks: the names of the ranks that called it.
+        facts: by rank, what it has noted for `labkit.verdict`.
     """
 
     def __init__(
-        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]]
-    ) -> None:
+        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]],
+        facts: Mapping[int, Sequence[Fact]],
+    ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
-        self._records, self._profiled = records, profiled
+        self._records, self._profiled, self.facts = records, profiled, facts
         self._trace: Trace | None = None
 
     @property
@@ -119,6 +123,7 @@ class Execution:
         self._output = Output(self._names)
         self._records = Records(self._members, pool.options.link, pool.cores)
         self._results: dict[int, Any] = {}
+        self._facts: dict[int, list[Fact]] = {}  # by rank, what it has noted
         self._failures: dict[int, RankFailure] = {}
         self._exits: dict[int, RankFailure] = {}  # of ranks that called `exit(0)`; failures if others return values
         self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned
@@ -208,7 +213,9 @@ class Execution:
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
         profiled = self._pool.profiled() if profile else []
-        return Run(self._name, names, results, text, self._records, profiled)
+        run = Run(self._name, names, results, text, self._records, profiled, self._facts)
+        self.notes += map(str, faults_of(run, run.trace if self._communicated else None))
+        return run
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
@@ -394,6 +401,7 @@ class Execution:
         for rank, end in message.exits.items():
             self._exits[rank] = dataclasses.replace(end, at_ns=member.process.clock.here(end.at_ns))
         self._pool.state.framework_spent |= message.spent
+        self._facts[member.rank] = message.facts
         self.notes += message.notes
         if message.payload.copied_from_gpu:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")
