@@ -317,7 +317,9 @@ class Group:
         except RankError as error:
             if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
                 raise
-            raise RankError(error.failures, error.others, stopped=error.stopped, hint=hint) from None
+            hinted = RankError(error.failures, error.others, stopped=error.stopped, hint=hint)
+            hinted.run = error.run
+            raise hinted from None
         finally:
             payload.close()
 

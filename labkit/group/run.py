@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from labkit.errors.causes import Cause
-from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
+from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
@@ -50,10 +50,10 @@ NOBODY: Final = (
 
 
 class Run:
-    """A completed run.
+    """A completed run, or, as the attribute `run` of an error, what had happened of a run until then.
 
     Attributes:
-        results: the function's return values, one for each rank that called it, in rank order.
+        results: the function's return values, one for each rank that called it, in rank order; None if it has none.
         output: the printed lines, in rank order.
         ranks: the names of the ranks that called it.
         facts: by rank, what it has noted for `labkit.verdict`.
@@ -188,34 +188,39 @@ class Execution:
                     self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
-            doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
+            stop = Stopped(self._name, [*self._doings_by_rank(time.perf_counter_ns()).values()])
             self._pool.state.spend()
-            self._finish("stopped")
-            raise Stopped(self._name, doings) from None
-        except BaseException:
+            stop.run = self._run(self._finish("stopped"))
+            raise stop from None
+        except BaseException as error:
             self._pool.state.spend()
-            self._finish("stopped by an error")
+            text = self._finish("stopped by an error")
+            if isinstance(error, RunError):
+                error.run = self._run(text)
             raise
         if self._failures:
-            error = self._error()
-            self._finish("stopped by an error")
-            raise error
+            failed = self._error()
+            failed.run = self._run(self._finish("stopped by an error"))
+            raise failed
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             self._pool.state.spend()
-            self._finish("stopped by an error")
-            raise mismatch_error(unequal)
+            wrong = mismatch_error(unequal)
+            wrong.run = self._run(self._finish("stopped by an error"))
+            raise wrong
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        profiled = self._pool.profiled() if profile else []
-        run = Run(self._name, names, results, text, self._records, profiled, self._facts)
+        run = self._run(text, self._pool.profiled() if profile else [])
         self.notes += map(str, faults_of(run, run.trace if self._communicated else None))
         return run
+
+    def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:
+        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
+        return Run(self._name, names, results, text, self._records, profiled or [], self._facts)
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.

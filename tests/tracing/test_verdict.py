@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -425,6 +426,59 @@ def test_arguments(two: lab.Group) -> None:
         bare.run(own, check=True)
     with pytest.raises(TypeError, match="expected a run"):
         verdict(two.run(own).trace)  # type: ignore[arg-type]
+
+
+# What had happened until an error.
+
+
+def communicates() -> None:
+    print("before")
+    dist.all_reduce(torch.ones(10))
+
+
+def fails() -> None:
+    communicates()
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    dist.barrier()
+
+
+def deadlocks() -> None:
+    communicates()
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+def mismatches() -> None:
+    communicates()
+    dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() else torch.int32))
+
+
+def sleeps() -> None:
+    communicates()
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "unfinished"),
+    [
+        (fails, lab.RankError, ["barrier"]), (deadlocks, lab.DeadlockError, ["recv", "recv"]),
+        (mismatches, lab.MismatchError, []), (sleeps, lab.RunTimeoutError, []),
+    ],
+)  # fmt: skip
+def test_the_run_until_an_error(program: Callable[[], None], error: type[lab.RunError], unfinished: list[str]) -> None:
+    with lab.Group(2, timeout_s=5 if program is sleeps else None) as group:
+        group.run(int)  # the time limit begins with ranks that have started
+        with pytest.raises(error) as raised:
+            group.run(program)
+        assert group.last_run is not None
+        assert group.last_run.results == [0, 0], "the last run that has returned"
+    run = raised.value.run
+    spans = list(run.trace.filter(kind="communication"))
+    assert sum(span.done and span.name == "all_reduce" and span.nbytes == 40 for span in spans) == 2
+    assert [span.name for span in spans if not span.done] == unfinished
+    assert run.output == "[rank 0] before\n[rank 1] before"
+    assert run.results == [None, None]
+    assert verdict(run).faults == ()
 
 
 # Rules about facts, without processes.
