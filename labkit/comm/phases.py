@@ -104,7 +104,7 @@ class Phases:
         threads.add(thread)
         noted = named is None and in_backward() == -1 and _recorder() is not None
         try:
-            if noted and phase == FORWARD:
+            if noted and phase == FORWARD and self.facts.checking:
                 self.facts.forward(args[0], (*args[1:], *kwargs.values()))
             elif noted and phase == BACKWARD:
                 self.facts.backward_begins()

@@ -29,6 +29,7 @@ __all__ = ["TrainingFacts"]
 FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
 FEW_ELEMENTS: Final = 16  # tensors with fewer may well be equal
+MOST_OPTIMIZERS: Final = 16  # a program may make one for each step
 LOOKED_AT: Final = 64  # elements of a tensor, to tell whether all are whole numbers, or equal
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -118,17 +119,15 @@ class TrainingFacts:
 
     def forward(self, model: Any, inputs: Iterable[Any]) -> None:
         """Note a forward pass that the program begins."""
-        if not self.checking:
+        if not self._due() or next(model.parameters(), None) is None:  # a loss may be a new module in each step
             return
-        first = _number_of(model, self._models)
-        if not (self._due() and model.training and torch.is_grad_enabled()):
-            return
-        ranks = _data_parallel_ranks(model)
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        number = _number_of(model, self._models)
+        ranks = _data_parallel_ranks(model) if model.training and torch.is_grad_enabled() else []
+        tensors = [value for value in inputs if type(value) is Tensor]
         if ranks and any(not _is_constant(tensor) for tensor in tensors):
             sums = {f"input {i}": _sum(tensor) for i, tensor in enumerate(tensors)}
             rows = {"rows": len(tensors[0])} if tensors[0].dim() else {}
-            self._note(FactKind.INPUTS, sums | rows, f"model {first}", ranks)
+            self._note(FactKind.INPUTS, sums | rows, f"model {number}", ranks)
 
     def backward_begins(self) -> None:
         """Note that the program begins a backward pass."""
@@ -145,8 +144,9 @@ class TrainingFacts:
                 self._reduced[line] = fact
                 fact.values["passes"] += 1
                 fact.values["reductions"] += reductions
-        loss = tensors if isinstance(tensors, Tensor) else None
-        if self._finite and loss is not None and loss.numel() == 1 and loss.device.type == "cpu" and not _is_finite(loss):
+        # A GPU's loss would have to be waited for, and another kind of tensor may communicate.
+        loss = tensors if type(tensors) is Tensor and tensors.device.type == "cpu" else None
+        if self._finite and loss is not None and loss.numel() == 1 and not math.isfinite(loss.item()):
             self._finite = False
             self._note(FactKind.LOSS, {"loss": loss.detach()})
         if self._due():
@@ -165,9 +165,9 @@ class TrainingFacts:
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
         if self.checking:
-            new = all(known is not optimizer for known in self._optimizers)
-            number = _number_of(optimizer, self._optimizers)
-            if new or self._due():
+            known = len(self._optimizers)
+            number = _number_of(optimizer, self._optimizers, MOST_OPTIMIZERS)
+            if number == known or (number >= 0 and self._due()):
                 self._note_parameters(number)
 
     def optimizer_ends(self) -> None:
@@ -187,9 +187,8 @@ class TrainingFacts:
     def _note_buffers(self) -> None:
         for number, model in enumerate(self._models):
             for ddp in _ddp_inside(model):
-                means = {
-                    n: b.detach().float().mean() for n, b in ddp.module.named_buffers() if b.is_floating_point() and b.numel()
-                }
+                buffers = [(n, b) for n, b in ddp.module.named_buffers() if type(b) is Tensor]
+                means = {n: b.detach().float().mean() for n, b in buffers if b.is_floating_point() and b.numel()}
                 if means:
                     self._note(FactKind.BUFFERS, means, f"model {number}", _ranks_of(ddp.process_group))
 
@@ -205,11 +204,13 @@ class TrainingFacts:
         self._note(FactKind.OPERAND, {name: _sum(tensor)}, f"{group} {match}")
 
 
-def _number_of(thing: Any, things: list[Any]) -> int:
-    """Return the place of an object in a list, at whose end it is put if it is new."""
+def _number_of(thing: Any, things: list[Any], most: int | None = None) -> int:
+    """Return the place of an object in a list, to which it is added if it is new; -1 if the list would be too long."""
     for number, known in enumerate(things):
         if known is thing:
             return number
+    if most is not None and len(things) >= most:
+        return -1
     things.append(thing)
     return len(things) - 1
 
@@ -219,8 +220,8 @@ def _sum(tensor: Tensor) -> Any:
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return None
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None  # what a tensor of another type does is not known: it may communicate
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     whole = tensor.contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
     if whole.device.type != "cpu":
@@ -238,10 +239,6 @@ def _is_constant(tensor: Tensor) -> bool:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _is_finite(loss: Tensor) -> bool:
-    return math.isfinite(loss.item())
 
 
 def _collectives(model: Any) -> int:

@@ -130,8 +130,9 @@ class WatchedMessage(WatchedWork):
     _operation: Operation
 
     def __init__(
-        self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None, own: bool
-    ) -> None:
+        self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None,
+        own: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(work, operation, futures, True, own)
         self._arrived = arrived
         self._taken = _thread.allocate_lock()  # held by the thread that waits for it in C++

@@ -376,6 +376,8 @@ class Group:
             self.last_run = run
             for note in execution.notes:
                 self._announce(note)
+            for fault in execution.faults:  # after every run, unlike notes, until it is mended
+                put(f"labkit: {fault}\n")
             if execution.unfinished is None:
                 pool.state.end()
             elif request.cell and not pool.state.spent:

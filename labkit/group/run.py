@@ -29,6 +29,7 @@ from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
 from labkit.tracing.missing_names import about_names
+from labkit.tracing.silent_faults import SilentFault
 from labkit.tracing.trace import Trace
 from labkit.tracing.verdict import faults_of
 from labkit.worker.quit_command import quit_failure
@@ -113,6 +114,7 @@ class Execution:
 
     Attributes:
         notes: notes for the student after a successful run.
+        faults: what makes the run's numbers wrong, as far as it is found.
         unfinished: the operation that the run has left unfinished, or None.
     """
 
@@ -136,6 +138,7 @@ class Execution:
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             self._resources = pool.monitor()
         self.notes: list[str] = []
+        self.faults: list[SilentFault] = []
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
@@ -215,12 +218,12 @@ class Execution:
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         run = self._run(text, self._pool.profiled() if profile else [])
-        self.notes += map(str, faults_of(run, run.trace if self._communicated else None))
+        self.faults = faults_of(run, run.trace if self._communicated else None)
         return run
 
     def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        return Run(self._name, names, results, text, self._records, profiled or [], self._facts)
+        return Run(self._name, names, results, text, self._records, profiled or [], dict(sorted(self._facts.items())))
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from labkit.recording.group_keys import ranks_of
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPTIMIZER, UNWAITED
 from labkit.tracing.overlapping import in_backward
-from labkit.tracing.trace import Trace
+from labkit.tracing.trace import Scalar, Trace
 
 __all__ = ["SilentFault", "at", "faults_in", "may_have_own_tasks"]
 
@@ -45,12 +46,12 @@ class SilentFault:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.sentence} {self.cure}"
+        return f"{self.sentence} {self.cure}".rstrip()
 
 
 def faults_in(trace: Trace) -> list[SilentFault]:
     """Find the faults that a trace shows by itself."""
-    return [*_never_waited_for(trace), *_steps_of_some_ranks(trace), *_other_roots(trace)]
+    return [*_never_waited_for(trace), *_steps_of_some_ranks(trace), *_other_roots(trace), *_recorded_values(trace)]
 
 
 def _never_waited_for(trace: Trace) -> Iterator[SilentFault]:
@@ -125,6 +126,18 @@ def _other_roots(trace: Trace) -> Iterator[SilentFault]:
                 "If that is not intended: src and dst are ranks of the whole world, group_src and group_dst those of the group.",
                 certain=False,
             )
+
+
+def _recorded_values(trace: Trace) -> Iterator[SilentFault]:
+    """Find the first value of each name on each rank that `lab.record` was given and that is not finite."""
+    first: dict[tuple[str, int], Scalar] = {}
+    for scalar in trace.scalars:
+        if not math.isfinite(scalar.value):
+            first.setdefault((scalar.name, scalar.rank), scalar)
+    for (name, rank), scalar in first.items():
+        steps = int((trace.step_bounds(rank)[:, 1] < scalar.time_ns).sum())
+        sentence = f"The recorded {name} was {scalar.value} on {trace.ranks[rank]} after {counted(steps, 'step')}."
+        yield SilentFault("not finite", (rank,), "", sentence, "")
 
 
 def at(line: str) -> str:

@@ -323,10 +323,10 @@ def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
         return "No tensors were compared: run the function with check=True, with torch, and with an optimizer."
     words = listed(word for kind, word in COMPARED.items() if kind in kinds)
     when = f" in {len(steps - {taken})} of {counted(taken, 'step')}" if taken else ""
-    what = f"{words} of {counted(len(facts), 'rank')}{when}"
+    tensors = f"{words} of {counted(len(facts), 'rank')}{when}"
     if faults:
-        return f"Compared: {what}."
-    return f"No fault was found: {what} are as they should be."
+        return f"Compared: {tensors}."
+    return f"No fault was found: {tensors} are as they should be."
 
 
 def _some(names: Sequence[str]) -> str:

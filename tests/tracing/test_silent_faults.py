@@ -1,5 +1,7 @@
 """Faults that a trace shows by itself, in traces made by hand; healthy ones of the same kind yield nothing."""
 
+import math
+
 import pytest
 from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
@@ -154,3 +156,16 @@ def test_healthy_traces(make):
     trace = make()
     assert (trace.columns.data["kind"] == COMMUNICATION).any()
     assert faults_in(trace) == []
+
+
+def test_recorded_values_that_are_not_finite():
+    book = Book()
+    for rank in range(2):
+        for step in range(4):
+            book.whole(rank, "step", 10 * step, 10 * step + 10)
+            book.scalar(rank, "loss", 10 * step + 9, math.nan if rank == 1 and step >= 2 else 0.5)
+            book.scalar(rank, "accuracy", 10 * step + 9, 0.5)
+        book.whole(rank, "call", 0, 40)
+    (fault,) = faults_in(book.trace(2))
+    assert (fault.kind, fault.ranks) == ("not finite", (1,))
+    assert fault.sentence == "The recorded loss was nan on rank 1 after 2 steps."
