@@ -77,6 +77,7 @@ _MODULES = {
     "step_ms": "tracing.step_times",
     "Span": "tracing.trace",
     "Trace": "tracing.trace",
+    "verdict": "tracing.verdict",
     "device": "worker.runtimes.devices",
     "devices": "worker.runtimes.devices",
     "predict": "predict",  # the module itself
@@ -129,6 +130,7 @@ if TYPE_CHECKING:
     from labkit.tracing.step_times import step_ms as step_ms
     from labkit.tracing.trace import Span as Span
     from labkit.tracing.trace import Trace as Trace
+    from labkit.tracing.verdict import verdict as verdict
     from labkit.worker.runtimes.devices import device as device
     from labkit.worker.runtimes.devices import devices as devices
 

@@ -140,6 +140,7 @@ def prepare() -> Futures:
 def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
     futures = prepare()
     recorder.ring.in_backward = lambda: in_backward() != -1
+    recorder.facts = phases.install().facts
     if not PROCESS_GROUPS.found:
         return futures
     numbering = Numbering(recorder.rank, recorder.size, given=given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED
+from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED, UNWAITED
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
@@ -127,6 +127,11 @@ class Operation:
         """Note that this thread waits for it, and need not, because the backend has completed it."""
         if self.group:  # otherwise nobody could tell for which operation
             self._ring.write_wait(self.group, self.match, clock())
+
+    def dropped(self) -> None:
+        """Note that the program no longer has what it would wait for, and has not waited."""
+        if self.group:  # as above
+            self._ring.write_wait(self.group, self.match, clock(), UNWAITED)
 
     def on_completion(self, future: Any) -> None:
         """Note that it has completed or failed; for a future's `add_done_callback`."""

@@ -24,16 +24,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from labkit.comm.backward import in_backward
 from labkit.comm.torch_internals import COMPILED_PHASES, DATA_LOADER
+from labkit.comm.training_facts import TrainingFacts
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, is_students, student_line
-from labkit.recording.schema import AUTOMATIC, COMPUTE
+from labkit.recording.schema import AUTOMATIC, COMPUTE, DATA, OPTIMIZER
 
 __all__ = ["BACKWARD", "DATA", "FORWARD", "Phases", "install"]
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
-OPTIMIZER: Final = "optimizer"
-DATA: Final = "data"
 RECOMPUTATION: Final = "recomputation"
 _CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper or of an optimizer's hook
 
@@ -56,6 +55,7 @@ class Phases:
     def __init__(self) -> None:
         self._threads: dict[str, set[int]] = {phase: set() for phase in (FORWARD, BACKWARD, DATA)}  # that are in the phase
         self._stepping: dict[int, _Stepping] = {}  # per thread
+        self.facts = TrainingFacts()
 
     def wrap(self) -> None:
         """Wrap torch's functions."""
@@ -65,6 +65,7 @@ class Phases:
         register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer_begins(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: self._optimizer_ends(optimizer))
         when_imported("torch.utils.data.dataloader", self._wrap_loaders)
+        self.facts.install()
 
     def _wrap_loaders(self, module: ModuleType) -> None:
         self._wrap(module.DataLoader, "__iter__", DATA)  # starts the worker processes
@@ -101,8 +102,16 @@ class Phases:
         outermost = thread not in threads
         end = self._begin(phase, named)
         threads.add(thread)
+        noted = named is None and in_backward() == -1 and _recorder() is not None
         try:
-            return function(*args, **kwargs)
+            if noted and phase == FORWARD and self.facts.checking:
+                self.facts.forward(args[0], (*args[1:], *kwargs.values()))
+            elif noted and phase == BACKWARD:
+                self.facts.backward_begins()
+            result = function(*args, **kwargs)
+            if noted and phase == BACKWARD:
+                self.facts.backward_ends(args[0] if args else None)
+            return result
         finally:
             if outermost:
                 threads.discard(thread)
@@ -152,6 +161,7 @@ class Phases:
         recorder = _recorder()
         if recorder is not None:
             recorder.optimizer_steps.optimizer_begins(optimizer)
+            self.facts.optimizer_begins(optimizer)
         self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(OPTIMIZER))
 
     def _optimizer_ends(self, optimizer: Any) -> None:
@@ -165,6 +175,7 @@ class Phases:
         recorder = _recorder()
         if recorder is not None:
             recorder.optimizer_steps.optimizer_ends(optimizer)
+            self.facts.optimizer_ends()
 
 
 class _Stepping:

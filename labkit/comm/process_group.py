@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import ProcessGroup  # the original, which `comm.install` replaces later
+import typing_extensions
+from torch.distributed import ProcessGroup, c10d_logger  # the original group, which `comm.install` replaces later
 
 from labkit.comm.backward import Backwards, in_backward
 from labkit.comm.completion import Attendant
@@ -30,11 +32,15 @@ from labkit.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
 from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
-from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import OPEN, TIMED
 
 __all__ = ["watched_process_group"]
 
+# Between a program's call of torch.distributed and the methods below: ours, the function, what logs its errors, and
+# what warns that it is deprecated.
+DISTRIBUTED_FILES: Final = frozenset({__file__, c10d.__file__, c10d_logger.__file__, typing_extensions.__file__})
+COMPARED: Final = frozenset({"all_reduce", "all_gather"})  # with what the other ranks give, in a run with `check=True`
 BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))  # they wait at once
 
 
@@ -110,6 +116,11 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def moves_on_gpu(self) -> bool:
         """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
         return self.gpu_backend == "nccl"
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives that the group has begun."""
+        return self._count
 
     @property
     def limit_s(self) -> float:
@@ -234,8 +245,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         elif work is None:
             operation.completed()
         elif tells and not self._tell(operation, work, kept):
-            return SilentWork(work, operation, self.futures, False)
-        return None if work is None else WatchedWork(work, operation, self.futures, tells)
+            return SilentWork(work, operation, self.futures, False, _called_by_program())
+        return None if work is None else WatchedWork(work, operation, self.futures, tells, _called_by_program())
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
         """Let the backend report when the operation completes; False if it cannot: then only a wait shows its end."""
@@ -281,8 +292,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         received = copy if operation.name == RECV.name else None
         from_any = not group
         arrived = partial(self._arrived, tag, from_any, received) if from_any or received is not None else None
-        message = WatchedMessage(work, operation, self.futures, arrived)
         operation.blocking = sys._getframe(3).f_code in BLOCKING  # beyond our `send` and torch's `isend`
+        message = WatchedMessage(work, operation, self.futures, arrived, _called_by_program())
         if not operation.blocking:
             self.attendant.watch(message)
         return message
@@ -364,7 +375,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if work is None:
             batch.completed()
             return None
-        return WatchedWork(work, batch, self.futures, False)
+        return WatchedWork(work, batch, self.futures, False, _called_by_program())
 
     def _of_real(self, name: str) -> Any:
         return getattr(self._real, name, None) or BATCHES.of(self._real, f"_{name}")
@@ -378,6 +389,17 @@ def _backends(group: Any) -> Iterator[tuple[torch.device, Any]]:
         yield device, PROCESS_GROUPS.of(group, "_get_backend")(device)
 
 
+def _called_by_program() -> bool:
+    """Whether the program's own code has called the function of torch.distributed that issues an operation.
+
+    Otherwise, a part of torch has, which knows how to wait: DistributedDataParallel's reducer keeps a `Work` in C++.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in DISTRIBUTED_FILES:
+        frame = frame.f_back
+    return frame is not None and is_students(frame.f_code.co_filename)
+
+
 def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., Any]:
     """Return a method that replaces one of torch's collectives, and records it."""
     inherited = getattr(ProcessGroup, method)
@@ -389,6 +411,9 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
         label = self._label or self.label  # also sets `_ranks`
         root = self._root(arguments) if kind.rooted else -1
         self._count = match = self._count + 1
+        facts = self.recorder.facts
+        if facts is not None and facts.checking and kind.name in COMPARED and form.alike is not None:
+            facts.operand(called.name, first_tensor(arguments[form.alike]), label, match)
         at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # the caller waits for it at once
         if at_once and self.recorder.device_clock is None:
             return self._execute(kind, called, arguments, root, match, inherited, args, kwargs)

@@ -72,6 +72,11 @@ DTENSOR_CACHE: Final = _Torch(
     lost="runs with DTensor after a run that has destroyed the default group",
     public="a destroy_process_group that clears DTensor's cache, which names destroyed groups",
 )
+DDP_HOOKS: Final = _Torch(
+    "torch.nn.parallel:DistributedDataParallel.register_comm_hook(_comm_hooks)",
+    lost="checks of gradients are also made where a communication hook lets them differ",
+    public="an attribute of DistributedDataParallel that tells its communication hooks",
+)
 JOIN: Final = _Torch(
     "torch._C._distributed_c10d:Reducer._set_forward_pass_work_handle",
     lost="uneven inputs of DistributedDataParallel, inside Join",

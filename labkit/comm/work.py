@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -31,17 +31,29 @@ class WatchedWork(Work):
         operation: its operation.
         futures: tracks which operations complete a future.
         notified: whether the backend notifies the operation when it completes; otherwise `wait` does.
+        own: whether the program's own code gets it, and must wait for it.
     """
 
-    __slots__ = ("_future", "_futures", "_notified", "_operation", "_work")
+    __slots__ = ("_future", "_futures", "_notified", "_operation", "_unwaited", "_work")
 
-    def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, notified: bool) -> None:
+    def __init__(self, work: Any, operation: Operation | Batch, futures: Futures, notified: bool, own: bool = False) -> None:
         super().__init__()
         self._work, self._operation, self._futures, self._notified = work, operation, futures, notified
+        self._unwaited = own
         self._future: Any = None  # on an emulated link, the delayed future, the same for all callers
+
+    def __del__(self) -> None:
+        if self._unwaited:
+            for operation in self._operations:
+                operation.dropped()
+
+    @property
+    def _operations(self) -> Sequence[Operation]:
+        return self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed; on a GPU, make the current stream wait for it."""
+        self._unwaited = False
         operation = self._operation
         if operation.done:
             operation.wait_begins()
@@ -65,14 +77,16 @@ class WatchedWork(Work):
         if self._operation.held:
             return False
         self._operation.completed()
+        self._unwaited = False
         return True
 
     def get_future(self) -> Any:
         """Return a future that completes with it."""
+        self._unwaited = False
         if self._future is not None:
             return self._future
         future = self._work.get_future()
-        operations = self._operation.operations if isinstance(self._operation, Batch) else [self._operation]
+        operations = self._operations
         self._futures.tie(future, operations)
         for operation in operations:
             if not self._notified:
@@ -95,6 +109,7 @@ class SilentWork(WatchedWork):
     __slots__ = ()
 
     def __del__(self) -> None:
+        super().__del__()
         if self._operation.done:
             return
         if self._work.is_completed():
@@ -108,16 +123,17 @@ class WatchedMessage(WatchedWork):
 
     Args:
         arrived: called with the backend's `Work` when it has completed.
-        work, operation, futures: as for `WatchedWork`.
+        work, operation, futures, own: as for `WatchedWork`.
     """
 
     __slots__ = ("_arrived", "_error", "_taken", "_under_way", "_waited")
     _operation: Operation
 
     def __init__(
-        self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None
-    ) -> None:
-        super().__init__(work, operation, futures, True)
+        self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None,
+        own: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(work, operation, futures, True, own)
         self._arrived = arrived
         self._taken = _thread.allocate_lock()  # held by the thread that waits for it in C++
         self._under_way = _thread.allocate_lock()  # held until that wait has ended
@@ -145,6 +161,7 @@ class WatchedMessage(WatchedWork):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until it has completed."""
+        self._unwaited = False
         operation = self._operation
         was_done = operation.done
         operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
@@ -211,6 +228,7 @@ def keep_for_reducers() -> None:
 
 def _delegate(name: str) -> None:
     def method(self: WatchedWork, *args: Any, **kwargs: Any) -> Any:
+        self._unwaited = False
         return getattr(self._work, name)(*args, **kwargs)
 
     method.__name__ = name

@@ -90,7 +90,13 @@ class RankFailure:
 
 
 class RunError(LabError):
-    """Base class of the errors that end a run. Stop is none: it raises a `KeyboardInterrupt`, see `Stopped`."""
+    """Base class of the errors that end a run. Stop is none: it raises a `KeyboardInterrupt`, see `Stopped`.
+
+    Attributes:
+        run: the `Run` until the error, with its trace and output, for figures; None in an error that was copied.
+    """
+
+    run: Any = None
 
 
 class RankError(RunError):
@@ -224,7 +230,12 @@ class Stopped(KeyboardInterrupt):
     Args:
         name: the function that ran.
         doings: for each rank, one line on what it was doing.
+
+    Attributes:
+        run: as for `RunError`.
     """
+
+    run: Any = None
 
     def __init__(self, name: str, doings: list[str]) -> None:
         self.name, self.doings = name, doings

@@ -24,6 +24,15 @@ _HINTS: Final = {
         "The workers ran different collectives. Under MultiWorkerMirroredStrategy all must have the same number of batches and "
         "of epochs: look for datasets of unlike length; `steps_per_epoch` with `dataset.repeat()` makes them equal."
     ),
+    "called while defining a new graph or a tf.function": (  # merge_call
+        "Inside strategy.run, apply_gradients waits for all replicas, and tf.cond excludes that. Decide outside of strategy.run, "
+        "or let the optimizer count: gradient_accumulation_steps."
+    ),
+    "got mixed torch.Tensor and DTensor": (
+        "A parameter is sharded here. FSDP2 gathers parameters for forward() only; for another method that computes with them, "
+        "call torch.distributed.fsdp.register_fsdp_forward_method(model, 'method')."
+    ),
+    "Can't pickle local object": "RPC sends functions by name: define them with `def` at the top of a cell, not inside another.",
     "unable to allocate shared memory(shm) for file </torch_": _SHARED_MEMORY_FULL,
     "unable to write to file </torch_": _SHARED_MEMORY_FULL,  # older versions of torch
     "is killed by signal: Bus error": _SHARED_MEMORY_FULL,  # a DataLoader's worker

@@ -39,7 +39,7 @@ from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
-from labkit.ipc.code_names import assigned, mentions, name_of, reads
+from labkit.ipc.code_names import assigned, mentions, name_of, parameters_of, reads
 from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
@@ -177,7 +177,7 @@ class Group:
         return Ranks(self, chosen(self.names, which))
 
     @public_api
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+    def run(self, function: Callable[..., Any], /, *args: Any, check: bool | None = None, **kwargs: Any) -> Run:
         """Call `function(*args, **kwargs)` on every rank and wait for all of them.
 
         The function, its arguments and everything it refers to are sent by value with each run, so that redefining a
@@ -185,6 +185,13 @@ class Group:
         when a module was edited since. Changes of the notebook's working folder, `sys.path` and `os.environ` reach the
         ranks with the next run, except variables such as RANK, which belong to the ranks. The ranks' prints appear
         below the cell while they run.
+
+        Args:
+            function: the function.
+            *args: its arguments.
+            check: whether to compare parameters, gradients and inputs of the ranks, for `labkit.verdict`; torch only.
+                It does not reach the function.
+            **kwargs: its named arguments.
 
         Returns:
             a `Run`: results, output and trace.
@@ -195,12 +202,12 @@ class Group:
             LabError: something cannot be sent (the message names it).
             KeyboardInterrupt: Stop was pressed. The ranks are stopped; the next run starts new ones.
         """
-        return self._run(function, args, kwargs, range(len(self)), watch=False)
+        return self._run(function, args, kwargs, range(len(self)), watch=False, check=check)
 
     @public_api
-    def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+    def watch(self, function: Callable[..., Any], /, *args: Any, check: bool | None = None, **kwargs: Any) -> Run:
         """`run` with a live picture of what each rank computes, sends and waits for."""
-        return self._run(function, args, kwargs, range(len(self)), watch=True)
+        return self._run(function, args, kwargs, range(len(self)), watch=True, check=check)
 
     @public_api
     def spawn(
@@ -211,7 +218,9 @@ class Group:
         return self._run(WithRank(function), tuple(args), {}, range(len(self)), watch=False)
 
     @public_api
-    def run_cell(self, source: str, filename: str, label: str, on: Sequence[int] | None = None, *, watch: bool = False) -> Run:
+    def run_cell(
+        self, source: str, filename: str, label: str, on: Sequence[int] | None = None, *, watch: bool = False, check: bool = False
+    ) -> Run:
         """Run a cell's source in the ranks' `__main__`, where its names persist; this is what `%%ranks` does.
 
         A notebook's name that the cell reads is sent along if it was assigned there after it was last sent, and after
@@ -223,11 +232,13 @@ class Group:
             label: its name for the student: "cell 5".
             on: numbers of the ranks; default: all.
             watch: whether to show the live picture.
+            check: whether to compare the ranks' tensors, as for `run`.
 
         Raises:
             CellSyntaxError: the cell has a syntax error.
             RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics.
         """
+        self._check_check(check)
         on = chosen(self.names, on) if on is not None else range(len(self))
         home = sys.modules["__main__"]
         with warnings.catch_warnings(action="ignore"):  # the ranks will show syntax warnings
@@ -241,7 +252,7 @@ class Group:
         all_called = len(on) == len(self)
 
         def message(member: Member) -> protocol.RunCell:
-            return protocol.RunCell(all_called, source, filename, label, names.send_to(member), payload)
+            return protocol.RunCell(all_called, check, source, filename, label, names.send_to(member), payload)
 
         try:
             request = Request(cell=True, starts_rpc=self._kind.has_rpc and "init_rpc" in source)
@@ -286,23 +297,37 @@ class Group:
                 self._holder = None
 
     def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool
-    ) -> Run:
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool,
+        check: bool | None = None,
+    ) -> Run:  # fmt: skip
         if not callable(function):
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
+        self._check_check(check or False)
+        if check is not None and "check" in parameters_of(function):
+            raise TypeError(
+                f"check=: {name_of(function)}() has a parameter of this name, too. Give it by position, or rename it."
+            )
         self._check()
         name = name_of(function)
         payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
             starts_rpc = self._kind.has_rpc and mentions("init_rpc", function, payload.data)
-            call = protocol.CallFunction(len(on) == len(self), payload)
+            call = protocol.CallFunction(len(on) == len(self), bool(check), payload)
             return self._execute(Request(cell=False, starts_rpc=starts_rpc), payload, name, on, lambda _: call, watch=watch)
         except RankError as error:
             if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
                 raise
-            raise RankError(error.failures, error.others, stopped=error.stopped, hint=hint) from None
+            hinted = RankError(error.failures, error.others, stopped=error.stopped, hint=hint)
+            hinted.run = error.run
+            raise hinted from None
         finally:
             payload.close()
+
+    def _check_check(self, check: Any) -> None:
+        if not isinstance(check, bool):
+            raise TypeError(f"check={check!r}: expected True or False")
+        if check and self.runtime != "torch":
+            raise LabError(f"check=True compares tensors of torch; the group's runtime is {self.runtime!r}")
 
     def _check(self) -> None:
         if self._closed:
@@ -351,6 +376,8 @@ class Group:
             self.last_run = run
             for note in execution.notes:
                 self._announce(note)
+            for fault in execution.faults:  # after every run, unlike notes, until it is mended
+                put(f"labkit: {fault}\n")
             if execution.unfinished is None:
                 pool.state.end()
             elif request.cell and not pool.state.spent:

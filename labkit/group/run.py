@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from labkit.errors.causes import Cause
-from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunTimeoutError, Stopped
+from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
@@ -27,8 +27,11 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
+from labkit.recording.rank_facts import Fact
 from labkit.tracing.missing_names import about_names
+from labkit.tracing.silent_faults import SilentFault
 from labkit.tracing.trace import Trace
+from labkit.tracing.verdict import faults_of
 from labkit.worker.quit_command import quit_failure
 
 __all__ = ["Execution", "Run"]
@@ -48,19 +51,21 @@ NOBODY: Final = (
 
 
 class Run:
-    """A completed run.
+    """A completed run, or, as the attribute `run` of an error, what had happened of a run until then.
 
     Attributes:
-        results: the function's return values, one for each rank that called it, in rank order.
+        results: the function's return values, one for each rank that called it, in rank order; None if it has none.
         output: the printed lines, in rank order.
         ranks: the names of the ranks that called it.
+        facts: by rank, what it has noted for `labkit.verdict`.
     """
 
     def __init__(
-        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]]
-    ) -> None:
+        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]],
+        facts: Mapping[int, Sequence[Fact]],
+    ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
-        self._records, self._profiled = records, profiled
+        self._records, self._profiled, self.facts = records, profiled, facts
         self._trace: Trace | None = None
 
     @property
@@ -109,6 +114,7 @@ class Execution:
 
     Attributes:
         notes: notes for the student after a successful run.
+        faults: what makes the run's numbers wrong, as far as it is found.
         unfinished: the operation that the run has left unfinished, or None.
     """
 
@@ -119,6 +125,7 @@ class Execution:
         self._output = Output(self._names)
         self._records = Records(self._members, pool.options.link, pool.cores)
         self._results: dict[int, Any] = {}
+        self._facts: dict[int, list[Fact]] = {}  # by rank, what it has noted
         self._failures: dict[int, RankFailure] = {}
         self._exits: dict[int, RankFailure] = {}  # of ranks that called `exit(0)`; failures if others return values
         self._serving: set[int] = set()  # ranks that were called, and serve the others until these have returned
@@ -131,6 +138,7 @@ class Execution:
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             self._resources = pool.monitor()
         self.notes: list[str] = []
+        self.faults: list[SilentFault] = []
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
@@ -183,32 +191,39 @@ class Execution:
                     self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
-            doings = [*self._doings_by_rank(time.perf_counter_ns()).values()]
+            stop = Stopped(self._name, [*self._doings_by_rank(time.perf_counter_ns()).values()])
             self._pool.state.spend()
-            self._finish("stopped")
-            raise Stopped(self._name, doings) from None
-        except BaseException:
+            stop.run = self._run(self._finish("stopped"))
+            raise stop from None
+        except BaseException as error:
             self._pool.state.spend()
-            self._finish("stopped by an error")
+            text = self._finish("stopped by an error")
+            if isinstance(error, RunError):
+                error.run = self._run(text)
             raise
         if self._failures:
-            error = self._error()
-            self._finish("stopped by an error")
-            raise error
+            failed = self._error()
+            failed.run = self._run(self._finish("stopped by an error"))
+            raise failed
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             self._pool.state.spend()
-            self._finish("stopped by an error")
-            raise mismatch_error(unequal)
+            wrong = mismatch_error(unequal)
+            wrong.run = self._run(self._finish("stopped by an error"))
+            raise wrong
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
+        run = self._run(text, self._pool.profiled() if profile else [])
+        self.faults = faults_of(run, run.trace if self._communicated else None)
+        return run
+
+    def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        profiled = self._pool.profiled() if profile else []
-        return Run(self._name, names, results, text, self._records, profiled)
+        return Run(self._name, names, results, text, self._records, profiled or [], dict(sorted(self._facts.items())))
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
@@ -394,6 +409,7 @@ class Execution:
         for rank, end in message.exits.items():
             self._exits[rank] = dataclasses.replace(end, at_ns=member.process.clock.here(end.at_ns))
         self._pool.state.framework_spent |= message.spent
+        self._facts[member.rank] = message.facts
         self.notes += message.notes
         if message.payload.copied_from_gpu:
             self.notes.append("CUDA tensors in results come back as CPU tensors.")

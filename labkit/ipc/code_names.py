@@ -8,10 +8,10 @@ import functools
 import inspect
 import linecache
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["assigned", "mentions", "name_of", "names_read", "reads"]
+__all__ = ["assigned", "mentions", "name_of", "names_read", "parameters_of", "reads"]
 
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -25,6 +25,14 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
+
+
+def parameters_of(function: Callable[..., Any]) -> Collection[str]:
+    """Return the names of a function's parameters; () if they are not known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C
+        return ()
 
 
 def mentions(name: str, function: Callable[..., Any], pickled: bytes) -> bool:

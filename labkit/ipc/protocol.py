@@ -16,6 +16,7 @@ from labkit.errors.exceptions import RankFailure
 from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload
 from labkit.ipc.place import LOOPBACK, Place
+from labkit.recording.rank_facts import Fact
 
 __all__ = [
     "Assigned", "AtBreakpoint", "CallFunction", "Changes", "Close", "Command", "Displayed", "Files", "Forget", "Frame",
@@ -163,10 +164,12 @@ class CallFunction(Message):
 
     Args:
         all_called: whether all ranks of the group call it.
+        check: whether the rank's tensors are to be compared with those of others.
         payload: a `pickling_errors.Call`.
     """
 
     all_called: bool
+    check: bool
     payload: Payload
 
 
@@ -176,6 +179,7 @@ class RunCell(Message):
 
     Args:
         all_called: whether all ranks of the group run it.
+        check: whether the rank's tensors are to be compared with those of others.
         source: Python source.
         filename: its name in tracebacks before `label` replaces it.
         label: its name for the student.
@@ -184,6 +188,7 @@ class RunCell(Message):
     """
 
     all_called: bool
+    check: bool
     source: str
     filename: str
     label: str
@@ -201,6 +206,7 @@ class Returned(Message):
         spent: whether the framework has been set up in a way that the next function cannot repeat.
         notes: remarks for the student, each shown once.
         exits: by rank, the end of its function if that was `exit()` or `exit(0)`; times are on the rank's clock.
+        facts: what is to be compared with other ranks.
         payload: the result.
     """
 
@@ -209,6 +215,7 @@ class Returned(Message):
     spent: bool
     notes: list[str]
     exits: dict[int, RankFailure]
+    facts: list[Fact]
     payload: Payload
 
 

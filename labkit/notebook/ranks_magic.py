@@ -17,7 +17,7 @@ from labkit.ipc.ranks_cell import cell_filename
 
 __all__ = ["rank", "ranks"]
 
-USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --run name"
+USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --check --run name"
 
 
 def ranks(line: str, cell: str, shell: Any) -> None:
@@ -26,6 +26,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
         %%ranks group                   on all ranks
         %%ranks group --on 0,worker1    on some, by number or name
         %%ranks group --watch           with the live picture
+        %%ranks group --check           compares the ranks' tensors, for `labkit.verdict`
         %%ranks group --run run         assigns the cell's `Run` to the notebook's variable `run`; see `group.last_run`
 
     Functions, classes and values of the notebook that the cell reads are sent along; see `Group.run_cell`. Instead of a
@@ -44,6 +45,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     parser.add_argument("group")
     parser.add_argument("--on")
     parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--run", metavar="name")
     try:
         on_negative = re.sub(r"--on\s+(?=-\d)", "--on=", line)  # for argparse, "-1,0" is no number but an option
@@ -70,7 +72,7 @@ def ranks(line: str, cell: str, shell: Any) -> None:
         wanted = [part.strip() for part in options.on.split(",")]
         on = group[[int(w) if w.removeprefix("-").isdecimal() and w not in group.names else w for w in wanted]].on
     number = len(shell.history_manager.input_hist_parsed) - 1  # `execution_count` may already be the next cell's
-    run = group.run_cell(cell, cell_filename(number), f"cell {number}", on, watch=options.watch)
+    run = group.run_cell(cell, cell_filename(number), f"cell {number}", on, watch=options.watch, check=options.check)
     if options.run is not None:
         shell.user_ns[options.run] = run
 

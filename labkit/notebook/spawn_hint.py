@@ -1,24 +1,33 @@
-"""A hint at `group.spawn`, after a cell in which `mp.spawn` could not start a function of the notebook."""
+"""Hints after a cell that was written for a launcher, and failed: at `group.spawn`, and at `%%ranks`."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, Final
 
-__all__ = ["hint_after"]
+__all__ = ["NO_RANK", "SPAWN", "hint_after"]
 
-HINT: Final = (
+SPAWN: Final = (
     "labkit: the processes of mp.spawn have no function that is defined in a notebook. On the ranks of a group: "
     "group.spawn(f, args=(...)) calls f(rank, ...), too."
 )
+NO_RANK: Final = (
+    "labkit: the notebook's own process is no rank. Run the cell on the ranks of a group = lab.Group(2), by `%%ranks group` as "
+    "its first line."
+)
+# What torch says where init_process_group finds no launcher's environment variables.
+NOT_SET: Final = ("environment variable RANK expected", "environment variable WORLD_SIZE expected")
 
 
 def hint_after(result: Any) -> None:
-    """Print the hint if `mp.spawn` failed since its processes exited, as they do if they cannot find their function.
+    """Print a hint if the cell's error calls for one; IPython calls this after each cell.
 
-    IPython calls this after each cell. An exception that the function raises in such a process is another error.
+    `mp.spawn` fails since its processes exit if they cannot find their function. An exception that the function raises
+    in such a process is another error.
     """
     spawn = sys.modules.get("torch.multiprocessing.spawn")
     error = result.error_in_exec
     if spawn is not None and isinstance(error, spawn.ProcessExitedException) and error.exit_code == 1:
-        print(HINT, file=sys.stderr)
+        print(SPAWN, file=sys.stderr)
+    elif isinstance(error, ValueError) and any(words in str(error) for words in NOT_SET):
+        print(NO_RANK, file=sys.stderr)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from labkit.errors.units import bytes_in_words
 from labkit.recording.group_keys import axis_of
 from labkit.recording.operations import SERVE, type_of
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNWAITED
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 
@@ -66,6 +66,8 @@ STYLES: Final[dict[str, Style]] = {
     "exposed": Style(_COMMUNICATION_COLOUR, 1, "", "exposed communication"),
     # Less vivid than "exposed", and of medium lightness: less striking on white pages and on dark ones.
     "hidden": Style("#B08968", 1, "", "hidden behind compute"),
+    # The program went on without it, so it is neither hidden nor exposed: crosses mark a mistake.
+    "unwaited": Style(_COMMUNICATION_COLOUR, 0.3, "xxxx", "never waited for"),
     "waiting": Style(_COMMUNICATION_COLOUR, 0.16, "//////", "waiting for another rank"),
     "issued": Style(_COMMUNICATION_COLOUR, 0.16, "....", "issued, others not there yet"),
 }
@@ -163,6 +165,9 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
         _styled(_clip(_flatten(rows["start_ns"], ready, each), shown, inside=False), "issued"),
     )
     communication = replace(communication, span=travelling[communication.span])
+    unwaited = data["flags"][communication.span] & UNWAITED != 0
+    moves = np.isin(communication.style, [_NUMBER["exposed"], _NUMBER["hidden"]])
+    communication.style[unwaited & moves] = _NUMBER["unwaited"]
     return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
 
 
@@ -281,7 +286,7 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
     if axis:
         name = f"{name} {axis}"
     texts = [name, axis] if axis else [name]
-    if row["nbytes"] and style in ("exposed", "hidden"):
+    if row["nbytes"] and style in ("exposed", "hidden", "unwaited"):
         texts.insert(0, f"{name} {bytes_in_words(int(row['nbytes']))}")
     if number := _MICRO_BATCH.match(name):  # the colour tells forward from backward
         texts = [number[1]] if number.end() == len(name) else [name, number[1]]

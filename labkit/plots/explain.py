@@ -22,6 +22,7 @@ from labkit.replaying.gains import Gain, Questions, like_others, twice_as_fast
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.overlapping import after_backward, needed_at_once
 from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.silent_faults import faults_in
 from labkit.tracing.trace import Trace
 
 __all__ = ["Explanation", "explain"]
@@ -78,6 +79,7 @@ def explain(run: HasTrace | Trace) -> Explanation:
 
     Where the run can be replayed, a sentence says what the change that fits would save. Nothing is advised that the
     order of the work excludes: results of tensor parallelism are needed at once, so that compute cannot hide them.
+    A fault that makes results wrong is said before anything about time.
 
     The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
     profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency
@@ -95,7 +97,9 @@ def explain(run: HasTrace | Trace) -> Explanation:
     finding = limit_of(trace)
     cores = None if isinstance(run, Trace) or trace.origin else trace.cores or usable_cores()  # a trace may be another machine's
     machine, busy = ("", False) if cores is None else _machine(len(trace.ranks), cores)
-    sentences = [*_sentences(finding, trace.ranks, cores, busy, _overlap(trace)), _predicted(trace, finding), machine]
+    faults = [fault for fault in faults_in(trace) if fault.certain]
+    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
+    sentences = [*wrong, *_sentences(finding, trace.ranks, cores, busy, _overlap(trace)), _predicted(trace, finding), machine]
     return Explanation(" ".join(filter(None, sentences)), finding)
 
 

@@ -47,6 +47,7 @@ class Recorder:
         self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
+        self.facts: Any = None  # set by `labkit.comm`: what is compared with other ranks after a run
         self.optimizer_steps = OptimizerSteps(self.now, self.step)
 
     def now(self) -> Any:
@@ -60,9 +61,11 @@ class Recorder:
         else:
             self.device_clock.ended("step", "", start, flags, kind=STEP, end=end)
 
-    def begin_run(self) -> None:
-        """Note that a call of the student's function begins."""
+    def begin_run(self, *, check: bool = False) -> None:
+        """Note that a call of the student's function begins; with `check`, tensors are compared afterwards."""
         self.optimizer_steps.begin_run()
+        if self.facts is not None:
+            self.facts.begin_run(check=check)
         if self.device_clock is not None:
             self.device_clock.begin_run()
 

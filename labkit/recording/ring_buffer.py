@@ -198,13 +198,13 @@ class RingWriter:
             nbytes, match, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
-    def write_wait(self, group: str, match: int, at_ns: int) -> None:
-        """Record that the rank's function waited for an operation that was complete already."""
-        if self.thread_flags():
+    def write_wait(self, group: str, match: int, at_ns: int, flags: int = 0) -> None:
+        """Record that the rank's function waited for an operation that was complete already, or never (`UNWAITED`)."""
+        if not flags and self.thread_flags():
             return
         group_id = self.name(group)
         number, at = self.next_slot()
-        _pack_wait(self.buffer, at, at_ns, at_ns, match, 0, 0, group_id, 0, WAIT, CPU, number)
+        _pack_wait(self.buffer, at, at_ns, at_ns, match, 0, 0, group_id, flags, WAIT, CPU, number)
 
     def thread_flags(self) -> int:
         """Return the flags of what this thread records: 0 if it executes the rank's function, or its backward pass."""

@@ -24,9 +24,9 @@ from labkit.recording.operations import OperationType, type_of
 
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
-    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OWN_THREAD", "PENDING_FIELDS", "READING", "SCALAR", "SERVED",
-    "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNSHOWN", "UNSIZED", "WAIT", "Field", "Flag", "Head",
-    "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
+    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OPTIMIZER", "OWN_THREAD", "PENDING_FIELDS", "READING",
+    "SCALAR", "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNSHOWN", "UNSIZED", "UNWAITED",
+    "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
 KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
@@ -41,6 +41,7 @@ UNSIZED: Final = 1 << 4  # it moved an unknown number of bytes
 SERVED: Final = 1 << 5  # it is on a thread that executes a call from another rank
 OWN_THREAD: Final = 1 << 6  # it is on another thread that does not execute the rank's function
 THROUGH_HOST: Final = 1 << 7  # gloo moved a GPU's data, through the host's memory
+UNWAITED: Final = 1 << 8  # of a wait's record: the program has dropped the operation, and never waited for it
 
 CPU, CUDA, NUMBERED = range(3)  # devices: timed by the host; timed by a GPU; the first of TensorFlow's "CPU:<n>"
 STREAM: Final = 0xFFFFFFFF  # in place of the blocked thread: a GPU's stream is blocked, and the rank continues
@@ -49,6 +50,7 @@ TIMED: Final = 0xFFFFFFFE  # in place of the blocked thread: it is blocked until
 # Names with a special meaning.
 READING: Final = "reading TensorFlow's profiler"  # labkit's own compute span
 DATA: Final = "data"  # a compute span in which the rank waits for its next batch
+OPTIMIZER: Final = "optimizer"  # a compute span: an optimizer's step
 STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
 ENDED: Final = "process ended"  # the scalar that marks the end of a rank without which the others went on
 MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
@@ -134,6 +136,8 @@ class Span:
         own_thread: True if it computed, or was issued, on a thread of its own, such as one that loads data: neither
             that of the rank's function nor one that executes a call from another rank.
         through_host: True for a communication of GPU tensors by gloo: it includes their copies to the host and back.
+        waited: False for an asynchronous operation that the program never waited for: what follows may have run before
+            it completed.
     """
 
     rank: Annotated[int, OfRank("i")]
@@ -162,6 +166,7 @@ class Span:
     wait_delay_ns: Annotated[int, Tail("q")] = 0
     own_thread: Annotated[bool, Flag(OWN_THREAD)] = False
     through_host: Annotated[bool, Flag(THROUGH_HOST)] = False
+    waited: Annotated[bool, Flag(UNWAITED)] = True
 
     @property
     def duration_ns(self) -> int:

@@ -12,7 +12,7 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
-__all__ = ["BACKWARD", "after_backward", "needed_at_once"]
+__all__ = ["BACKWARD", "after_backward", "in_backward", "needed_at_once"]
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -34,6 +34,15 @@ def after_backward(trace: Trace) -> NDArray[np.int64]:
         after = (_last_start(backward, at_ns) >= since) & (len(backward) > 0)
         found.append(rows[after & ~_inside(forward, at_ns) & ~_inside(backward, at_ns)])
     return np.sort(np.concatenate(found))
+
+
+def in_backward(trace: Trace) -> NDArray[np.int64]:
+    """Return the operations that begin within a backward pass, as rows of a trace."""
+    data, found = trace.columns.data, []
+    for rank in range(len(trace.ranks)):
+        rows = np.flatnonzero(_travels(trace) & (data["rank"] == rank))
+        found.append(rows[_inside(_passes(trace, rank, BACKWARD), data["start_ns"][rows])])
+    return np.concatenate(found)
 
 
 def needed_at_once(trace: Trace) -> NDArray[np.int64]:

@@ -32,6 +32,7 @@ from labkit.recording.schema import (
     SCALAR,
     STEP,
     UNSHOWN,
+    UNWAITED,
     WAIT,
     Head,
     Pending,
@@ -316,7 +317,7 @@ class Trace:
         waited for data (spans named "data"). For a rank whose program has no compute spans, the time in the function
         and in served calls counts instead. Communication lasts from the arrival of its last rank until it completes, so
         that waiting for a slow peer counts as idle time. A communication span that the program puts around recorded
-        operations only labels them, and does not count.
+        operations only labels them, and does not count; nor does an operation that nobody has waited for.
         """
         return tuple(self._share(rank) for rank in range(len(self.ranks)))
 
@@ -344,7 +345,8 @@ class Trace:
         self._check_rank(rank, "activity")
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
-        of_rank, blocked = self._is(rank, COMMUNICATION) & ~self.columns.around, self.blocked(rank)
+        blocked, waited = self.blocked(rank), self.columns.data["flags"] & UNWAITED == 0
+        of_rank = self._is(rank, COMMUNICATION) & ~self.columns.around & waited
         rows, ready = self.columns.data[of_rank], self.ready()[of_rank]
         compute = difference(union(computing["start_ns"], computing["end_ns"]), blocked)
         transfer = union(ready, rows["end_ns"])
@@ -509,7 +511,8 @@ def from_records(
     parts, scalars, waits = [np.empty(0, COLUMNS)], [], [np.empty(0, WAITS)]
     for rank, (rows, own) in enumerate(zip(records, names, strict=True)):
         table = np.array([number(text) for text in own], np.uint32)
-        is_scalar, is_wait = rows["kind"] == SCALAR, rows["kind"] == WAIT
+        unwaited = rows[(rows["kind"] == WAIT) & (rows["flags"] & UNWAITED != 0)]
+        is_scalar, is_wait = rows["kind"] == SCALAR, (rows["kind"] == WAIT) & (rows["flags"] & UNWAITED == 0)
         curve = rows[is_scalar]
         for name, time_ns, value in zip(*(curve[f].tolist() for f in ("name", "start_ns", "value")), strict=True):
             scalars.append(Scalar(rank, own[name], time_ns, value))
@@ -517,9 +520,11 @@ def from_records(
         waited["rank"], waited["group"] = rank, table[rows["group"][is_wait]]
         waited["match"], waited["time_ns"] = rows["match"][is_wait], rows["start_ns"][is_wait]
         waits.append(waited)
-        rows = rows[~is_scalar & ~is_wait & (rows["flags"] & UNSHOWN == 0)]
+        rows = rows[(rows["kind"] != SCALAR) & (rows["kind"] != WAIT) & (rows["flags"] & UNSHOWN == 0)]
         part = np.empty(len(rows), COLUMNS)
         part["rank"], part["flags"] = rank, rows["flags"]
+        for group, match in unwaited[["group", "match"]].tolist():
+            part["flags"][(rows["kind"] == COMMUNICATION) & (rows["group"] == group) & (rows["match"] == match)] |= UNWAITED
         for field in FIELDS:
             if isinstance(field.place, Head | Tail):
                 part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]

@@ -250,7 +250,7 @@ class _Rank:
         function, args, kwargs = self._unpack(message.payload)
         name = name_of(function)
         self._runtime.begin_run(keep=False, all_called=message.all_called)
-        result = self._timed(name, lambda: function(*args, **kwargs))
+        result = self._timed(name, lambda: function(*args, **kwargs), check=message.check)
         if isinstance(result, types.CoroutineType):
             result.close()  # otherwise Python would warn that it was never awaited
             raise LabError(
@@ -273,7 +273,7 @@ class _Rank:
 
         self._runtime.begin_run(keep=True, all_called=message.all_called)
         try:
-            self._timed("cell", run)
+            self._timed("cell", run, check=message.check)
         finally:  # also after a cell that has failed
             changed = {name for name, value in space.items() if name not in before or before[name] is not value}
             self._send(protocol.Assigned(sorted((changed | (before.keys() - space.keys())) - _MODULE_NAMES)))
@@ -286,7 +286,7 @@ class _Rank:
         message = self._channel.receive()
         assert isinstance(message, protocol.Release), f"expected Release while serving, got {message}"
 
-    def _timed(self, name: str, action: Callable[[], Any]) -> Any:
+    def _timed(self, name: str, action: Callable[[], Any], *, check: bool) -> Any:
         for error in self._copy_errors.values():
             raise error
         self._exits = {}
@@ -294,7 +294,7 @@ class _Rank:
         self._debugger.begin()
         self._runtime.begin_recording()
         if here.recorder is not None:
-            here.recorder.begin_run()
+            here.recorder.begin_run(check=check)
         start_ns, self._before = time.perf_counter_ns(), (self._ring.communications, self._ring.failures)
         try:
             return action()
@@ -344,7 +344,8 @@ class _Rank:
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
         spent, notes = self._runtime.end_run()
         notes += self._take_folder_notes()
-        self._send(protocol.Returned(communicated, unfinished, spent, notes, self._exits, payload))
+        facts = here.recorder.facts.take() if here.recorder is not None and here.recorder.facts is not None else []
+        self._send(protocol.Returned(communicated, unfinished, spent, notes, self._exits, facts, payload))
         if payload.owner_pid:
             self._unread_result = payload
         else:

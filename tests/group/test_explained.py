@@ -234,3 +234,41 @@ def test_plain_ipython_names_the_cell_and_shows_no_labkit_frames(tmp_path: Path)
     assert '  File "cell 3", line 1, in train' in lines
     assert not [line for line in lines if "labkit/" in line]
     assert sum("ZeroDivisionError" in line for line in lines) == 2
+
+
+# What the text of a library's error does not say
+
+
+def encodes_after_fully_shard() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    class Coder(torch.nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight)
+
+    model = Coder(4, 4)
+    fully_shard(model)
+    model(torch.ones(1, 4)).sum().backward()
+    model.encode(torch.ones(1, 4))
+
+
+@pytest.mark.processes
+def test_a_method_of_a_sharded_model() -> None:
+    pytest.importorskip("torch")
+    with lab.Group(2, timeout_s=200) as group:
+        assert "register_fsdp_forward_method" in failure(group, encodes_after_fully_shard).hint
+
+
+def calls_a_lambda() -> None:
+    import torch.distributed.rpc as rpc
+
+    rpc.rpc_sync("worker0", lambda: 1)
+
+
+@pytest.mark.processes
+def test_a_local_function_in_a_remote_call() -> None:
+    pytest.importorskip("torch")
+    with lab.Group(2, runtime="rpc", timeout_s=200) as group, pytest.raises(lab.RankError) as caught:
+        group[1].run(calls_a_lambda)
+    assert "with `def`" in caught.value.hint

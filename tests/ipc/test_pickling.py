@@ -53,7 +53,7 @@ def through_a_socket(value: Any) -> Any:
     """As between two processes; the reader is a thread, because the socket holds less than a large value."""
     near, far = (Channel(s) for s in socket.socketpair())
     payload = pickling.pack(value)
-    sender = threading.Thread(target=near.send, args=(CallFunction(True, payload),))
+    sender = threading.Thread(target=near.send, args=(CallFunction(True, False, payload),))
     sender.start()
     message = far.receive()
     sender.join()
@@ -708,9 +708,9 @@ def test_descriptors_belong_to_their_own_frames() -> None:
     """The system may deliver the descriptor of the next frame with the bytes of this one."""
     near, far = (Channel(s) for s in socket.socketpair())
     for i in range(3):
-        near.send(CallFunction(False, pickling.pack(i)))
+        near.send(CallFunction(False, False, pickling.pack(i)))
         payload = pickling.pack(np.full(LARGE, i))
-        near.send(CallFunction(True, payload))
+        near.send(CallFunction(True, False, payload))
         payload.close()
     for i in range(3):
         for large in (False, True):
@@ -723,7 +723,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
     gc.collect()  # leftovers of earlier tests
     before = len(os.listdir("/proc/self/fd"))
     near.send(Installed())
-    near.send(CallFunction(True, payload))
+    near.send(CallFunction(True, False, payload))
     far.receive()
     far.close()
     near.close()
@@ -734,7 +734,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
 def test_the_end_of_the_stream_raises_eof_at_any_point() -> None:
     near, far = socket.socketpair()
     writer = Channel(near)
-    writer.send(CallFunction(True, pickling.pack(list(range(30_000)))))
+    writer.send(CallFunction(True, False, pickling.pack(list(range(30_000)))))
     writer.close()
     with far:
         whole = b"".join(iter(lambda: far.recv(1 << 20), b""))

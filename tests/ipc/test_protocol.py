@@ -16,8 +16,10 @@ from labkit.ipc.channel import Channel
 from labkit.ipc.options import Options
 from labkit.ipc.pickling import Payload
 from labkit.ipc.protocol import Message
+from labkit.recording.rank_facts import Fact, FactKind
 
 FAILURE = RankFailure(1, "b", "ValueError: x", at_ns=7)
+FACT = Fact(FactKind.PARAMETERS, 2, "cell 1, line 3", "optimizer 0", (), {"weight": 1 << 63})
 MESSAGES: list[Message] = [
     protocol.RankConfig(1, Options(names=("a", "b"), runtime="bare", threads=3), ("path",), "folder", {"A": None}),
     protocol.Offer("10.0.0.2", 1234, ("a", "b")),
@@ -30,9 +32,9 @@ MESSAGES: list[Message] = [
     protocol.Profiled([("track", "name", "category", 1, 2)]),
     protocol.Observe(begin=False),
     protocol.Observed([]),
-    protocol.CallFunction(True, Payload(b"stream", [(0, 10), (1 << 47, 1 << 40)], owner_pid=77, copied_from_gpu=True)),
-    protocol.RunCell(False, "x = 1", "<cell>", "cell 1", {"y"}, Payload(b"")),
-    protocol.Returned(True, False, False, ["a note"], {1: FAILURE}, Payload(b"stream")),
+    protocol.CallFunction(True, False, Payload(b"stream", [(0, 10), (1 << 47, 1 << 40)], owner_pid=77, copied_from_gpu=True)),
+    protocol.RunCell(False, True, "x = 1", "<cell>", "cell 1", {"y"}, Payload(b"")),
+    protocol.Returned(True, False, False, ["a note"], {1: FAILURE}, [FACT], Payload(b"stream")),
     protocol.Raised(FAILURE),
     protocol.Changes("folder", ("new",), ("old",), {"A": "b"}),
     protocol.NewSettings(Payload(b"stream")),
@@ -92,11 +94,11 @@ def test_a_frame_is_passed_on_without_unpickling(channels: tuple[Channel, ...], 
     memory = pickling.shared_memory(100)
     os.pwrite(memory, b"shared", 0)
     sent = Payload(bytes(1 << 16), [(0, 60), (64, 6)], memory)
-    body = protocol.encode(protocol.CallFunction(True, sent)).body
+    body = protocol.encode(protocol.CallFunction(True, False, sent)).body
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "decode", None)
         patch.setattr(protocol.pickle, "loads", None)
-        notebook.send(protocol.CallFunction(True, sent))
+        notebook.send(protocol.CallFunction(True, False, sent))
         frame = near.receive_frame()
         far.send_frame(frame)
     assert frame.body == body
@@ -128,7 +130,7 @@ def test_a_frame_of_which_the_socket_takes_a_part_arrives_whole(
             real.sendall(data)
 
     with open(os.devnull) as file:
-        message = protocol.CallFunction(True, Payload(b"stream", [(1, 2)], file.fileno()))
+        message = protocol.CallFunction(True, False, Payload(b"stream", [(1, 2)], file.fileno()))
         for most in range(1, 100):
             monkeypatch.setattr(near, "_socket", Reluctant(most))
             near.send(message)

@@ -394,6 +394,10 @@ function fillOf(pen, style) {
     brush.beginPath();
     brush.moveTo(shift - size / 2, size * 1.5);
     brush.lineTo(shift + size * 1.5, -size / 2);
+    if (style.hatch.includes("x")) {
+      brush.moveTo(shift - size / 2, -size / 2);
+      brush.lineTo(shift + size * 1.5, size * 1.5);
+    }
     brush.stroke();
   }
   return scaledPattern(pen, tile, ratio);

@@ -350,6 +350,14 @@ def _fill(name: str, style: str) -> str:
     return f'fill="{look.colour}"' + (f' fill-opacity="{look.alpha:g}"' if look.alpha < 1 else "")
 
 
+# By the first character of a hatch.
+_SHAPES: Final = {
+    ".": 'circle cx="2.5" cy="2.5" r="1.1"',
+    "/": 'rect width="1.4" height="5"',
+    "x": 'path d="M0 0h5v1.4h-3.6v3.6h-1.4z"',
+}
+
+
 @functools.lru_cache(maxsize=8)
 def _hatch(name: str) -> str:
     """Return the SVG patterns of striped styles."""
@@ -358,7 +366,7 @@ def _hatch(name: str) -> str:
         if look.hatch:
             size = 'width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"'
             paper = f'<rect width="5" height="5" fill="{look.colour}" fill-opacity="{look.alpha:g}"/>'
-            shape = 'circle cx="2.5" cy="2.5" r="1.1"' if "." in look.hatch else 'rect width="1.4" height="5"'
+            shape = _SHAPES[look.hatch[0]]
             found += f'<defs><pattern id="{name}-{style}" {size}>{paper}<{shape} fill="{look.colour}"/></pattern></defs>'
     return found
 

@@ -182,6 +182,6 @@ class Recent:
 
 
 _LATER: Final = 1 << 15  # an unused flag, which marks spans that must not be binned yet
-_TRAVELS: Final = np.array([style in ("exposed", "hidden", "waiting", "issued") for style in STYLES])
+_TRAVELS: Final = np.array([style in ("exposed", "hidden", "unwaited", "waiting", "issued") for style in STYLES])
 # A rank is in at most one of these at a time; the others overlap with them.
-_EXCLUSIVE: Final = np.array([style not in ("hidden", "issued", "unlabelled") for style in STYLES])
+_EXCLUSIVE: Final = np.array([style not in ("hidden", "unwaited", "issued", "unlabelled") for style in STYLES])

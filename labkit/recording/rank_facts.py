@@ -1,0 +1,45 @@
+"""Facts about training that a rank notes for a comparison with those of other ranks after the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["Fact", "FactKind"]
+
+
+class FactKind(Enum):
+    """What a fact is about, and what its values are by name."""
+
+    INPUTS = "a training forward pass of a data-parallel model: the sum of each input, and its number of rows"
+    GRADIENTS = "DistributedDataParallel's gradients after a backward pass outside of no_sync: their sums"
+    PARAMETERS = "an optimizer's parameters that are not sharded: their sums"
+    BUFFERS = "DistributedDataParallel's floating-point buffers: their means"
+    OPERAND = "what a rank has given to a gather or a reduction: its sum"
+    SAMPLER = "a pass over a DistributedSampler: its epoch and sizes, and how often the rank has trained until the next pass"
+    NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
+    LOSS = "a loss that is not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A fact of one rank.
+
+    Args:
+        kind: what it is about.
+        step: the number of optimizer steps before it.
+        line: the student's line.
+        of: what must be the same on the ranks to be compared: a process group and the number of its operation, an
+            optimizer, ...
+        ranks: the ranks whose facts are compared; () for all that were called.
+        values: its values by name; sums are those of the bits, so that equal tensors have equal sums. None
+            for a tensor that does not exist, or cannot be summed.
+    """
+
+    kind: FactKind
+    step: int
+    line: str
+    of: str = ""
+    ranks: tuple[int, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,145 @@
+"""Faults that raise no error and give wrong numbers, as far as a run's trace shows them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from labkit.errors.lists import counted, listed
+from labkit.recording.group_keys import ranks_of
+from labkit.recording.operations import Traffic, type_of
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPTIMIZER, UNWAITED
+from labkit.tracing.overlapping import in_backward
+from labkit.tracing.trace import Scalar, Trace
+
+__all__ = ["SilentFault", "at", "faults_in", "may_have_own_tasks"]
+
+METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters
+MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END})
+
+
+@dataclass(frozen=True, slots=True)
+class SilentFault:
+    """A fault that raises no error.
+
+    Args:
+        kind: what is wrong, in a few words: "never waited for".
+        ranks: the numbers of the ranks on which it shows.
+        line: the student's line, or "".
+        sentence: what the record shows.
+        cure: what to do.
+        certain: whether it is a fault in any program; otherwise it may be intended.
+        tensors: the names of the tensors, if it is about tensors.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    line: str
+    sentence: str
+    cure: str
+    certain: bool = True
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {self.cure}".rstrip()
+
+
+def faults_in(trace: Trace) -> list[SilentFault]:
+    """Find the faults that a trace shows by itself."""
+    return [*_never_waited_for(trace), *_steps_of_some_ranks(trace), *_other_roots(trace), *_recorded_values(trace)]
+
+
+def _never_waited_for(trace: Trace) -> Iterator[SilentFault]:
+    data, names = trace.columns.data, trace.columns.names
+    found = data[(data["kind"] == COMMUNICATION) & (data["flags"] & UNWAITED != 0)]
+    places: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name, line, rank in found[["name", "line", "rank"]].tolist():
+        places[names[name], names[line]].add(rank)
+    for (name, line), ranks in places.items():
+        where = "" if len(ranks) == len(trace.ranks) else f" on {listed(trace.ranks[rank] for rank in sorted(ranks))}"
+        sentence = (
+            f"The asynchronous {name}{at(line)} was never waited for{where}: what follows may have used its "
+            "tensor before it completed."
+        )
+        cure = "Keep what it returns, and call wait() on it before you use the tensor."
+        yield SilentFault("never waited for", tuple(sorted(ranks)), line, sentence, cure)
+
+
+def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
+    """Find optimizers that stepped on some ranks less often than on others, if nothing made the ranks equal later."""
+    data, names = trace.columns.data, trace.columns.names
+    steps = data[(data["kind"] == COMPUTE) & (data["name"] == trace.columns.name_id(OPTIMIZER))]
+    called = np.unique(data["rank"][data["kind"] == CALL]).tolist()
+    counts = [int((steps["rank"] == rank).sum()) for rank in called]
+    if len(set(counts)) < 2:
+        return
+    # Ranks without an optimizer may receive the parameters after each step.
+    since_ns = steps["end_ns"].max() if min(counts) else steps["end_ns"].min()
+    travels = data["kind"] == COMMUNICATION
+    later = travels & (data["start_ns"] > since_ns) & (data["nbytes"] > METRICS_BYTES)
+    later[in_backward(trace)] = False
+    if later.any() or may_have_own_tasks(trace):
+        return
+    line = names[steps["line"][0]]
+    times = [f"{counted(count, 'time')} on {trace.ranks[rank]}" for rank, count in zip(called, counts, strict=True)]
+    yield SilentFault(
+        "optimizer steps differ",
+        tuple(called),
+        line,
+        f"The optimizer{at(line)} stepped {listed(times)}, and nothing made the ranks' parameters equal afterwards.",
+        "All ranks must decide together whether to step: all-reduce what the decision depends on.",
+    )
+
+
+def may_have_own_tasks(trace: Trace) -> bool:
+    """Whether messages or calls travel between the ranks, which may have different tasks, like a pipeline's stages."""
+    columns = trace.columns
+    names = np.unique(columns.data["name"][columns.data["kind"] == COMMUNICATION]).tolist()
+    return any(type_of(columns.names[name]).traffic in MESSAGES for name in names)
+
+
+def _other_roots(trace: Trace) -> Iterator[SilentFault]:
+    """Find calls of one line that have the root at another place in one group than in a group of the same size."""
+    data, names = trace.columns.data, trace.columns.names
+    rooted = data[(data["kind"] == COMMUNICATION) & (data["root"] >= 0)]
+    calls: dict[tuple[str, str, int], dict[tuple[int, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name, line, group, root in np.unique(rooted[["name", "line", "group", "root"]]).tolist():
+        members = ranks_of(names[group])
+        if members and names[line]:
+            calls[names[name], names[line], len(members)][tuple(members)].add(root)
+    for (name, line, _), groups in calls.items():
+        if any(len(roots) > 1 for roots in groups.values()):  # the program chooses it anew for each call
+            continue
+        placed = [(members, root, members.index(root)) for members, (root,) in groups.items()]
+        if len({place for _, _, place in placed}) > 1:
+            said = [f"{trace.ranks[root]}, number {place} of ranks {listed(members)}" for members, root, place in placed]
+            yield SilentFault(
+                "another root in one group",
+                tuple(sorted({rank for members in groups for rank in members})),
+                line,
+                f"{name}{at(line)}: the root is {listed(said)}.",
+                "If that is not intended: src and dst are ranks of the whole world, group_src and group_dst those of the group.",
+                certain=False,
+            )
+
+
+def _recorded_values(trace: Trace) -> Iterator[SilentFault]:
+    """Find the first value of each name on each rank that `lab.record` was given and that is not finite."""
+    first: dict[tuple[str, int], Scalar] = {}
+    for scalar in trace.scalars:
+        if not math.isfinite(scalar.value):
+            first.setdefault((scalar.name, scalar.rank), scalar)
+    for (name, rank), scalar in first.items():
+        steps = int((trace.step_bounds(rank)[:, 1] < scalar.time_ns).sum())
+        sentence = f"The recorded {name} was {scalar.value} on {trace.ranks[rank]} after {counted(steps, 'step')}."
+        yield SilentFault("not finite", (rank,), "", sentence, "")
+
+
+def at(line: str) -> str:
+    """Return a line in parentheses, after a name; "" if it is not known."""
+    return f" ({line})" if line else ""

@@ -1,0 +1,341 @@
+"""`verdict`: which faults make a run's numbers wrong, from its trace and from the facts that its ranks have noted."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from labkit.errors.lists import counted, listed
+from labkit.errors.wrong_calls import public_api
+from labkit.recording.rank_facts import Fact, FactKind
+from labkit.tracing.run_argument import trace_of
+from labkit.tracing.silent_faults import SilentFault, at, faults_in, may_have_own_tasks
+from labkit.tracing.trace import Trace
+
+__all__ = ["Verdict", "faults_of", "verdict"]
+
+Facts = Mapping[int, Sequence[Fact]]  # by rank
+BUFFERS_DIFFER: Final = 0.2  # of the larger mean: batches of one kind of data differ by less
+SAME_INPUTS: Final = "the same inputs"
+MOST_NAMES: Final = 4  # of tensors in a sentence
+MOST_ELEMENTS: Final = 1_000_000  # of a result that is searched for nan
+COMPARED: Final = {FactKind.PARAMETERS: "parameters", FactKind.GRADIENTS: "gradients", FactKind.INPUTS: "inputs"}
+
+
+class CheckedRun(Protocol):
+    """What a verdict is about: a `Run`."""
+
+    ranks: tuple[str, ...]
+    results: list[Any]
+    facts: Facts
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of all ranks."""
+
+
+@dataclass(frozen=True, repr=False)
+class Verdict:
+    """The faults of a run. A notebook shows it at the end of the cell; `print` shows the same as text.
+
+    Args:
+        faults: the faults that are certain, then those that may be intended.
+        compared: what was compared, in words.
+    """
+
+    faults: tuple[SilentFault, ...]
+    compared: str
+
+    def __repr__(self) -> str:
+        lines = [f"{'' if fault.certain else 'Perhaps: '}{fault}" for fault in self.faults]
+        return "\n".join([*lines, self.compared])
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f'<div style="max-width:72ch;margin-bottom:.5em">{html.escape(line)}</div>' for line in repr(self).split("\n")
+        )
+
+
+@public_api
+def verdict(run: CheckedRun) -> Verdict:
+    """Say which faults make a run's numbers wrong, as far as they can be found without knowing the program.
+
+    A run with `check=True` compares, in its first two steps and in every tenth, what must be equal on all ranks, and
+    what must not: parameters, DistributedDataParallel's gradients, inputs, and what ranks give to all-reduces and
+    all-gathers. Other runs show only faults that need no comparison.
+
+    Args:
+        run: the run.
+
+    Returns:
+        the faults. None found does not mean that there are none.
+
+    Raises:
+        TypeError: something other than a run was given.
+    """
+    trace = trace_of(run, "verdict")
+    if not hasattr(run, "facts"):
+        raise TypeError(f"verdict({run!r}): expected a run, such as group.run(train, check=True)")
+    faults = sorted(faults_of(run, trace), key=lambda fault: not fault.certain)
+    return Verdict(tuple(faults), _compared(run.facts, faults))
+
+
+def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
+    """Return the faults of a run; without its trace, those that the facts and the results show."""
+    facts, ranks = run.facts, run.ranks
+    found = [*_gradients(facts, ranks), *_inputs(facts, ranks), *_buffers(facts, ranks)]
+    shown = [] if trace is None else faults_in(trace)
+    if trace is not None and not found and not shown and not may_have_own_tasks(trace):
+        found += _parameters(facts, ranks)
+    if not any(fault.kind == SAME_INPUTS for fault in found):
+        found += _operands(facts)
+    return [*found, *shown, *_samplers(facts), *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
+
+
+def _aligned(facts: Facts, kind: FactKind) -> Iterator[dict[int, Fact]]:
+    """Yield what the ranks have noted together: by rank, its fact of this kind, if all ranks concerned have one."""
+    found: dict[tuple[Any, ...], dict[int, Fact]] = defaultdict(dict)
+    for rank, own in facts.items():
+        counts: Counter[tuple[Any, ...]] = Counter()
+        for fact in own:
+            if fact.kind is kind:
+                which = fact.of, fact.ranks
+                found[*which, counts[which]][rank] = fact
+                counts[which] += 1
+    for (_, ranks, _), together in found.items():
+        if len(together) == len(ranks or facts) > 1:
+            yield together
+
+
+def _differing(together: Mapping[int, Fact]) -> list[str]:
+    """Return the names of the tensors that all ranks have, and that differ."""
+    own = [fact.values for fact in together.values()]
+    return [name for name in own[0] if all(name in other for other in own) and len({other[name] for other in own}) > 1]
+
+
+def _first(together: Mapping[int, Fact]) -> Fact:
+    return together[min(together)]
+
+
+def _gradients(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    for together in _aligned(facts, FactKind.GRADIENTS):
+        if names := _differing(together):
+            line = _first(together).line
+            unused = [name for name in _first(together).values if all(f.values.get(name) is None for f in together.values())]
+            without = f" {_some(unused)} got none." if unused else ""
+            yield SilentFault(
+                "gradients differ",
+                tuple(together),
+                line,
+                f"After the backward pass{at(line)}, gradients differ between {_of(together, ranks)}, although "
+                f"DistributedDataParallel should have averaged them: {_some(names)}.{without}",
+                "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: "
+                "leave it out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too.",
+                tensors=tuple(names),
+            )
+            return
+
+
+def _inputs(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    every = list(_aligned(facts, FactKind.INPUTS))
+    if len(every) > 1 and not any(_differing(together) for together in every):
+        together = every[0]
+        line = _first(together).line
+        yield SilentFault(
+            SAME_INPUTS,
+            tuple(together),
+            line,
+            f"The model got the same inputs{at(line)} on {_of(together, ranks)}, in all {len(every)} compared passes: together, "
+            "these ranks do the work of one.",
+            "Give each rank its own part of the data, for example by a DistributedSampler.",
+        )
+    for together in every:
+        rows = [fact.values.get("rows") for fact in together.values()]
+        if len(set(rows)) > 1:
+            line = _first(together).line
+            yield SilentFault(
+                "batches of different sizes",
+                tuple(together),
+                line,
+                f"In one step, the inputs{at(line)} have {listed(rows)} rows on {_of(together, ranks)}.",
+                "If the loss is a mean over the batch, averaging gradients over ranks gives rows of a small batch more weight.",
+                certain=False,
+            )
+            return
+
+
+def _parameters(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    """Find replicas that drift apart: equal before the first step, different later, and never equal again."""
+    of_optimizers: dict[str, list[dict[int, Fact]]] = defaultdict(list)
+    for together in _aligned(facts, FactKind.PARAMETERS):
+        of_optimizers[_first(together).of].append(together)
+    for states in of_optimizers.values():
+        differ = [_differing(together) for together in states]
+        drifted = next((i for i, names in enumerate(differ) if names), 0)
+        if not drifted or not all(differ[drifted:]):  # averaged again, as by local SGD
+            continue
+        together, names = states[drifted], differ[drifted]
+        step = _first(together).step
+        yield SilentFault(
+            "parameters differ",
+            tuple(together),
+            "",
+            f"The parameters were equal on {_of(together, ranks)} before the first step, and differ after "
+            f"{counted(step, 'step')}: {_some(names)}.",
+            "If the ranks train one model, average its gradients before each step, as DistributedDataParallel does.",
+            certain=any(fact.kind is FactKind.GRADIENTS for fact in facts[min(together)]),
+            tensors=tuple(names),
+        )
+        return
+
+
+def _buffers(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    for together in _aligned(facts, FactKind.BUFFERS):
+        names = []
+        for name in _differing(together):
+            means = [fact.values[name] for fact in together.values()]
+            if max(means) - min(means) > BUFFERS_DIFFER * max(map(abs, means)):
+                names.append(name)
+        if names:
+            means = [fact.values[names[0]] for fact in together.values()]
+            yield SilentFault(
+                "buffers differ",
+                tuple(together),
+                "",
+                f"After the last step, buffers differ between {_of(together, ranks)}: {_some(names)} (the first has the means "
+                f"{listed(f'{mean:.3g}' for mean in means)}). A saved model has those of one rank only.",
+                "Statistics of all ranks' data: convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
+                certain=False,
+                tensors=tuple(names),
+            )
+
+
+def _operands(facts: Facts) -> Iterator[SilentFault]:
+    of_lines: dict[tuple[str, str], list[dict[int, Fact]]] = defaultdict(list)
+    for together in _aligned(facts, FactKind.OPERAND):
+        fact = _first(together)
+        of_lines[next(iter(fact.values)), fact.line].append(together)
+    for (name, line), every in of_lines.items():
+        if line and not any(_differing(together) for together in every):
+            yield SilentFault(
+                "equal operands",
+                tuple(every[0]),
+                line,
+                f"All ranks gave {name}{at(line)} the same numbers, bit by bit.",
+                "If that is not intended: equal seeds give equal random numbers on all ranks.",
+                certain=False,
+            )
+
+
+def _samplers(facts: Facts) -> Iterator[SilentFault]:
+    passes = [fact for fact in facts[min(facts)] if fact.kind is FactKind.SAMPLER] if facts else []
+    complete = [fact for fact in passes if fact.values["complete"]]
+    trains = any(fact.values["trained"] for fact in passes)
+    orders = Counter(
+        (fact.of, fact.values["epoch"], fact.line)
+        for fact in complete
+        if fact.values["shuffle"] and not fact.values["evaluates"] and (fact.values["trained"] or not trains)
+    )
+    for (_, epoch, line), count in orders.items():
+        if count > 1:
+            yield SilentFault(
+                "the same order in each epoch",
+                tuple(facts),
+                line,
+                f"{count} passes over a DistributedSampler{at(line)} had the same random order, that of epoch {epoch}.",
+                "Call sampler.set_epoch(epoch) before each epoch.",
+            )
+    padded = {(f.line, f.values["samples"], f.values["size"]): None for f in complete if not f.values["trained"]}
+    for line, samples, size in padded:
+        if samples > size:
+            yield SilentFault(
+                "samples counted twice",
+                tuple(facts),
+                line,
+                f"A pass over a DistributedSampler{at(line)} that trained nothing had {samples} samples, for a data set of "
+                f"{size}: {counted(samples - size, 'sample')} came twice, and count twice in an average over all ranks.",
+                "To evaluate, give each rank indices[rank::ranks] of the data set, which repeats none.",
+            )
+
+
+def _no_sync(facts: Facts) -> Iterator[SilentFault]:
+    for line in dict.fromkeys(fact.line for own in facts.values() for fact in own if fact.kind is FactKind.NO_SYNC):
+        of_line = {rank: f for rank, own in facts.items() for f in own if f.kind is FactKind.NO_SYNC and f.line == line}
+        values = _first(of_line).values
+        yield SilentFault(
+            "no_sync() has no effect",
+            tuple(of_line),
+            line,
+            f"Inside no_sync(){at(line)}, {counted(values['reductions'], 'all-reduce')} of gradients took place all the "
+            "same: the forward pass ran outside of it.",
+            "Put the forward pass inside no_sync(), too.",
+        )
+
+
+def _losses(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    for rank, own in facts.items():
+        for fact in own:
+            if fact.kind is FactKind.LOSS:
+                when = f"{_name(ranks, rank)} after {counted(fact.step, 'step')}"
+                yield SilentFault(
+                    "not finite",
+                    (rank,),
+                    fact.line,
+                    f"The loss{at(fact.line)} was {fact.values['loss']} on {when}.",
+                    "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan.",
+                )
+
+
+def _results(results: Sequence[Any], ranks: Sequence[str]) -> Iterator[SilentFault]:
+    bad = [rank for rank, result in enumerate(results) if _has_nan(result)]
+    if bad:
+        whose = listed(ranks[rank] for rank in bad)
+        yield SilentFault("not finite", tuple(bad), "", f"What {whose} returned contains nan.", "")
+
+
+def _has_nan(value: Any, depth: int = 0) -> bool:
+    """Whether a number, a tensor, an array, or one that a list or dict contains, is nan."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, dict | list | tuple) and depth < 2 and len(value) < MOST_ELEMENTS:
+        return any(_has_nan(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value))
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.is_floating_point() and value.numel() < MOST_ELEMENTS and bool(value.isnan().any())
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "f" and value.size < MOST_ELEMENTS and bool(np.isnan(value).any())
+    return False
+
+
+def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
+    """Return what was compared, in words."""
+    kinds = {fact.kind for own in facts.values() for fact in own}
+    steps = {fact.step for own in facts.values() for fact in own if fact.kind in COMPARED}
+    taken = max(steps, default=0)  # the last facts are noted after the last step
+    if not steps:
+        return "No tensors were compared: run the function with check=True, with torch, and with an optimizer."
+    words = listed(word for kind, word in COMPARED.items() if kind in kinds)
+    when = f" in {len(steps - {taken})} of {counted(taken, 'step')}" if taken else ""
+    tensors = f"{words} of {counted(len(facts), 'rank')}{when}"
+    if faults:
+        return f"Compared: {tensors}."
+    return f"No fault was found: {tensors} are as they should be."
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed(names, most=MOST_NAMES)
+
+
+def _name(ranks: Sequence[str], rank: int) -> str:
+    return ranks[rank] if rank < len(ranks) else f"rank {rank}"
+
+
+def _of(together: Iterable[int], ranks: Sequence[str]) -> str:
+    return listed((_name(ranks, rank) for rank in sorted(together)), most=MOST_NAMES)

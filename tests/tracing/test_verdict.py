@@ -1,0 +1,532 @@
+"""Programs that give wrong numbers without an error, and what is said about each; healthy ones yield no word."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import labkit as lab
+from labkit.recording.rank_facts import Fact, FactKind
+from labkit.tracing.verdict import faults_of, verdict
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402  # after the check that it is there
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[lab.Group]:
+    with lab.Group(2, timeout_s=200) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[lab.Group]:
+    with lab.Group(4, timeout_s=200) as group:
+        yield group
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    torch.manual_seed(1 + dist.get_rank())  # from now on, each rank has its own data
+    return model
+
+
+def train(model: nn.Module, steps: int = 3, batch: Callable[[], Any] = lambda: torch.randn(4, 8), finish: Any = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        model(batch()).square().mean().backward()
+        if finish is not None:
+            finish(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def average(model: nn.Module) -> None:
+    works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]
+    for work, parameter in zip(works, model.parameters(), strict=True):
+        work.wait()
+        parameter.grad /= dist.get_world_size()
+
+
+# Programs with a fault.
+
+
+def never_waits() -> None:
+    gradients = torch.randn(1000)
+    dist.all_reduce(gradients, async_op=True)
+    dist.barrier()
+
+
+def skips_a_step() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        model(torch.randn(4, 8)).square().mean().backward()
+        if dist.get_rank() == 0 or step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(8, 1), nn.Linear(8, 1)
+        torch.manual_seed(1 + dist.get_rank())
+
+    def forward(self, x: Any) -> Any:
+        return self.used(x)
+
+
+def leaves_a_layer_out() -> None:
+    train(DistributedDataParallel(Half()), steps=1)
+
+
+def averages_nothing() -> None:
+    train(net())
+
+
+def reads_the_same() -> None:
+    model = DistributedDataParallel(net())
+    torch.manual_seed(5)
+    train(model)
+
+
+def batches_of_two_sizes() -> None:
+    train(DistributedDataParallel(net()), batch=lambda: torch.randn(4 + dist.get_rank(), 8))
+
+
+def statistics_of_one_rank() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    train(model, batch=lambda: torch.randn(16, 8) + 5 * dist.get_rank())
+
+
+def equal_shards() -> None:
+    torch.manual_seed(0)
+    shard = torch.randn(4, 8)
+    dist.all_gather([torch.empty(4, 8) for _ in range(dist.get_world_size())], shard)
+
+
+def same_order() -> None:
+    data = TensorDataset(torch.arange(32.0))
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=True))
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(3):
+        for (x,) in loader:
+            model(x[:, None]).square().mean().backward()
+            optimizer.step()
+
+
+def padded_evaluation() -> None:
+    data = TensorDataset(torch.arange(9.0))
+    total = torch.zeros(1)
+    with torch.no_grad():
+        for (x,) in DataLoader(data, batch_size=3, sampler=DistributedSampler(data, shuffle=False)):
+            total += x.sum()
+    dist.all_reduce(total)
+
+
+def forward_outside_of_no_sync() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for micro in range(4):
+        loss = model(torch.randn(4, 8)).square().mean()
+        with contextlib.nullcontext() if micro == 3 else model.no_sync():
+            loss.backward()
+    optimizer.step()
+
+
+def backward_outside_of_no_sync() -> None:
+    model = DistributedDataParallel(net())
+    with model.no_sync():
+        loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+
+
+def loss_is_nan() -> None:
+    model = net()
+    x = torch.full((4, 8), math.nan) if dist.get_rank() == 1 else torch.randn(4, 8)
+    model(x).square().mean().backward()
+
+
+def global_rank_in_a_group() -> None:
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = columns[dist.get_rank() % 2]
+    dist.broadcast(torch.ones(4), group_src=dist.get_rank(mine) * 0 + dist.get_global_rank(mine, 0), group=mine)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "certain", "words"),
+    [
+        (never_waits, "never waited for", True, ["all_reduce", "wait()"]),
+        (skips_a_step, "optimizer steps differ", True, ["4 times on rank 0", "3 times on rank 1"]),
+        (leaves_a_layer_out, "gradients differ", True, ["used.weight and used.bias", "unused.weight and unused.bias got none"]),
+        (backward_outside_of_no_sync, "gradients differ", True, ["0.weight", "no_sync()"]),
+        (averages_nothing, "parameters differ", False, ["after 1 step", "0.weight, 0.bias, 2.weight and 2.bias"]),
+        (reads_the_same, "the same inputs", True, ["DistributedSampler"]),
+        (batches_of_two_sizes, "batches of different sizes", False, ["4 and 5 rows"]),
+        (statistics_of_one_rank, "buffers differ", False, ["0.running_mean", "SyncBatchNorm"]),
+        (equal_shards, "equal operands", False, ["all_gather"]),
+        (same_order, "the same order in each epoch", True, ["3 passes", "set_epoch"]),
+        (padded_evaluation, "samples counted twice", True, ["10 samples, for a data set of 9: 1 sample came twice"]),
+        (forward_outside_of_no_sync, "no_sync() has no effect", True, ["3 all-reduces"]),
+        (loss_is_nan, "not finite", True, ["nan on rank 1 after 0 steps"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_fault(program: Callable[[], None], kind: str, certain: bool, words: list[str], two: lab.Group) -> None:
+    run = two.run(program, check=True)
+    (fault,) = verdict(run).faults
+    assert (fault.kind, fault.certain) == (kind, certain)
+    for word in words:
+        assert word in str(fault)
+    (file, _, number) = fault.line.partition(", line ")
+    if number:
+        code = program.__code__
+        lines = {line for _, _, line in code.co_lines() if line} | set(range(train.__code__.co_firstlineno, 200))
+        assert file == "test_verdict.py"
+        assert int(number) in lines
+
+
+def test_a_global_rank_in_a_group(four: lab.Group) -> None:
+    (fault,) = verdict(four.run(global_rank_in_a_group)).faults
+    assert (fault.kind, fault.certain) == ("another root in one group", False)
+
+
+# Healthy programs.
+
+
+def with_ddp() -> None:
+    data = TensorDataset(torch.randn(63, 8))
+    model, sampler = DistributedDataParallel(net()), DistributedSampler(data)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (x,) in DataLoader(data, batch_size=8, sampler=sampler):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        model.train()
+
+
+def with_no_sync() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        with model.no_sync():
+            model(torch.randn(4, 8)).square().mean().backward()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_unused_parameters_found() -> None:
+    train(DistributedDataParallel(Half(), find_unused_parameters=True))
+
+
+def by_hand() -> None:
+    train(net(), finish=average)
+
+
+def with_fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model)
+    train(model)
+
+
+def with_join() -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Join([model]):
+        for _ in range(3 + dist.get_rank()):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_models() -> None:
+    one, other = DistributedDataParallel(net()), DistributedDataParallel(nn.Linear(1, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            other(one(torch.randn(4, 8))).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def tensor_parallel() -> None:
+    torch.manual_seed(0)
+    part = nn.Parameter(torch.randn(8, 32).chunk(dist.get_world_size(), 1)[dist.get_rank()].clone())
+    optimizer, x = torch.optim.SGD([part], lr=0.01), torch.randn(4, 8)
+    for _ in range(3):
+        (x @ part).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_gather([torch.empty(4, 32 // dist.get_world_size()) for _ in range(dist.get_world_size())], (x @ part).detach())
+
+
+def local_sgd() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+
+
+def pipeline_of_equal_stages() -> None:
+    torch.manual_seed(0)
+    stage, rank = nn.Linear(8, 8), dist.get_rank()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    for _ in range(3):
+        if rank == 0:
+            out = stage(torch.randn(4, 8))
+            dist.send(out.detach(), 1)
+            gradient = torch.empty(4, 8)
+            dist.recv(gradient, 1)
+            out.backward(gradient)
+        else:
+            x = torch.empty(4, 8)
+            dist.recv(x, 0)
+            x.requires_grad_()
+            stage(x).square().mean().backward()
+            dist.send(x.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def waits_in_every_way() -> None:
+    x = torch.randn(64)
+    dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x, async_op=True).get_future().wait()
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    peer = 1 - dist.get_rank()
+    for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.empty(64), peer)]):
+        request.wait()
+    kept.append(dist.barrier(async_op=True))  # the next run may wait for it
+
+
+kept: list[Any] = []
+
+
+def gathers_counts() -> None:
+    dist.all_reduce(torch.arange(100.0))
+    dist.all_gather([torch.empty(3) for _ in range(dist.get_world_size())], torch.tensor([0.1, 0.2, 0.3]))
+
+
+HEALTHY = [
+    with_ddp, with_no_sync, with_unused_parameters_found, by_hand, with_fsdp2, with_join, two_models, tensor_parallel,
+    local_sgd, pipeline_of_equal_stages, waits_in_every_way, gathers_counts,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_a_healthy_program(program: Callable[[], None], two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(two.run(program, check=True)).faults == ()
+    assert "labkit:" not in capsys.readouterr().out
+
+
+def test_what_was_compared(two: lab.Group) -> None:
+    said = repr(verdict(two.run(with_no_sync, check=True)))
+    assert said == "No fault was found: parameters, gradients and inputs of 2 ranks in 2 of 3 steps are as they should be."
+
+
+def test_nothing_compared(two: lab.Group) -> None:
+    assert "No tensors were compared" in repr(verdict(two.run(by_hand)))
+
+
+def test_every_tenth_step_is_compared(two: lab.Group) -> None:
+    def many() -> None:
+        train(DistributedDataParallel(net()), steps=25)
+
+    run = two.run(many, check=True)
+    assert {fact.step for fact in run.facts[0] if fact.kind is FactKind.GRADIENTS} == {0, 1, 10, 20}
+    assert "in 4 of 25 steps" in repr(verdict(run))
+
+
+def test_faults_are_notes_of_a_run(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    two.run(forward_outside_of_no_sync)
+    assert "labkit: Inside no_sync() (test_verdict.py, line" in capsys.readouterr().out
+
+
+def test_results_are_those_without_a_check(two: lab.Group) -> None:
+    def weights() -> Any:
+        model = net()
+        train(model, finish=average)
+        return [p.detach() for p in model.parameters()]
+
+    plain, checked = (two.run(weights, check=check).results for check in (False, True))
+    for a, b in zip(plain, checked, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_parameters_in_every_format(two: lab.Group) -> None:
+    """A sum is taken of any tensor; one that has none is left out."""
+
+    def formats() -> list[bool]:
+        from labkit.comm.training_facts import _sum
+
+        tensors = [torch.randn(7, dtype=t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.complex64)]
+        tensors += [torch.arange(5), torch.tensor([True, False, True]), torch.randn(3, 5).t(), torch.tensor(2.5), torch.empty(0)]
+        sums = [_sum(tensor) for tensor in tensors]
+        again = [_sum(tensor.clone()) for tensor in tensors]
+        changed = [_sum(tensor.logical_not() if tensor.dtype is torch.bool else tensor + 1) for tensor in tensors]
+        none = [_sum(torch.eye(3).to_sparse()), _sum(torch.empty(3, device="meta"))]
+        return [sums == again, sum(a != b for a, b in zip(sums, changed, strict=True)) == len(sums) - 1, none == [None, None]]
+
+    assert two.run(formats).results == [[True, True, True]] * 2
+
+
+def test_the_live_picture_and_cells(two: lab.Group) -> None:
+    assert verdict(two.watch(reads_the_same, check=True)).faults[0].kind == "the same inputs"
+    two.run_cell("import torch", "<cell 1>", "cell 1")
+    run = two.run_cell("1 + 1", "<cell 2>", "cell 2", check=True)
+    assert verdict(run).faults == ()
+
+
+def test_arguments(two: lab.Group) -> None:
+    def own(check: bool = False) -> bool:
+        return check
+
+    assert two.run(own).results == [False, False]
+    assert two.run(own, True).results == [True, True]
+    with pytest.raises(TypeError, match="has a parameter of this name"):
+        two.run(own, check=True)
+    with pytest.raises(TypeError, match="expected True or False"):
+        two.run(by_hand, check="yes")  # type: ignore[arg-type]
+    with lab.Group(2, runtime="bare") as bare, pytest.raises(lab.LabError, match="'bare'"):
+        bare.run(own, check=True)
+    with pytest.raises(TypeError, match="expected a run"):
+        verdict(two.run(own).trace)  # type: ignore[arg-type]
+
+
+# What had happened until an error.
+
+
+def communicates() -> None:
+    print("before")
+    dist.all_reduce(torch.ones(10))
+
+
+def fails() -> None:
+    communicates()
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+    dist.barrier()
+
+
+def deadlocks() -> None:
+    communicates()
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+def mismatches() -> None:
+    communicates()
+    dist.all_reduce(torch.ones(4, dtype=torch.float32 if dist.get_rank() else torch.int32))
+
+
+def sleeps() -> None:
+    communicates()
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "unfinished"),
+    [
+        (fails, lab.RankError, ["barrier"]), (deadlocks, lab.DeadlockError, ["recv", "recv"]),
+        (mismatches, lab.MismatchError, []), (sleeps, lab.RunTimeoutError, []),
+    ],
+)  # fmt: skip
+def test_the_run_until_an_error(program: Callable[[], None], error: type[lab.RunError], unfinished: list[str]) -> None:
+    with lab.Group(2, timeout_s=5 if program is sleeps else None) as group:
+        group.run(int)  # the time limit begins with ranks that have started
+        with pytest.raises(error) as raised:
+            group.run(program)
+        assert group.last_run is not None
+        assert group.last_run.results == [0, 0], "the last run that has returned"
+    run = raised.value.run
+    spans = list(run.trace.filter(kind="communication"))
+    assert sum(span.done and span.name == "all_reduce" and span.nbytes == 40 for span in spans) == 2
+    assert [span.name for span in spans if not span.done] == unfinished
+    assert run.output == "[rank 0] before\n[rank 1] before"
+    assert run.results == [None, None]
+    assert verdict(run).faults == ()
+
+
+# Rules about facts, without processes.
+
+
+class Checked:
+    """A run with these facts."""
+
+    def __init__(self, *facts: list[Fact], results: list[Any] | None = None) -> None:
+        self.ranks = tuple(f"rank {rank}" for rank in range(len(facts)))
+        self.facts = dict(enumerate(facts))
+        self.results = results or [None] * len(facts)
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (math.nan, True), (1.0, False), (math.inf, False), (np.array([1, np.nan]), True), (np.array(["a"]), False),
+        (torch.tensor([1.0, math.nan]), True), (torch.tensor([1, 2]), False), ({"loss": [0.5, math.nan]}, True),
+        ("nan", False), ([[[math.nan]]], False),
+    ],
+)  # fmt: skip
+def test_results_that_are_nan(result: Any, found: bool) -> None:
+    faults = faults_of(Checked([], [], results=[0.0, result]), None)
+    assert [(fault.kind, fault.ranks) for fault in faults] == [("not finite", (1,))] * found
+
+
+def passes(*values: dict[str, Any]) -> list[Fact]:
+    whole = {"epoch": 0, "shuffle": True, "samples": 8, "size": 8, "evaluates": False, "complete": True, "trained": 4}
+    return [Fact(FactKind.SAMPLER, 0, "cell 1, line 5", "sampler 0", (), whole | own) for own in values]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        passes({"epoch": 0}, {"epoch": 1}),
+        passes({"shuffle": False}, {"shuffle": False}),
+        passes({"complete": False}, {}),  # a first batch, to look at its shape
+        passes({}, {"evaluates": True, "trained": 0}),
+        passes({}, {"trained": 0}, {"epoch": 1}, {"trained": 0}),  # an evaluation that does not say so
+        passes({"samples": 10, "trained": 3}),  # padding, in training
+        passes({"samples": 10, "trained": 0, "complete": False}),
+    ],
+)
+def test_passes_over_a_sampler_that_are_as_they_should_be(facts: list[Fact]) -> None:
+    assert faults_of(Checked(facts, facts), None) == []
+
+
+def test_passes_of_a_program_that_trains_nothing() -> None:
+    facts = passes({"trained": 0}, {"trained": 0})
+    assert [fault.kind for fault in faults_of(Checked(facts, facts), None)] == ["the same order in each epoch"]
