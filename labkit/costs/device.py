@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
+from labkit.recording.cores import usable_cores
 from labkit.recording.record import clock
 
 __all__ = ["Device"]
@@ -37,7 +38,7 @@ class Device:
     memory (`.source`), which large kernels reach.
 
     Raises:
-        TypeError: a rate or the memory is not a number.
+        TypeError: a rate or the memory is not a number, or another argument is of the wrong type.
         ValueError: it is out of range.
     """
 
@@ -55,6 +56,9 @@ class Device:
             value = getattr(self, name)
             below = None if name == "memory_gb" else math.inf
             check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=below)
+        for name, kind, words in (("runs_ahead", bool, "True or False"), ("name", str, "a string"), ("source", str, "a string")):
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"Device({name}={value!r}): expected {words}")
 
     @classmethod
     @public_api
@@ -62,14 +66,16 @@ class Device:
         """Measure the CPU of this machine, in about 2 s: a product of large matrices, and copies of memory.
 
         Args:
-            threads: the number of compute threads; a rank of a group on the CPU has its share of the cores.
+            threads: the number of compute threads, at most the usable cores; a rank of a group has its share of these.
 
         Raises:
-            TypeError, ValueError: `threads` is not a whole number from 1.
+            TypeError, ValueError: `threads` is no such number.
         """
         import torch
 
-        check_number(threads, f"Device.here(threads={threads!r}): expected a whole number from 1", whole=True, at_least=1)
+        cores = math.ceil(usable_cores())
+        expected = f"Device.here(threads={threads!r}): expected a whole number from 1 to {cores}, the cores that are usable here"
+        check_number(threads, expected, whole=True, at_least=1, below=cores + 1)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:

@@ -227,7 +227,7 @@ def one_number(value: Any) -> float | None:
 def did_you_mean(wrong: str, names: Sequence[str]) -> str:
     """Suggest a name instead of one that does not exist: a similar one, or else list all."""
     close = _close(wrong, names)
-    return f"did you mean {close!r}?" if close else f"it has {', '.join(names)}"
+    return f"did you mean {close!r}?" if close else f"it has {', '.join(names) or 'none'}"
 
 
 def _close(wrong: str, names: Sequence[str]) -> str:

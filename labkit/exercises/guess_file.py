@@ -6,17 +6,15 @@ The file belongs to the student and may be deleted at any time. Several kernels 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
+from labkit.tracing.trace_file import replacing
 
 __all__ = ["FILE", "LARGEST", "Entry", "Value", "entries", "entry_for_update"]
 
@@ -116,20 +114,8 @@ def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
 
 def _write(folder: Path, found: list[Entry]) -> None:
     content: dict[str, Any] = {"version": VERSION, "guesses": [asdict(entry) for entry in found]}
-    path = (folder / FILE).resolve()  # a link stays a link
-    mode = path.stat().st_mode if path.exists() else None
-    if mode is not None and not mode & stat.S_IWUSR:
-        raise PermissionError(errno.EACCES, "it is read-only")
-    handle, temporary = tempfile.mkstemp(prefix=f".{FILE}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-        if mode is not None:
-            os.chmod(temporary, stat.S_IMODE(mode))
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(folder / FILE) as new:
+        new.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ class Breakpoints:
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}  # by rank, in order of arrival, what its debugger has printed since its last prompt
         self._last = self._closed = False
+        self.stopped: set[int] = set()  # ranks at their prompts, or executing a command until they continue
         self.done: set[int] = set()  # ranks that are not asked again: they have ended, or continued after an error
         self._turn: int | None = None
         self._since_s = 0.0  # when the rank whose turn it is got its last command
@@ -36,14 +37,16 @@ class Breakpoints:
     def arrived(self, rank: int, text: str) -> None:
         """A rank is at its prompt."""
         self.texts[rank] = text
+        self.stopped.add(rank)
 
     def ended(self, rank: int) -> None:
         """A rank has ended, perhaps at its prompt."""
         self.done.add(rank)
 
     def left(self, rank: int) -> None:
-        """A rank continues."""
+        """A rank continues, or has returned."""
         self.texts.pop(rank, None)
+        self.stopped.discard(rank)
         if self._last:
             self.done.add(rank)
         if self._turn == rank:

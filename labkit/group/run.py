@@ -143,6 +143,7 @@ class Execution:
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
         self._deadline_s: float | None = None
+        self._debugged_s: float | None = None  # until when the time since a rank is at a breakpoint has been taken out
         self._looked_s = self._pictured_s = 0.0
         self._hurry = False  # whether a rank prints so much that its output must be read without a pause
         self._failed_s = 0.0  # when the first failure was reported, or when the student was last asked after it
@@ -234,6 +235,9 @@ class Execution:
             RunTimeoutError: the deadline has passed.
         """
         now = time.monotonic()
+        if self._deadline_s is not None and self._debugged_s is not None:
+            self._deadline_s += now - self._debugged_s
+        self._debugged_s = now if self._breakpoints.stopped - self._breakpoints.done else None
         asking = bool(self._failures) and self._breakpoints.busy(now) and not self._any_exiting()
         if asking or ((self._failures or self._quit) and not self._failed_s):
             self._breakpoints.last_call()
@@ -273,7 +277,7 @@ class Execution:
                 mine.append(fresh)
 
     def _ask(self, member: Member) -> None:
-        """Ask for a command for a rank that is at a breakpoint. No time counts while the student thinks."""
+        """Ask for a command for a rank that is at a breakpoint."""
         self._drain()
         if self._picture is not None:
             self._show(self._picture)
@@ -282,7 +286,6 @@ class Execution:
         if self._failures and not self._announced and breakpoints.can_ask():
             self._announced = True
             put(f"labkit: {next(iter(self._failures.values()))}. The run ends when the ranks at breakpoints have continued.\n")
-        start_s = time.monotonic()
         try:
             text = self._breakpoints.texts[member.rank]
             line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
@@ -299,8 +302,6 @@ class Execution:
         if line is None and NOBODY not in self.notes:
             self.notes.append(NOBODY)
         self._output.show()
-        if self._deadline_s is not None:
-            self._deadline_s += time.monotonic() - start_s
 
     def _any_exiting(self) -> bool:
         """Whether a process is about to end, or has just ended."""
@@ -419,6 +420,7 @@ class Execution:
             raise
         except Exception as error:  # noqa: BLE001  # the student's classes may raise anything when they are unpickled
             self._failures[member.rank] = unreadable(error, member.rank, member.name)
+        self._breakpoints.left(member.rank)
         if message.payload.owner_pid:
             member.channel.send(protocol.ResultRead())
         self._release_servers()
@@ -481,10 +483,10 @@ class Execution:
         for m in self._members:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
                 continue
-            if m.rank in self._breakpoints.texts:
+            pending = self._records.pending(m.rank) if closely else m.reader.pending()
+            if m.rank in self._breakpoints.texts or (m.rank in self._breakpoints.stopped and not pending):
                 found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
-            pending = self._records.pending(m.rank) if closely else m.reader.pending()
             found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
                 m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
                 closely=closely,
@@ -543,9 +545,9 @@ class Execution:
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
         """Return a sentence about what a rank was doing when it died; "" if it was idle."""
-        if member.rank in self._breakpoints.texts:
-            return "It was at a breakpoint."
         pending = member.reader.pending()
+        if member.rank in self._breakpoints.texts or (member.rank in self._breakpoints.stopped and not pending):
+            return "It was at a breakpoint."
         if member.rank not in self._on or member.rank in self._results:
             served = [SERVE.function_in(p.name) for p in pending if p.type is SERVE]
             return f"It was serving {served[-1]}." if served else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
 import shutil
 import socket
@@ -31,6 +32,7 @@ START_S: Final = 20.0  # for the network to be made, which takes 0.3 s
 ANSWER_S: Final = 5.0  # for it to pull a cable
 MOST_AFTER_S: Final = 1e6
 MOST_MACHINES: Final = 64
+NAME: Final = re.compile(r"\w[\w.-]{0,62}")
 
 
 class EmulatedMachines(Engine):
@@ -56,9 +58,11 @@ class EmulatedMachines(Engine):
 
     @public_api
     def __init__(self, *machines: str, link: Link) -> None:
-        if not machines or not all(isinstance(m, str) and m for m in machines) or len(set(machines)) < len(machines):
+        right = bool(machines) and all(isinstance(m, str) and NAME.fullmatch(m) for m in machines)
+        if not right or len(set(machines)) < len(machines):
             raise ValueError(
-                f"EmulatedMachines{machines!r}: expected different names, as in lab.EmulatedMachines('pc1', 'pc2', ...)"
+                f"EmulatedMachines{machines!r}: expected different names, as in lab.EmulatedMachines('pc1', 'pc2', ...), of at "
+                "most 63 letters, digits, '.', '-' and '_'"
             )
         if len(machines) > MOST_MACHINES:
             raise ValueError(f"EmulatedMachines: {len(machines)} names, expected at most {MOST_MACHINES}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from labkit.errors.exceptions import LabError
 from labkit.errors.units import three_digits, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
@@ -38,12 +39,15 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
         the Axes.
 
     Raises:
-        LabError: the trace is empty or cannot be replayed (the message says why), or matplotlib is not installed.
+        LabError: the trace is empty, has no such times, or cannot be replayed (the message says why), or matplotlib is
+            not installed.
         TypeError: neither a run nor a trace.
     """
     pyplot()
     trace = trace_of(run, "what_helps")
     found = gains_of(trace, "what_helps")
+    if not found.gains:
+        raise LabError("what_helps: this run has no spans of noticeable length and no communication, whose time could change")
     lasts = ", ".join(filter(None, (_lasts(found), trace.origin)))
     texts = [in_words(gain, found) for gain in found.gains]
     with labkit_style(ax):

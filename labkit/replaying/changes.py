@@ -67,12 +67,15 @@ class Changes:
             if not isinstance(given, Mapping):
                 raise TypeError(f'replay({name}={given!r}): expected factors by name, as in {name}={{"backward": 2}}')
             for span, factor in given.items():
-                expected = f"replay({name}={{{span!r}: {factor!r}}}): expected the name of a span and a number above 0"
+                words = "expected the name of a span and a number above 1e-12 and below 1e12"
+                expected = f"replay({name}={{{span!r}: {factor!r}}}): {words}"
                 if not isinstance(span, str):
                     raise TypeError(expected)
-                check_number(factor, expected, above=0, below=math.inf)
-        if isinstance(self.free, str) or not all(isinstance(name, str) for name in self.free):
+                check_number(factor, expected, above=1e-12, below=1e12)
+        names = tuple(self.free)  # an iterator could be read only once
+        if isinstance(self.free, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f'replay(free={self.free!r}): expected names of operations, as in free=("all_reduce",)')
+        object.__setattr__(self, "free", names)
         if self.rank is not None and not (self.faster or self.slower):
             raise ValueError(f"replay(rank={self.rank!r}): it belongs to faster= or slower=, which are not given")
 
@@ -109,7 +112,8 @@ def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
     for name in changes.free:
         rows = _operations(graph, name, None)
         if not rows:
-            raise ValueError(f"replay(free={name!r}): {did_you_mean(name, _names(graph, operations=True))}")
+            names = _names(graph, operations=True)
+            raise ValueError(f"replay(free=[{name!r}]): no operation is named {name!r}; {did_you_mean(name, names)}")
         for row in rows:
             shorten(rules, row, 0)
     if not isinstance(changes.link, AsRecorded):
@@ -191,7 +195,7 @@ def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
     if changes.like_others is not None:
         _like_others(graph, rules, changes.like_others, factor)
     rules.gaps = [
-        np.rint(np.array(gaps) * factor[thread.inside]).astype(np.int64).tolist() if len(gaps) else []
+        [round(ns) for ns in (np.array(gaps) * factor[thread.inside]).tolist()] if len(gaps) else []
         for thread, gaps in zip(graph.threads, rules.gaps, strict=True)
     ]
 

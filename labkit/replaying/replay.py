@@ -10,6 +10,7 @@ import numpy as np
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
@@ -81,11 +82,14 @@ def replay(
         changes = replace(changes, link=link.of(len(trace.ranks)))
     check_replayable(trace, "replay")
     graph = graph_of(trace)
-    rules = rules_for(graph, measured(graph), changes)
     words = changes.in_words(trace.ranks)
     if apart := of_other_threads(graph, changes):
         words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
-    found = replayed(graph, rules, play(graph, rules), words)
+    try:
+        rules = rules_for(graph, measured(graph), changes)
+        found = replayed(graph, rules, play(graph, rules), words)
+    except OverflowError:
+        raise LabError("replay: after this change the run would last longer than 292 years, more than a trace can hold") from None
     if own_cores:  # no thread lacks a core any more
         for name in DELAYS:
             found.columns.data[name] = 0

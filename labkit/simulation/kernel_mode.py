@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from labkit.comm.torch_internals import DISPATCH, SIMULATION
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import OTHER, type_of
+from labkit.simulation.program import Kernel
 from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 from labkit.simulation.refused_calls import check_device
 
@@ -54,7 +55,9 @@ def kernel_mode(log: RankLog) -> Any:
             given = list(tensors_in((args, kwargs)))
             log.uses(given, explicit=name == "wait_tensor")
             if given and all(_whole(t) and log.has_value(t) for t in given):
-                return computed(func, *args, **kwargs)
+                result = computed(func, *args, **kwargs)
+                log.hold(tensors_in(result))
+                return result
             log.hold(t for t in given if not is_fake(t))  # the program has made them from data, such as batches
             try:
                 result = func(*args, **kwargs)
@@ -68,20 +71,21 @@ def kernel_mode(log: RankLog) -> Any:
                 return result  # has no memory, in a real rank either
             if name.endswith("_") or "out" in kwargs:
                 log.forget_values(t for t in _changed(name, args, kwargs) if not is_fake(t))
-            if not given and results and all(map(_whole, results)):
-                return computed(func, *args, **kwargs)
+            if whole := not given and results and all(map(_whole, results)):
+                result = computed(func, *args, **kwargs)
+            log.hold(tensors_in(result))
+            if whole:
+                return result
             if func.namespace == COLLECTIVES:
                 self._collective(name.removesuffix("_").removesuffix("_out"), args, given, results)
-            elif name.startswith(ALLOCATING):
-                log.hold(results)
-            elif not func.is_view and name not in VIEWS and func.namespace not in NO_KERNELS:
+            elif not (name.startswith(ALLOCATING) or func.is_view or name in VIEWS or func.namespace in NO_KERNELS):
                 written = _nbytes(results or _changed(name, args, kwargs))
                 read = _nbytes(given) - _nbytes(tensors_in(kwargs.get("out")))
                 if name.startswith(FILLING):
                     read = 0
                 elif name in PARTIAL:
                     read = min(read, written)
-                log.kernel(name, _flops(func, args, kwargs, result), read, written, results)
+                log.add(Kernel(name, _flops(func, args, kwargs, result), read, written))
             return result
 
         @staticmethod
@@ -94,7 +98,6 @@ def kernel_mode(log: RankLog) -> Any:
             return found
 
         def _collective(self, name: str, args: Any, given: list[Any], results: list[Any]) -> None:
-            log.hold(results)
             if type_of(name) is OTHER:
                 return  # wait_tensor
             group = SIMULATION["_resolve_process_group"](args[-1])

@@ -15,6 +15,7 @@ __all__ = [
     "Event",
     "Kernel",
     "Mark",
+    "Memory",
     "OnStream",
     "Program",
     "StreamEvent",
@@ -36,13 +37,22 @@ class Kernel:
             does not know.
         read_bytes: bytes of the tensors that it reads.
         written_bytes: bytes of the tensors that it writes.
-        live_bytes: bytes of all tensors of the rank that exist once it has its results.
     """
 
     name: str
     flops: int
     read_bytes: int
     written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Tensors are allocated or freed.
+
+    Args:
+        live_bytes: bytes of all tensors of the rank that exist from now on.
+    """
+
     live_bytes: int
 
 
@@ -148,7 +158,7 @@ class Elapsed:
     ns: int
 
 
-Event = Kernel | Elapsed | Communication | Wait | Mark | OnStream | StreamEvent | Value
+Event = Kernel | Memory | Elapsed | Communication | Wait | Mark | OnStream | StreamEvent | Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,7 @@ class Program:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that the rank's tensors occupy at one time."""
-        return max((kernel.live_bytes for kernel in self.kernels), default=0)
+        return max((event.live_bytes for event in self._all(Memory)), default=0)
 
     @property
     def peers(self) -> set[int]:

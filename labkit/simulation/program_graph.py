@@ -24,7 +24,7 @@ from labkit.recording.operations import OTHER, type_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, Thread
 from labkit.replaying.times import Rules
-from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
+from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Memory, OnStream, Program, StreamEvent, Value, Wait
 from labkit.tracing.trace import Trace
 
 __all__ = ["ProgramGraph"]
@@ -207,8 +207,11 @@ class _Rank:
         """
         call = self._whole.add(self._rank, name, "call")
         self._append(PLAIN, call, START)
-        tracked = any(isinstance(event, Value) and event.name.startswith(MEMORY) for event in self._program.events)
-        memory = -1 if tracked else self._value(ALL_TENSORS, 0)  # which value holds the most since the last mark
+        # Of measured ranks, only `track_memory` knows the memory, as of real ones.
+        counted = self._device is not None and not any(
+            isinstance(event, Value) and event.name.startswith(MEMORY) for event in self._program.events
+        )
+        live_bytes, most = 0, self._value(ALL_TENSORS, 0) if counted else -1  # and which value holds the most since a mark
         for event in self._program.events:
             if isinstance(event, Elapsed):
                 self._work_ns[0] += event.ns
@@ -216,11 +219,12 @@ class _Rank:
                 assert self._device is not None
                 moved = event.read_bytes + event.written_bytes
                 self._work_ns[self._stream] += self._device.seconds(event.flops, moved) * 1e9
-                if not tracked:
-                    self._whole.raise_value(memory, event.live_bytes)
+            elif isinstance(event, Memory) and counted:
+                live_bytes = event.live_bytes
+                self._whole.raise_value(most, live_bytes)
             elif isinstance(event, Mark):
                 self._mark(event)
-                memory = -1 if tracked else self._value(ALL_TENSORS, 0)
+                most = self._value(ALL_TENSORS, live_bytes) if counted else -1
             elif isinstance(event, Communication):
                 self._issued[event.number] = row = self._whole.communicate(self._rank, event, self._matches)
                 self._append(ISSUE, row, START, self._stream)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from labkit.comm.torch_internals import SIMULATION
-from labkit.simulation.program import Communication, Elapsed, Event, Kernel, OnStream, StreamEvent, Wait
+from labkit.simulation.program import Communication, Elapsed, Event, Memory, OnStream, StreamEvent, Wait
 
 __all__ = ["RankLog", "is_fake", "tensors_in"]
 
@@ -46,18 +46,10 @@ class RankLog:
         finally:
             self.paused = before
 
-    def kernel(self, name: str, flops: int, read_bytes: int, written_bytes: int, results: Iterable[torch.Tensor]) -> None:
-        """Record a kernel.
-
-        Args:
-            name: its name.
-            flops: its floating-point operations.
-            read_bytes: bytes that it reads.
-            written_bytes: bytes that it writes.
-            results: what it returns.
-        """
-        self.hold(results)
-        self._add(Kernel(name, flops, read_bytes, written_bytes, self._live_bytes))
+    def add(self, event: Event) -> None:
+        """Record an event, unless paused."""
+        if not self.paused:
+            self.events.append((time.perf_counter_ns(), event))
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -65,7 +57,7 @@ class RankLog:
         start_ns = time.perf_counter_ns()
         yield
         if self.measured:
-            self._add(Elapsed(start_ns - time.perf_counter_ns()))
+            self.add(Elapsed(start_ns - time.perf_counter_ns()))
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count the memory of new tensors from now on, until their storages are freed."""
@@ -88,8 +80,8 @@ class RankLog:
 
     def _count(self, storage: Any) -> None:
         key, nbytes = self._key(storage), storage.nbytes()
-        self._live_bytes += nbytes - self._nbytes[key]
-        self._nbytes[key] = nbytes
+        change, self._nbytes[key] = nbytes - self._nbytes[key], nbytes
+        self._change(change)
 
     def _key(self, storage: Any) -> int:
         """Return what identifies a storage as long as it exists: torch keeps one Python object of each."""
@@ -101,7 +93,7 @@ class RankLog:
 
     def _freed(self, key: int) -> None:
         del self._live[key]
-        self._live_bytes -= self._nbytes.pop(key)
+        self._change(-self._nbytes.pop(key))
         self._written_by.pop(key, None)
         self._without_value.discard(key)
 
@@ -116,7 +108,7 @@ class RankLog:
             its number.
         """
         number, self._communications = self._communications, self._communications + 1
-        self._add(Communication(number, **fields))
+        self.add(Communication(number, **fields))
         self._writes[number] = []
         for tensor in written:
             key = self._key(tensor.untyped_storage())
@@ -132,7 +124,7 @@ class RankLog:
         for key in keys:
             if self._written_by.get(key) == number:
                 del self._written_by[key]
-        self._add(Wait(number, explicit))
+        self.add(Wait(number, explicit))
 
     def uses(self, tensors: Iterable[torch.Tensor], *, explicit: bool = False) -> None:
         """Record waits for the communications that write these tensors."""
@@ -146,21 +138,22 @@ class RankLog:
         """Record that what follows is issued on this stream."""
         if stream != self._stream:
             self._stream = stream
-            self._add(OnStream(stream))
+            self.add(OnStream(stream))
 
     def record_on(self, stream: int) -> int:
         """Record an event on a stream, and return its number."""
         number, self._stream_events = self._stream_events, self._stream_events + 1
-        self._add(StreamEvent(number, stream, waits=False))
+        self.add(StreamEvent(number, stream, waits=False))
         return number
 
     def wait_on(self, stream: int, number: int) -> None:
         """Record that a stream waits for an event."""
-        self._add(StreamEvent(number, stream, waits=True))
+        self.add(StreamEvent(number, stream, waits=True))
 
-    def _add(self, event: Event) -> None:
-        if not self.paused:
-            self.events.append((time.perf_counter_ns(), event))
+    def _change(self, nbytes: int) -> None:
+        self._live_bytes += nbytes
+        if nbytes:
+            self.add(Memory(self._live_bytes))
 
 
 def is_fake(value: Any) -> bool:

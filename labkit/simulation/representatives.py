@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
+from labkit.errors.units import clock_time
 from labkit.group.group import Group
 from labkit.ipc.code_names import name_of
 from labkit.recording.cores import usable_cores
@@ -17,6 +18,8 @@ __all__ = ["execute_ranks", "programs_of"]
 
 AT_ONCE: Final = 4  # ranks, even on fewer cores: to start a group takes longer than a small program
 PATIENCE_S: Final = 15.0  # after which a line tells how far it is; Jupyter shows it on red, which looks like an error
+WIDEST: Final = 72  # characters of such a line: each covers the one before
+MOST_STEPS: Final = 1_000_000  # in looking ahead, a second: more only where almost all ranks are known already
 
 
 def programs_of(
@@ -56,12 +59,29 @@ def programs_of(
         wanted |= {peer for rank in new for peer in programs[rank].peers}
         if not any(program.peers for program in programs.values()):
             wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
-        if time.monotonic() - since_s > PATIENCE_S and wanted - programs.keys():
-            print(f"\rsimulate: {len(programs)} of {len(wanted)} ranks executed", end="", file=sys.stderr, flush=True)
+        passed_s, done, missing = time.monotonic() - since_s, len(programs), wanted - programs.keys()
+        if passed_s > PATIENCE_S and missing:
+            distances = {peer - rank for rank in new for peer in programs[rank].peers}
+            most = done + len(_reached(missing, distances, programs.keys(), ranks))
+            text = f"{done:,} of {'up to ' * (most > len(wanted))}{most:,} ranks executed"
+            text += f", about {clock_time(passed_s / done * (most - done))} left"
+            print(f"\rsimulate: {text:<{WIDEST}}", end="", file=sys.stderr, flush=True)
             wrote = True
     if wrote:
-        print(f"\rsimulate: {len(programs)} of {len(wanted)} ranks executed", file=sys.stderr)
+        print(f"\rsimulate: {f'{len(programs):,} ranks executed':<{WIDEST}}", file=sys.stderr)
     return dict(sorted(programs.items()))
+
+
+def _reached(missing: Set[int], distances: Set[int], done: Set[int], ranks: int) -> Set[int]:
+    """Return the ranks still to be executed, if each exchanges messages with ranks at these distances.
+
+    In a ring, these are all. Whether a pipeline ends after a few stages shows only when its last stage is executed.
+    """
+    found = new = missing
+    while new and len(found) * len(distances) < MOST_STEPS:
+        new = {rank + distance for rank in new for distance in distances if 0 <= rank + distance < ranks} - found - done
+        found = found | new
+    return found
 
 
 def _at_once(measured: bool) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
@@ -21,6 +20,8 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 __all__ = ["Simulation", "simulate"]
+
+MOST_RANKS: Final = 1 << 18  # of which a small program takes half a minute; torch and each communication list all of them
 
 
 class Simulation:
@@ -68,12 +69,12 @@ def simulate(
         lab.timeline(sim)
 
     Figures say "simulated" in their title. Memory is that of all tensors, as "other", or by kind where the function
-    uses `labkit.track_memory`.
+    uses `labkit.track_memory`; with `measured=True`, it is known in the second case only.
 
     Args:
         function: the function that each rank calls.
         args: its arguments.
-        ranks: the number of ranks.
+        ranks: the number of ranks, at most 262,144.
         link: the link between all ranks, or the network of their nodes.
         device: the device of each rank; default: `Device.h100`.
         show: the ranks that figures show; default: all that are executed.
@@ -88,7 +89,8 @@ def simulate(
             the value of a tensor; the error names the line.
         TypeError, ValueError: an invalid argument.
     """
-    check_number(ranks, f"simulate(ranks={ranks!r}): expected a whole number from 1", whole=True, at_least=1, below=math.inf)
+    expected = f"simulate(ranks={ranks!r}): expected a whole number from 1 to {MOST_RANKS:,}"
+    check_number(ranks, expected, whole=True, at_least=1, below=MOST_RANKS + 1)
     if not callable(function):
         raise TypeError(f"simulate({function!r}): expected a function, as in simulate(train, ranks=1024, link=...)")
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
@@ -97,6 +99,7 @@ def simulate(
         raise TypeError(f"simulate(link={link!r}): expected a lab.Link or a lab.Network")
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"simulate(device={device!r}): expected a lab.Device, as in device=lab.Device.h100")
+    show = tuple(show)  # an iterator could be read only once
     for rank in show:
         check_number(rank, f"simulate(show={show!r}): expected ranks from 0 to {ranks - 1}", whole=True, at_least=0, below=ranks)
     if isinstance(link, Network):

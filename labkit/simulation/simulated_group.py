@@ -91,6 +91,7 @@ def simulated_process_group(log: RankLog) -> Any:
             """
             self._ranks = self._ranks or tuple(c10d.get_process_group_ranks(self))
             results = list(tensors_in(written))
+            log.hold(tensors_in(tensors))
             if type_of(name).name not in ALIKE:
                 log.forget_values(tensor for tensor in results if not is_fake(tensor))
                 if log.measured:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, TextIO
 
 import numpy as np
@@ -16,12 +20,35 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
 from labkit.tracing.perfetto import read_events
-from labkit.tracing.trace_info import TraceFileError, TraceInfo, is_list
+from labkit.tracing.trace_info import LARGEST, TraceFileError, TraceInfo, is_list
 
-__all__ = ["TraceFileError", "read_file", "writing"]
+__all__ = ["TraceFileError", "read_file", "replacing", "writing"]
 
 GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
-LARGEST: Final = 1 << 62  # nanoseconds, and bytes
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a new file, which takes the place of another one once all is written: an older one is not lost.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(os.path.realpath(path))  # a link stays a link
+    if path.exists() and not path.is_file():  # a pipe or a device
+        yield path
+        return
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is not None and not mode & stat.S_IWUSR:
+        raise PermissionError(errno.EACCES, "it is read-only")
+    new = path.with_name(f".labkit-{token_hex(8)}")
+    try:
+        yield new
+        if mode is not None:
+            new.chmod(stat.S_IMODE(mode))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -32,12 +59,13 @@ def writing(path: Path) -> Iterator[TextIO]:
         LabError: the file cannot be written.
     """
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "wt", encoding="utf-8", errors="replace", compresslevel=6) as file:
-                yield file
-        else:
-            with path.open("w", encoding="utf-8", errors="replace") as file:
-                yield file
+        with replacing(path) as new:
+            if path.suffix == ".gz":
+                with gzip.open(new, "wt", encoding="utf-8", errors="replace", compresslevel=6) as file:
+                    yield file
+            else:
+                with new.open("w", encoding="utf-8", errors="replace") as file:
+                    yield file
     except OSError as error:
         raise LabError(f"the trace cannot be written to {str(path)!r}: {error.strerror or error}") from None
 
@@ -61,8 +89,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise
     except KeyError as error:
         raise TraceFileError(f"it lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise TraceFileError(f"{type(error).__name__}: {error}") from None
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError):
+        raise TraceFileError("one of its values is of another type, form or size than labkit writes") from None
 
 
 def _json(path: Path) -> Any:

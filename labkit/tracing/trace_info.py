@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 
-__all__ = ["TraceFileError", "TraceInfo", "is_list"]
+__all__ = ["LARGEST", "TraceFileError", "TraceInfo", "is_list"]
+
+LARGEST: Final = 1 << 62  # nanoseconds, bytes, and any other whole number
+MOST_RANKS: Final = 1 << 31
 
 
 class TraceFileError(ValueError):
@@ -53,7 +56,7 @@ class TraceInfo:
         if not isinstance(replayed, bool):
             raise TraceFileError("it does not say whether it was replayed")
         simulated = entries.get("simulated", 0)
-        if not is_list([simulated], int) or (simulated and simulated < len(ranks)):
+        if not is_list([simulated], int) or (simulated and not len(ranks) <= simulated < MOST_RANKS):
             raise TraceFileError("it does not say how many ranks were simulated")
         cores = entries.get("cores", 0.0)
         if not isinstance(cores, int | float) or isinstance(cores, bool) or not 0 <= cores < math.inf:
@@ -77,5 +80,8 @@ def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
 
 
 def is_list(value: Any, kind: type) -> bool:
-    """Whether a value read from JSON is a list of strings or of whole numbers."""
-    return isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+    """Whether a value read from JSON is a list of strings or of whole numbers, none of them too large for a trace."""
+    return isinstance(value, list) and all(
+        isinstance(item, kind) and not isinstance(item, bool) and (not isinstance(item, int) or abs(item) <= LARGEST)
+        for item in value
+    )

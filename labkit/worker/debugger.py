@@ -91,6 +91,7 @@ class Debugger:
         from labkit.worker.rank_pdb import RankPdb
 
         vars(module)["Pdb"] = type("Pdb", (RankPdb,), {"debugger": self})
+        vars(module)["input"] = self.stream.answer  # for pdb's questions, such as that of `clear`
 
     def _ask(self, text: str) -> str:
         self._send(AtBreakpoint(text))
@@ -119,6 +120,10 @@ class _Stream(io.TextIOBase):
 
     def readline(self, _: int | None = -1, /) -> str:  # type: ignore[override]
         return self._ask(self.taken())
+
+    def answer(self, question: str) -> str:
+        self.write(question)
+        return self.readline().rstrip("\n")
 
     def taken(self) -> str:
         """Return what was written since the last call, with the student's names for files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,13 @@ def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
         ({"gbyte_per_s": math.inf}, ValueError),
         ({"memory_gb": -1}, ValueError),
         ({"memory_gb": "80"}, TypeError),
+        ({"runs_ahead": "no"}, TypeError),
+        ({"runs_ahead": 1}, TypeError),
+        ({"name": 5}, TypeError),
+        ({"source": None}, TypeError),
     ],
 )
-def test_wrong_numbers_are_refused(wrong: dict[str, float], error: type[Exception]) -> None:
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(wrong))):
         lab.Device(**{"tflop_per_s": 1, "gbyte_per_s": 1, **wrong})
 
@@ -48,3 +53,5 @@ def test_this_machine_is_measured_and_keeps_its_threads(monkeypatch: pytest.Monk
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="threads=0"):
         lab.Device.here(threads=0)
+    with pytest.raises(ValueError, match=r"threads=1000000000\): expected a whole number from 1 to \d+, the cores"):
+        lab.Device.here(10**9)

@@ -21,6 +21,7 @@ from processes import SELDOM_SPAWNED
 import labkit as lab
 from labkit.group import breakpoints
 from labkit.group.breakpoints import TURN_S, Breakpoints
+from labkit.group.message_loop import MessageLoop
 from labkit.group.run import NOBODY
 from labkit.plots.live.frame import LiveFrame
 from labkit.plots.live.live import Live
@@ -257,6 +258,73 @@ def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatc
     typed(think, think, "c")
     assert group.run(counted).results == [1, 1]
     assert waited_s == [2000.0], "20 times the limit of the group"
+
+
+@pytest.fixture
+def after_a_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Calls a function whenever a rank has got its command."""
+
+    def install(function: Callable[[], None]) -> None:
+        def asked(turns: Breakpoints, rank: int, original: Callable[[Breakpoints, int], None] = Breakpoints.asked) -> None:
+            original(turns, rank)
+            function()
+
+        monkeypatch.setattr(Breakpoints, "asked", asked)
+
+    return install
+
+
+def test_no_time_counts_while_a_command_runs(
+    group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch, after_a_command: Callable[[Callable[[], None]], None]
+) -> None:
+    waited_s, given = [0.0], list[bool]()
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited_s[0], perf_counter_ns=time.perf_counter_ns)
+    monkeypatch.setattr("labkit.group.run.time", clock)
+
+    def poll(*args: Any, original: Callable[..., bool] = MessageLoop.poll) -> bool:
+        while given:
+            waited_s[0] += 1000.0 if given.pop() else 0.0
+        return original(*args)
+
+    monkeypatch.setattr(MessageLoop, "poll", poll)
+    prompts = typed("p 1", "n", "c")
+    after_a_command(lambda: given.append(len(prompts) < 3))
+    assert group.run(counted).results == [1, 1]
+    assert waited_s == [2000.0], "20 times the limit of the group"
+
+
+def test_a_rank_that_executes_a_command_is_at_a_breakpoint(
+    group: lab.Group, typed: Typed, after_a_command: Callable[[Callable[[], None]], None]
+) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    after_a_command(stop)
+    typed("!os.getpid() and __import__('time').sleep(1000)")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        group.run(counted)
+    assert "a was at a breakpoint" in str(caught.value)
+    assert group.run(counted, "").results == [1, 1]
+
+
+def test_time_counts_again_once_a_rank_has_continued() -> None:
+    turns = Breakpoints()
+    turns.arrived(0, "zero")
+    turns.asked(0)
+    assert turns.stopped == {0}
+    turns.left(0)
+    assert not turns.stopped
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [("y", True), ("n", False), ("", False)])
+def test_a_question_of_pdb_is_asked_at_the_prompt(
+    group: lab.Group, typed: Typed, capsys: pytest.CaptureFixture[str], answer: str, deleted: bool
+) -> None:
+    prompts = typed("b name", "cl", answer, "b", "c")
+    assert group.run(counted).results == [1, 1]
+    assert prompts == ["[a] (Pdb) "] * 2 + ["[a] Clear all breaks? "] + ["[a] (Pdb) "] * 2
+    said = capsys.readouterr().out
+    assert ("Deleted breakpoint" in said) == deleted
 
 
 def test_stop_at_the_prompt(group: lab.Group, typed: Typed) -> None:

@@ -83,7 +83,7 @@ def test_a_pulled_cable(machines: lab.EmulatedMachines, capsys: pytest.CaptureFi
         with pytest.raises(lab.RankError, match="its machine pc2 is lost"):
             group.run(sum_for_ever)
         assert group.run(addresses).results == [["127.0.0.1", "198.18.0.2"]] * 2
-        assert "pc2" in capsys.readouterr().out
+        assert "All ranks are on pc1; new ranks try pc2 again." in capsys.readouterr().out
         machines.plug_in("pc2")
         group.close()
     with lab.Group(2, on=machines) as group:
@@ -142,6 +142,10 @@ def test_machines_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="different names"):
         lab.EmulatedMachines("pc1", "pc1", link=LINK)
+    for name in ("a\nb", "../x", "x" * 300, "", "pc 1", ".", "-o", 5, ["pc1"]):
+        with pytest.raises(ValueError, match="at most 63 letters") as caught:
+            lab.EmulatedMachines("pc1", name, link=LINK)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
     with pytest.raises(TypeError, match=r"lab\.Link"):
         lab.EmulatedMachines("pc1", link=lab.Network(nodes=2, inside=LINK, between=LINK))  # type: ignore[arg-type]
 

@@ -76,6 +76,13 @@ def test_it_draws_into_given_axes() -> None:
     plt.close("all")
 
 
+def test_a_run_in_which_nothing_could_be_changed_is_not_drawn() -> None:
+    book = Book()
+    book.whole(0, "call", 0, 4)
+    with pytest.raises(LabError, match="what_helps: this run has no spans"):
+        what_helps(book.trace(1))
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="expected a run"):
         what_helps(3)  # type: ignore[arg-type]

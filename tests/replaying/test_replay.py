@@ -80,6 +80,23 @@ def test_operations_that_take_no_time_still_wait_for_the_last_rank() -> None:
     assert step_ms(trace) == 9
 
 
+def test_names_may_come_from_an_iterator() -> None:
+    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*replay(blocking(), free=["all_reduce"])]  # type: ignore[arg-type]
+
+
+def test_a_run_of_centuries_is_a_trace_or_one_clear_error() -> None:
+    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
+    with pytest.raises(LabError, match="longer than 292 years"):
+        replay(beside(), slower={"backward": 9.9e11})
+
+
+def test_a_run_without_spans_has_none_to_choose() -> None:
+    book = Book()
+    book.whole(0, "step", 0, 10)
+    with pytest.raises(ValueError, match="no span is named 'backward'; it has none"):
+        replay(book.trace(1), faster={"backward": 2})
+
+
 def test_a_faster_operation() -> None:
     assert step_ms(replay(blocking(), faster={"all_reduce": 4})) == 9.5
 
@@ -347,14 +364,18 @@ def test_records_that_contradict_each_other_are_refused() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a misspelt span": ({"faster": {"backwrad": 2}}, ValueError, "no span is named 'backwrad'; did you mean 'backward'"),
-    "no number": ({"faster": {"backward": "2"}}, TypeError, "expected the name of a span and a number above 0"),
-    "zero": ({"slower": {"backward": 0}}, ValueError, "number above 0"),
+    "no number": ({"faster": {"backward": "2"}}, TypeError, "expected the name of a span and a number above 1e-12"),
+    "zero": ({"slower": {"backward": 0}}, ValueError, "number above 1e-12"),
+    "too much": ({"slower": {"backward": 1e300}}, ValueError, "number above 1e-12 and below 1e12"),
+    "too little": ({"faster": {"backward": 1e-320}}, ValueError, "number above 1e-12 and below 1e12"),
+    "more than fits": ({"link": Link(gbit_per_s=1e-300, latency_us=0)}, LabError, "longer than 292 years"),
+    "no names": ({"free": 5}, TypeError, r"replay\(free=5\)"),
     "no mapping": ({"faster": 2}, TypeError, "expected factors by name"),
     "a misspelt argument": ({"fastr": {}}, TypeError, "Did you mean 'faster'"),
     "an unknown rank": ({"faster": {"backward": 2}, "rank": 4}, ValueError, "expected the number of a rank, 0 to 1"),
     "a rank alone": ({"rank": 1}, ValueError, "belongs to faster= or slower="),
     "no rank": ({"like_others": "rank 1"}, TypeError, "expected the number of a rank"),
-    "an unknown operation": ({"free": ["all_gather"]}, ValueError, "all_reduce"),
+    "an unknown operation": ({"free": ["x"]}, ValueError, r"free=\['x'\]\): no operation is named 'x'; it has all_reduce"),
     "a string": ({"free": "all_reduce"}, TypeError, "expected names of operations"),
     "no link": ({"link": 1}, TypeError, "expected a lab.Link"),
     "a network of more nodes": ({"link": Network(nodes=3, inside=ONE_GBIT, between=ONE_GBIT)}, ValueError, "at least one rank"),

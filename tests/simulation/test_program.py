@@ -5,15 +5,15 @@ from __future__ import annotations
 import pickle
 
 from labkit.recording.schema import Span
-from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Program, Wait, with_marks
+from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Memory, Program, Wait, with_marks
 
 
 def span(name: str, start_ns: int, end_ns: int, kind: str = "compute") -> Span:
     return Span(0, name, kind, start_ns, end_ns)
 
 
-def kernel(name: str, live_bytes: int = 0) -> Kernel:
-    return Kernel(name, 1, 2, 3, live_bytes)
+def kernel(name: str) -> Kernel:
+    return Kernel(name, 1, 2, 3)
 
 
 def test_marks_surround_what_happened_in_their_spans() -> None:
@@ -47,7 +47,7 @@ def test_measured_events_are_apart_as_long_as_they_were() -> None:
 
 def test_a_program_finds_its_kernels_communications_and_peers() -> None:
     events = (
-        kernel("a", 7), Communication(0, "all_reduce", 8, (0, 1, 2), "0"), kernel("b", 5), Wait(0, True),
+        Memory(7), kernel("a"), Communication(0, "all_reduce", 8, (0, 1, 2), "0"), Memory(5), kernel("b"), Wait(0, True),
         Communication(1, "send", 8, (0, 2), "0", peer=2),
     )  # fmt: skip
     program = Program(0, 3, events)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import labkit as lab
 from labkit.simulation import representatives
-from labkit.simulation.program import Communication, Kernel, Mark, Wait
+from labkit.simulation.program import Communication, Kernel, Mark, Memory, Program, Wait
 from labkit.simulation.representatives import programs_of
 
 pytestmark = pytest.mark.processes
@@ -73,13 +75,13 @@ def test_a_program_has_sizes_memory_and_waits() -> None:
     multiplied = next(event for event in events if isinstance(event, Kernel) and event.name == "mm")
     mebi = 4
     sizes = mebi * 64 * 128, mebi * 128 * 32, mebi * 64 * 32
-    assert multiplied == Kernel("mm", 2 * 64 * 128 * 32, sizes[0] + sizes[1], sizes[2], sum(sizes))
-    rest = events[events.index(multiplied) + 1 :]
+    assert multiplied == Kernel("mm", 2 * 64 * 128 * 32, sizes[0] + sizes[1], sizes[2])
+    at = events.index(multiplied)
+    assert events[at - 1] == Memory(sum(sizes))
+    assert Memory(sizes[2] + 40) in events[at:], "the factors have been freed"
+    rest = [event for event in events[at + 1 :] if not isinstance(event, Memory)]
     kinds = [event.name if isinstance(event, Kernel | Communication) else event for event in rest]
     assert kinds == ["all_reduce", "zeros", Wait(0, True), "all_reduce", Wait(1, False), "add_"]
-    zeros = rest[1]
-    assert isinstance(zeros, Kernel)
-    assert zeros.live_bytes == sizes[2] + 40  # the factors have been freed
 
 
 def train_shards() -> None:
@@ -98,7 +100,7 @@ def test_gathered_parameters_are_freed() -> None:
     program = simulate(train_shards, ranks=8)[0]
     layer = 4 * 256 * 256
     begin = program.events.index(next(event for event in program.events if isinstance(event, Mark) and event.name == "step"))
-    in_training = max(event.live_bytes for event in program.events[begin:] if isinstance(event, Kernel))
+    in_training = max(event.live_bytes for event in program.events[begin:] if isinstance(event, Memory))
     assert program.peak_bytes >= 8 * layer
     assert 8 * layer / 8 + 2 * layer < in_training < 8 * layer / 8 + 6 * layer
 
@@ -160,4 +162,32 @@ def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
     executed = simulate(to_the_next, ranks=16)
     lines = capsys.readouterr().err.split("\r")
     assert len(lines) > 2
-    assert lines[-1] == f"simulate: {len(executed)} of {len(executed)} ranks executed\n"
+    assert lines[-1].rstrip() == f"simulate: {len(executed)} ranks executed"
+
+
+def neighbours(size: int) -> Callable[..., dict[int, Program]]:
+    """Stands for `execute_ranks`: each rank exchanges messages with the next ones on a ring, which takes a second."""
+
+    def executed(*arguments: Any, **_: Any) -> dict[int, Program]:
+        seconds[0] += len(arguments[3])
+        return {rank: Program(rank, size, tuple(to(rank, (rank + i) % size) for i in (1, -1))) for rank in arguments[3]}
+
+    def to(rank: int, peer: int) -> Communication:
+        return Communication(0, "send", 8, (rank, peer), "0", peer=peer)
+
+    seconds = [0.0]
+    executed.clock = types.SimpleNamespace(monotonic=lambda: seconds[0])  # type: ignore[attr-defined]
+    return executed
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_long_simulation_says_how_many_ranks_and_how_much_time_are_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], measured: bool
+) -> None:
+    executed: Any = neighbours(100)
+    monkeypatch.setattr(representatives, "execute_ranks", executed)
+    monkeypatch.setattr(representatives, "time", executed.clock)
+    assert len(programs_of(print, (), {}, ranks=100, measured=measured)) == 100
+    first, *_, last = capsys.readouterr().err.strip("\r").split("\r")
+    assert first.rstrip() == "simulate: 16 of up to 100 ranks executed, about 1 min 24 s left"
+    assert last.rstrip() == "simulate: 100 ranks executed"

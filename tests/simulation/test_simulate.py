@@ -130,8 +130,48 @@ def test_kinds_of_memory_are_unknown_unless_the_function_tracks_them() -> None:
         lab.memory_mb(sim, "parameters")
 
 
+def gather_into_what_is_freed() -> None:
+    part, whole = torch.ones(1000), torch.empty(4000)
+    dist.all_gather(list(whole.chunk(4)), part)
+    del whole
+    part.sum()
+
+
+def receive() -> None:
+    dist.all_reduce(torch.empty(10))
+    buffers = torch.empty(200), torch.zeros(100, dtype=torch.int64), torch.empty(100, 2).mT, torch.ones(3).new_empty(197)
+    dist.all_reduce(torch.empty_like(buffers[0]))
+
+
+def reduce_its_argument(given: torch.Tensor) -> None:
+    with lab.span("reduce"):
+        dist.all_reduce(given)
+
+
+@pytest.mark.parametrize(("function", "args", "nbytes"), [
+    (gather_into_what_is_freed, (), 20_000),
+    (receive, (), 4 * (200 + 200 + 200 + 197 + 200)),  # ones(3) has been freed
+    (reduce_its_argument, (torch.ones(1000),), 4000),
+])  # fmt: skip
+def test_tensors_count_that_no_kernel_touches(function: Callable[..., None], args: tuple[Any, ...], nbytes: int) -> None:
+    assert lab.memory_mb(lab.simulate(function, *args, ranks=4, link=lab.Link.nvlink4)) == nbytes / 1e6
+
+
+def track() -> None:
+    model = nn.Linear(4, 4)
+    with lab.track_memory(model):
+        dist.all_reduce(model(torch.ones(2, 4)).detach())
+
+
+def test_the_memory_of_a_measured_rank_is_known_if_the_function_tracks_it() -> None:
+    measured = {"ranks": 2, "link": lab.Link.nvlink4, "measured": True}
+    with pytest.raises(lab.LabError, match="track_memory"):
+        lab.memory_mb(lab.simulate(gather_into_what_is_freed, **{**measured, "ranks": 4}))
+    assert lab.memory_mb(lab.simulate(track, **measured), "parameters") == 80 / 1e6
+
+
 def test_a_rank_that_is_shown_twice_is_one_rank() -> None:
-    assert lab.simulate(multiply_and_average, 1, ranks=4, link=lab.Link.nvlink4, show=[3, 3]).trace.ranks == ("rank 3",)
+    assert lab.simulate(multiply_and_average, 1, ranks=4, link=lab.Link.nvlink4, show=iter([3, 3])).trace.ranks == ("rank 3",)
 
 
 def test_errors_name_the_students_function() -> None:
@@ -149,7 +189,8 @@ def test_a_generator_does_nothing_when_it_is_called() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [
-    ({"ranks": 0}, ValueError, "ranks=0"), ({"ranks": 2, "show": [2]}, ValueError, "ranks from 0 to 1"),
+    ({"ranks": 0}, ValueError, "ranks=0"), ({"ranks": 10**9}, ValueError, "from 1 to 262,144"),
+    ({"ranks": 2, "show": 1}, TypeError, "show=1"), ({"ranks": 2, "show": [2]}, ValueError, "ranks from 0 to 1"),
     ({"ranks": 2, "link": None}, TypeError, "lab.Link or a lab.Network"),
     ({"ranks": 2, "device": lab.Device.h100, "measured": True}, ValueError, "expected one of both"),
     ({"ranks": 2, "device": "h100"}, TypeError, "device=lab.Device.h100"),

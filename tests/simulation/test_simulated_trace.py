@@ -8,7 +8,19 @@ import pytest
 
 import labkit as lab
 from labkit.recording.schema import MEMORY
-from labkit.simulation.program import Communication, Elapsed, Event, Kernel, Mark, OnStream, Program, StreamEvent, Value, Wait
+from labkit.simulation.program import (
+    Communication,
+    Elapsed,
+    Event,
+    Kernel,
+    Mark,
+    Memory,
+    OnStream,
+    Program,
+    StreamEvent,
+    Value,
+    Wait,
+)
 from labkit.simulation.simulated_trace import simulated_trace
 from labkit.tracing.trace import Span, Trace
 
@@ -18,8 +30,8 @@ LINK = lab.Link(gbit_per_s=8, latency_us=10)  # a kilobyte takes a microsecond
 BETWEEN = lab.Link(gbit_per_s=0.8, latency_us=100)
 
 
-def kernel(us: float, live_bytes: int = 0) -> Kernel:
-    return Kernel("mm", round(us * 1e6), 0, 0, live_bytes)
+def kernel(us: float) -> Kernel:
+    return Kernel("mm", round(us * 1e6), 0, 0)
 
 
 def all_gather(number: int, kilobytes: int, group: Sequence[int] = (0, 1)) -> Communication:
@@ -180,10 +192,11 @@ def test_a_peer_that_is_not_shown_is_one_of_the_others() -> None:
 
 
 def test_memory_is_that_of_all_tensors_unless_the_program_tracks_it() -> None:
-    events = [kernel(1, 500), *marked("forward", kernel(1, 3_000_000), kernel(1, 1_000_000)), kernel(1, 7)]
+    in_forward = Memory(3_000_000), kernel(1), Memory(1_000_000), kernel(1)
+    events = [Memory(500), kernel(1), *marked("forward", *in_forward), kernel(1), Memory(7)]
     trace = trace_of(events, size=1)
     points = [(us(value.time_ns), value.value) for value in trace.scalars]
-    assert points == [(0, 500), (1, 3_000_000), (3, 7)]
+    assert points == [(0, 500), (1, 3_000_000), (3, 1_000_000)]
     assert lab.memory_mb(trace) == 3
     tracked = trace_of([Value(MEMORY + "gradients", 2e6), *events, Value("loss", 0.5)], size=1)
     assert lab.memory_mb(tracked) == lab.memory_mb(tracked, "gradients") == 2

@@ -10,10 +10,11 @@ import json
 import mmap
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def each(event_is: Callable[[Any], bool], **changes: Any) -> Callable[[str], str
     return content_with(lambda content: [event.update(changes) for event in content["traceEvents"] if event_is(event)])
 
 
+VALUE = "one of its values is of another type, form or size than labkit writes"
+
 BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "empty": (lambda _: "", "it is empty"),
     "blank": (lambda _: " \n", "it is empty"),
@@ -121,6 +124,9 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "a negative core": (content_with(lambda c: c["otherData"].update(cores=-1)), "its number of cores"),
     "an inexact clock": (content_with(lambda c: c["otherData"].update(clock_error_ns=-1)), "clocks of its machines"),
     "a clock error in words": (content_with(lambda c: c["otherData"].update(clock_error_ns="1 ms")), "clocks of its machines"),
+    "too many simulated": (content_with(lambda c: c["otherData"].update(simulated=10**12)), "ranks were simulated"),
+    "a huge node": (content_with(lambda c: c["otherData"].update(nodes=[0, 10**29])), "its numbers of nodes"),
+    "a huge clock error": (content_with(lambda c: c["otherData"].update(clock_error_ns=10**29)), "clocks of its machines"),
     "nodes are words": (content_with(lambda c: c["otherData"].update(nodes=["a", "b"])), "its numbers of nodes"),
     "a wait is a word": (content_with(lambda c: c["otherData"].update(waits=["world"])), "one of its waits"),
     "a wait of no rank": (content_with(lambda c: c["otherData"].update(waits=[["world", 2, 1, 75]])), "one of its waits"),
@@ -133,15 +139,15 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "an event is a word": (content_with(lambda c: c["traceEvents"].append("event")), "one of its events is not an object"),
     "lacks a time": (content_with(lambda c: [s.pop("dur") for s in spans_of(c)]), "it lacks 'dur'"),
     "negative length": (each_span(dur=-5), "a span that ends before it starts"),
-    "time is a word": (each_span(ts="now"), "TypeError"),
-    "time is no number": (each_span(ts=float("nan")), "ValueError"),
-    "time is infinite": (each_span(ts=float("inf")), "OverflowError"),
-    "time is huge": (each_span(ts=1e300), "OverflowError|at an impossible time"),
-    "rank is huge": (each_span(pid=10**30), "OverflowError|of a rank"),
+    "time is a word": (each_span(ts="now"), VALUE),
+    "time is no number": (each_span(ts=float("nan")), VALUE),
+    "time is infinite": (each_span(ts=float("inf")), VALUE),
+    "time is huge": (each_span(ts=1e300), f"{VALUE}|at an impossible time"),
+    "rank is huge": (each_span(pid=10**30), VALUE),
     "rank is negative": (each_span(pid=-1), "a span of an unknown rank"),
-    "name is a list": (each_span(name=[1]), "TypeError"),
+    "name is a list": (each_span(name=[1]), VALUE),
     "name is a number": (each_span(name=5), "a name that is not a string"),
-    "arguments are a list": (each_span(args=[1]), "AttributeError|TypeError"),
+    "arguments are a list": (each_span(args=[1]), VALUE),
     "a value of no rank": (each(lambda e: "value" in e["args"], pid=9), "a value of an unknown rank"),
     "a profiled event of no rank": (each(lambda e: "track" in e["args"], pid=9), "a profiled event of an unknown rank"),
     "a profiled event of negative length": (each(lambda e: "track" in e["args"], dur=-1), "a profiled event that ends before"),
@@ -260,6 +266,42 @@ def test_the_home_folder_and_compression(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_place_that_cannot_be_written_to(place: str, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"the trace cannot be written to '.*': (No such file|Is a directory)"):
         a_trace().save(tmp_path / place)
+
+
+@contextlib.contextmanager
+def full_disk(free_bytes: int) -> Iterator[None]:
+    """Let this process write no file that is longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.json.gz"])
+def test_on_a_full_disk_an_older_trace_stays(name: str, tmp_path: Path) -> None:
+    path = a_trace().save(tmp_path / name)
+    path.chmod(0o640)
+    before = path.read_bytes()
+    with full_disk(100), pytest.raises(LabError, match=r"the trace cannot be written to '.*': File too large"):
+        a_trace().save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / "link.json").symlink_to(path)
+    a_trace().save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "x.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    a_trace().save(pipe)
+    assert os.read(reader, 16) == b'{"traceEvents":['
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 # Folders
