@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -17,10 +18,48 @@ from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPTIMIZER, UNW
 from labkit.tracing.overlapping import in_backward
 from labkit.tracing.trace import Scalar, Trace
 
-__all__ = ["SilentFault", "at", "faults_in", "may_have_own_tasks"]
+__all__ = ["FaultKind", "SilentFault", "at", "faults_in", "may_have_own_tasks"]
 
 METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters
 MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END})
+
+
+class FaultKind(Enum):
+    """What is wrong, what to do about it, and whether it is a fault in any program; otherwise it may be intended."""
+
+    NEVER_WAITED_FOR = "Keep what it returns, and call wait() on it before you use the tensor."
+    OPTIMIZER_STEPS = "All ranks must decide together whether to step: all-reduce what the decision depends on."
+    OTHER_ROOT = (
+        "If that is not intended: src and dst are ranks of the whole world, group_src and group_dst those of the group.",
+        False,
+    )
+    GRADIENTS_DIFFER = (
+        "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: leave it "
+        "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too."
+    )
+    SAME_INPUTS = "Give each rank its own part of the data, for example by a DistributedSampler."
+    OTHER_BATCH_SIZES = (
+        "If the loss is a mean over the batch, averaging gradients over ranks gives rows of a small batch more weight.",
+        False,
+    )
+    REPLICAS_DIFFER = "Between two steps, nothing but an optimizer with averaged gradients may change the parameters."
+    PARAMETERS_DIFFER = (
+        "If the ranks train one model, average its gradients before each step, as DistributedDataParallel does.",
+        False,
+    )
+    BUFFERS_DIFFER = (
+        "Statistics of all ranks' data: convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
+        False,
+    )
+    SAME_OPERANDS = "If that is not intended: equal seeds give equal random numbers on all ranks.", False
+    SAME_ORDER = "Call sampler.set_epoch(epoch) before each epoch."
+    PADDED_EVALUATION = "To evaluate, give each rank indices[rank::ranks] of the data set, which repeats none."
+    NO_SYNC = "Put the forward pass inside no_sync(), too."
+    LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
+    NOT_FINITE = ""
+
+    def __init__(self, cure: str, certain: bool = True) -> None:
+        self.cure, self.certain = cure, certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +67,28 @@ class SilentFault:
     """A fault that raises no error.
 
     Args:
-        kind: what is wrong, in a few words: "never waited for".
+        kind: what is wrong.
         ranks: the numbers of the ranks on which it shows.
         line: the student's line, or "".
         sentence: what the record shows.
-        cure: what to do.
-        certain: whether it is a fault in any program; otherwise it may be intended.
         tensors: the names of the tensors, if it is about tensors.
     """
 
-    kind: str
+    kind: FaultKind
     ranks: tuple[int, ...]
     line: str
     sentence: str
-    cure: str
-    certain: bool = True
     tensors: tuple[str, ...] = ()
+
+    @property
+    def cure(self) -> str:
+        """What to do."""
+        return self.kind.cure
+
+    @property
+    def certain(self) -> bool:
+        """Whether it is a fault in any program; otherwise it may be intended."""
+        return self.kind.certain
 
     def __str__(self) -> str:
         return f"{self.sentence} {self.cure}".rstrip()
@@ -66,8 +111,7 @@ def _never_waited_for(trace: Trace) -> Iterator[SilentFault]:
             f"The asynchronous {name}{at(line)} was never waited for{where}: what follows may have used its "
             "tensor before it completed."
         )
-        cure = "Keep what it returns, and call wait() on it before you use the tensor."
-        yield SilentFault("never waited for", tuple(sorted(ranks)), line, sentence, cure)
+        yield SilentFault(FaultKind.NEVER_WAITED_FOR, tuple(sorted(ranks)), line, sentence)
 
 
 def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
@@ -87,13 +131,8 @@ def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
         return
     line = names[steps["line"][0]]
     times = [f"{counted(count, 'time')} on {trace.ranks[rank]}" for rank, count in zip(called, counts, strict=True)]
-    yield SilentFault(
-        "optimizer steps differ",
-        tuple(called),
-        line,
-        f"The optimizer{at(line)} stepped {listed(times)}, and nothing made the ranks' parameters equal afterwards.",
-        "All ranks must decide together whether to step: all-reduce what the decision depends on.",
-    )
+    sentence = f"The optimizer{at(line)} stepped {listed(times)}, and nothing made the ranks' parameters equal afterwards."
+    yield SilentFault(FaultKind.OPTIMIZER_STEPS, tuple(called), line, sentence)
 
 
 def may_have_own_tasks(trace: Trace) -> bool:
@@ -118,14 +157,8 @@ def _other_roots(trace: Trace) -> Iterator[SilentFault]:
         placed = [(members, root, members.index(root)) for members, (root,) in groups.items()]
         if len({place for _, _, place in placed}) > 1:
             said = [f"{trace.ranks[root]}, number {place} of ranks {listed(members)}" for members, root, place in placed]
-            yield SilentFault(
-                "another root in one group",
-                tuple(sorted({rank for members in groups for rank in members})),
-                line,
-                f"{name}{at(line)}: the root is {listed(said)}.",
-                "If that is not intended: src and dst are ranks of the whole world, group_src and group_dst those of the group.",
-                certain=False,
-            )
+            ranks = tuple(sorted({rank for members in groups for rank in members}))
+            yield SilentFault(FaultKind.OTHER_ROOT, ranks, line, f"{name}{at(line)}: the root is {listed(said)}.")
 
 
 def _recorded_values(trace: Trace) -> Iterator[SilentFault]:
@@ -137,7 +170,7 @@ def _recorded_values(trace: Trace) -> Iterator[SilentFault]:
     for (name, rank), scalar in first.items():
         steps = int((trace.step_bounds(rank)[:, 1] < scalar.time_ns).sum())
         sentence = f"The recorded {name} was {scalar.value} on {trace.ranks[rank]} after {counted(steps, 'step')}."
-        yield SilentFault("not finite", (rank,), "", sentence, "")
+        yield SilentFault(FaultKind.NOT_FINITE, (rank,), "", sentence)
 
 
 def at(line: str) -> str:

@@ -16,14 +16,13 @@ from labkit.errors.lists import counted, listed
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.rank_facts import Fact, FactKind
 from labkit.tracing.run_argument import trace_of
-from labkit.tracing.silent_faults import SilentFault, at, faults_in, may_have_own_tasks
+from labkit.tracing.silent_faults import FaultKind, SilentFault, at, faults_in, may_have_own_tasks
 from labkit.tracing.trace import Trace
 
 __all__ = ["Verdict", "faults_of", "verdict"]
 
 Facts = Mapping[int, Sequence[Fact]]  # by rank
 BUFFERS_DIFFER: Final = 0.2  # of the larger mean: batches of one kind of data differ by less
-SAME_INPUTS: Final = "the same inputs"
 MOST_NAMES: Final = 4  # of tensors in a sentence
 MOST_ELEMENTS: Final = 1_000_000  # of a result that is searched for nan
 COMPARED: Final = {FactKind.PARAMETERS: "parameters", FactKind.GRADIENTS: "gradients", FactKind.INPUTS: "inputs"}
@@ -94,7 +93,7 @@ def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
     shown = [] if trace is None else faults_in(trace)
     if trace is not None and not found and not shown and not may_have_own_tasks(trace):
         found += _parameters(facts, ranks)
-    if not any(fault.kind == SAME_INPUTS for fault in found):
+    if not any(fault.kind is FaultKind.SAME_INPUTS for fault in found):
         found += _operands(facts)
     return [*found, *shown, *_samplers(facts), *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
 
@@ -127,19 +126,14 @@ def _first(together: Mapping[int, Fact]) -> Fact:
 def _gradients(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     for together in _aligned(facts, FactKind.GRADIENTS):
         if names := _differing(together):
-            line = _first(together).line
+            line, everybody = _first(together).line, _of(together, ranks)
             unused = [name for name in _first(together).values if all(f.values.get(name) is None for f in together.values())]
             without = f" {_some(unused)} got none." if unused else ""
-            yield SilentFault(
-                "gradients differ",
-                tuple(together),
-                line,
-                f"After the backward pass{at(line)}, gradients differ between {_of(together, ranks)}, although "
-                f"DistributedDataParallel should have averaged them: {_some(names)}.{without}",
-                "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: "
-                "leave it out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too.",
-                tensors=tuple(names),
+            sentence = (
+                f"After the backward pass{at(line)}, gradients differ between {everybody}, although DistributedDataParallel "
+                f"should have averaged them: {_some(names)}.{without}"
             )
+            yield SilentFault(FaultKind.GRADIENTS_DIFFER, tuple(together), line, sentence, tuple(names))
             return
 
 
@@ -148,26 +142,17 @@ def _inputs(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     if len(every) > 1 and not any(_differing(together) for together in every):
         together = every[0]
         line = _first(together).line
-        yield SilentFault(
-            SAME_INPUTS,
-            tuple(together),
-            line,
+        sentence = (
             f"The model got the same inputs{at(line)} on {_of(together, ranks)}, in all {len(every)} compared passes: together, "
-            "these ranks do the work of one.",
-            "Give each rank its own part of the data, for example by a DistributedSampler.",
+            "these ranks do the work of one."
         )
+        yield SilentFault(FaultKind.SAME_INPUTS, tuple(together), line, sentence)
     for together in every:
         rows = [fact.values.get("rows") for fact in together.values()]
         if len(set(rows)) > 1:
             line = _first(together).line
-            yield SilentFault(
-                "batches of different sizes",
-                tuple(together),
-                line,
-                f"In one step, the inputs{at(line)} have {listed(rows)} rows on {_of(together, ranks)}.",
-                "If the loss is a mean over the batch, averaging gradients over ranks gives rows of a small batch more weight.",
-                certain=False,
-            )
+            sentence = f"In one step, the inputs{at(line)} have {listed(rows)} rows on {_of(together, ranks)}."
+            yield SilentFault(FaultKind.OTHER_BATCH_SIZES, tuple(together), line, sentence)
             return
 
 
@@ -182,17 +167,13 @@ def _parameters(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
         if not drifted or not all(differ[drifted:]):  # averaged again, as by local SGD
             continue
         together, names = states[drifted], differ[drifted]
-        step = _first(together).step
-        yield SilentFault(
-            "parameters differ",
-            tuple(together),
-            "",
+        averaged = any(fact.kind is FactKind.GRADIENTS for fact in facts[min(together)])
+        kind = FaultKind.REPLICAS_DIFFER if averaged else FaultKind.PARAMETERS_DIFFER
+        sentence = (
             f"The parameters were equal on {_of(together, ranks)} before the first step, and differ after "
-            f"{counted(step, 'step')}: {_some(names)}.",
-            "If the ranks train one model, average its gradients before each step, as DistributedDataParallel does.",
-            certain=any(fact.kind is FactKind.GRADIENTS for fact in facts[min(together)]),
-            tensors=tuple(names),
+            f"{counted(_first(together).step, 'step')}: {_some(names)}."
         )
+        yield SilentFault(kind, tuple(together), "", sentence, tuple(names))
         return
 
 
@@ -204,17 +185,12 @@ def _buffers(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
             if max(means) - min(means) > BUFFERS_DIFFER * max(map(abs, means)):
                 names.append(name)
         if names:
-            means = [fact.values[names[0]] for fact in together.values()]
-            yield SilentFault(
-                "buffers differ",
-                tuple(together),
-                "",
+            means = [f"{fact.values[names[0]]:.3g}" for fact in together.values()]
+            sentence = (
                 f"After the last step, buffers differ between {_of(together, ranks)}: {_some(names)} (the first has the means "
-                f"{listed(f'{mean:.3g}' for mean in means)}). A saved model has those of one rank only.",
-                "Statistics of all ranks' data: convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
-                certain=False,
-                tensors=tuple(names),
+                f"{listed(means)}). A saved model has those of one rank only."
             )
+            yield SilentFault(FaultKind.BUFFERS_DIFFER, tuple(together), "", sentence, tuple(names))
 
 
 def _operands(facts: Facts) -> Iterator[SilentFault]:
@@ -224,14 +200,8 @@ def _operands(facts: Facts) -> Iterator[SilentFault]:
         of_lines[next(iter(fact.values)), fact.line].append(together)
     for (name, line), every in of_lines.items():
         if line and not any(_differing(together) for together in every):
-            yield SilentFault(
-                "equal operands",
-                tuple(every[0]),
-                line,
-                f"All ranks gave {name}{at(line)} the same numbers, bit by bit.",
-                "If that is not intended: equal seeds give equal random numbers on all ranks.",
-                certain=False,
-            )
+            sentence = f"All ranks gave {name}{at(line)} the same numbers, bit by bit."
+            yield SilentFault(FaultKind.SAME_OPERANDS, tuple(every[0]), line, sentence)
 
 
 def _samplers(facts: Facts) -> Iterator[SilentFault]:
@@ -245,38 +215,26 @@ def _samplers(facts: Facts) -> Iterator[SilentFault]:
     )
     for (_, epoch, line), count in orders.items():
         if count > 1:
-            yield SilentFault(
-                "the same order in each epoch",
-                tuple(facts),
-                line,
-                f"{count} passes over a DistributedSampler{at(line)} had the same random order, that of epoch {epoch}.",
-                "Call sampler.set_epoch(epoch) before each epoch.",
-            )
+            sentence = f"{count} passes over a DistributedSampler{at(line)} had the same random order, that of epoch {epoch}."
+            yield SilentFault(FaultKind.SAME_ORDER, tuple(facts), line, sentence)
     padded = {(f.line, f.values["samples"], f.values["size"]): None for f in complete if not f.values["trained"]}
     for line, samples, size in padded:
         if samples > size:
-            yield SilentFault(
-                "samples counted twice",
-                tuple(facts),
-                line,
+            sentence = (
                 f"A pass over a DistributedSampler{at(line)} that trained nothing had {samples} samples, for a data set of "
-                f"{size}: {counted(samples - size, 'sample')} came twice, and count twice in an average over all ranks.",
-                "To evaluate, give each rank indices[rank::ranks] of the data set, which repeats none.",
+                f"{size}: {counted(samples - size, 'sample')} came twice, and count twice in an average over all ranks."
             )
+            yield SilentFault(FaultKind.PADDED_EVALUATION, tuple(facts), line, sentence)
 
 
 def _no_sync(facts: Facts) -> Iterator[SilentFault]:
     for line in dict.fromkeys(fact.line for own in facts.values() for fact in own if fact.kind is FactKind.NO_SYNC):
         of_line = {rank: f for rank, own in facts.items() for f in own if f.kind is FactKind.NO_SYNC and f.line == line}
-        values = _first(of_line).values
-        yield SilentFault(
-            "no_sync() has no effect",
-            tuple(of_line),
-            line,
-            f"Inside no_sync(){at(line)}, {counted(values['reductions'], 'all-reduce')} of gradients took place all the "
-            "same: the forward pass ran outside of it.",
-            "Put the forward pass inside no_sync(), too.",
+        reductions = counted(_first(of_line).values["reductions"], "all-reduce")
+        sentence = (
+            f"Inside no_sync(){at(line)}, {reductions} of gradients took place all the same: the forward pass ran outside of it."
         )
+        yield SilentFault(FaultKind.NO_SYNC, tuple(of_line), line, sentence)
 
 
 def _losses(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
@@ -284,20 +242,14 @@ def _losses(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
         for fact in own:
             if fact.kind is FactKind.LOSS:
                 when = f"{_name(ranks, rank)} after {counted(fact.step, 'step')}"
-                yield SilentFault(
-                    "not finite",
-                    (rank,),
-                    fact.line,
-                    f"The loss{at(fact.line)} was {fact.values['loss']} on {when}.",
-                    "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan.",
-                )
+                sentence = f"The loss{at(fact.line)} was {fact.values['loss']} on {when}."
+                yield SilentFault(FaultKind.LOSS, (rank,), fact.line, sentence)
 
 
 def _results(results: Sequence[Any], ranks: Sequence[str]) -> Iterator[SilentFault]:
-    bad = [rank for rank, result in enumerate(results) if _has_nan(result)]
-    if bad:
-        whose = listed(ranks[rank] for rank in bad)
-        yield SilentFault("not finite", tuple(bad), "", f"What {whose} returned contains nan.", "")
+    if bad := [rank for rank, result in enumerate(results) if _has_nan(result)]:
+        sentence = f"What {listed(ranks[rank] for rank in bad)} returned contains nan."
+        yield SilentFault(FaultKind.NOT_FINITE, tuple(bad), "", sentence)
 
 
 def _has_nan(value: Any, depth: int = 0) -> bool:

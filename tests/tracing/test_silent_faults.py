@@ -7,7 +7,7 @@ from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
 from labkit.recording.group_keys import of_ranks, pair_key
 from labkit.recording.schema import COMMUNICATION
-from labkit.tracing.silent_faults import faults_in
+from labkit.tracing.silent_faults import FaultKind, faults_in
 
 MB = 1 << 20
 
@@ -40,14 +40,14 @@ def test_ranks_that_step_alike():
 @pytest.mark.parametrize("counts", [(5, 4), (5, 0), (0, 5), (3, 3, 2)])
 def test_ranks_that_step_differently(counts):
     (fault,) = faults_in(stepping(*counts))
-    assert (fault.kind, fault.line, fault.ranks) == ("optimizer steps differ", "cell 3, line 9", tuple(range(len(counts))))
+    assert (fault.kind, fault.line, fault.ranks) == (FaultKind.OPTIMIZER_STEPS, "cell 3, line 9", tuple(range(len(counts))))
     assert fault.certain
     for rank, count in enumerate(counts):
         assert f"{count} times on rank {rank}" in fault.sentence
 
 
 def test_a_mean_of_losses_makes_nothing_equal():
-    assert kinds(stepping(5, 4, after=[("all_reduce", 8), ("barrier", 0)])) == ["optimizer steps differ"]
+    assert kinds(stepping(5, 4, after=[("all_reduce", 8), ("barrier", 0)])) == [FaultKind.OPTIMIZER_STEPS]
 
 
 @pytest.mark.parametrize("name", ["broadcast", "all_reduce", "all_gather", "scatter"])
@@ -95,7 +95,7 @@ def test_an_operation_that_nobody_waits_for():
         book.travel(rank, "all_gather", 6, 9, nbytes=MB, group="world", match=2, line="cell 2, line 7", waited=False)
         book.whole(rank, "call", 0, 10)
     one, all_of_them = faults_in(book.trace(3))
-    assert (one.kind, one.ranks, one.line, one.certain) == ("never waited for", (0, 2), "cell 2, line 4", True)
+    assert (one.kind, one.ranks, one.line, one.certain) == (FaultKind.NEVER_WAITED_FOR, (0, 2), "cell 2, line 4", True)
     assert "on rank 0 and rank 2" in one.sentence
     assert (all_of_them.ranks, all_of_them.line) == ((0, 1, 2), "cell 2, line 7")
     assert " on rank" not in all_of_them.sentence
@@ -133,7 +133,7 @@ def rooted(*calls):
 
 def test_a_root_at_another_place_of_a_sibling_group():
     (fault,) = faults_in(rooted(((0, 2), 0, "cell 1, line 3"), ((1, 3), 3, "cell 1, line 3")))
-    assert (fault.kind, fault.line, fault.certain) == ("another root in one group", "cell 1, line 3", False)
+    assert (fault.kind, fault.line, fault.certain) == (FaultKind.OTHER_ROOT, "cell 1, line 3", False)
     assert "rank 0, number 0 of ranks 0 and 2" in fault.sentence
     assert "rank 3, number 1 of ranks 1 and 3" in fault.sentence
 
@@ -167,5 +167,5 @@ def test_recorded_values_that_are_not_finite():
             book.scalar(rank, "accuracy", 10 * step + 9, 0.5)
         book.whole(rank, "call", 0, 40)
     (fault,) = faults_in(book.trace(2))
-    assert (fault.kind, fault.ranks) == ("not finite", (1,))
+    assert (fault.kind, fault.ranks) == (FaultKind.NOT_FINITE, (1,))
     assert fault.sentence == "The recorded loss was nan on rank 1 after 2 steps."

@@ -13,6 +13,7 @@ import pytest
 
 import labkit as lab
 from labkit.recording.rank_facts import Fact, FactKind
+from labkit.tracing.silent_faults import FaultKind
 from labkit.tracing.verdict import faults_of, verdict
 
 torch = pytest.importorskip("torch")
@@ -173,23 +174,28 @@ def global_rank_in_a_group() -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "certain", "words"),
     [
-        (never_waits, "never waited for", True, ["all_reduce", "wait()"]),
-        (skips_a_step, "optimizer steps differ", True, ["4 times on rank 0", "3 times on rank 1"]),
-        (leaves_a_layer_out, "gradients differ", True, ["used.weight and used.bias", "unused.weight and unused.bias got none"]),
-        (backward_outside_of_no_sync, "gradients differ", True, ["0.weight", "no_sync()"]),
-        (averages_nothing, "parameters differ", False, ["after 1 step", "0.weight, 0.bias, 2.weight and 2.bias"]),
-        (reads_the_same, "the same inputs", True, ["DistributedSampler"]),
-        (batches_of_two_sizes, "batches of different sizes", False, ["4 and 5 rows"]),
-        (statistics_of_one_rank, "buffers differ", False, ["0.running_mean", "SyncBatchNorm"]),
-        (equal_shards, "equal operands", False, ["all_gather"]),
-        (same_order, "the same order in each epoch", True, ["3 passes", "set_epoch"]),
-        (padded_evaluation, "samples counted twice", True, ["10 samples, for a data set of 9: 1 sample came twice"]),
-        (forward_outside_of_no_sync, "no_sync() has no effect", True, ["3 all-reduces"]),
-        (loss_is_nan, "not finite", True, ["nan on rank 1 after 0 steps"]),
+        (never_waits, FaultKind.NEVER_WAITED_FOR, True, ["all_reduce", "wait()"]),
+        (skips_a_step, FaultKind.OPTIMIZER_STEPS, True, ["4 times on rank 0", "3 times on rank 1"]),
+        (
+            leaves_a_layer_out,
+            FaultKind.GRADIENTS_DIFFER,
+            True,
+            ["used.weight and used.bias", "unused.weight and unused.bias got none"],
+        ),
+        (backward_outside_of_no_sync, FaultKind.GRADIENTS_DIFFER, True, ["0.weight", "no_sync()"]),
+        (averages_nothing, FaultKind.PARAMETERS_DIFFER, False, ["after 1 step", "0.weight, 0.bias, 2.weight and 2.bias"]),
+        (reads_the_same, FaultKind.SAME_INPUTS, True, ["DistributedSampler"]),
+        (batches_of_two_sizes, FaultKind.OTHER_BATCH_SIZES, False, ["4 and 5 rows"]),
+        (statistics_of_one_rank, FaultKind.BUFFERS_DIFFER, False, ["0.running_mean", "SyncBatchNorm"]),
+        (equal_shards, FaultKind.SAME_OPERANDS, False, ["all_gather"]),
+        (same_order, FaultKind.SAME_ORDER, True, ["3 passes", "set_epoch"]),
+        (padded_evaluation, FaultKind.PADDED_EVALUATION, True, ["10 samples, for a data set of 9: 1 sample came twice"]),
+        (forward_outside_of_no_sync, FaultKind.NO_SYNC, True, ["3 all-reduces"]),
+        (loss_is_nan, FaultKind.LOSS, True, ["nan on rank 1 after 0 steps"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_a_fault(program: Callable[[], None], kind: str, certain: bool, words: list[str], two: lab.Group) -> None:
+def test_a_fault(program: Callable[[], None], kind: FaultKind, certain: bool, words: list[str], two: lab.Group) -> None:
     run = two.run(program, check=True)
     (fault,) = verdict(run).faults
     assert (fault.kind, fault.certain) == (kind, certain)
@@ -205,7 +211,7 @@ def test_a_fault(program: Callable[[], None], kind: str, certain: bool, words: l
 
 def test_a_global_rank_in_a_group(four: lab.Group) -> None:
     (fault,) = verdict(four.run(global_rank_in_a_group)).faults
-    assert (fault.kind, fault.certain) == ("another root in one group", False)
+    assert (fault.kind, fault.certain) == (FaultKind.OTHER_ROOT, False)
 
 
 # Healthy programs.
@@ -406,7 +412,7 @@ def test_parameters_in_every_format(two: lab.Group) -> None:
 
 
 def test_the_live_picture_and_cells(two: lab.Group) -> None:
-    assert verdict(two.watch(reads_the_same, check=True)).faults[0].kind == "the same inputs"
+    assert verdict(two.watch(reads_the_same, check=True)).faults[0].kind == FaultKind.SAME_INPUTS
     two.run_cell("import torch", "<cell 1>", "cell 1")
     run = two.run_cell("1 + 1", "<cell 2>", "cell 2", check=True)
     assert verdict(run).faults == ()
@@ -503,7 +509,7 @@ class Checked:
 )  # fmt: skip
 def test_results_that_are_nan(result: Any, found: bool) -> None:
     faults = faults_of(Checked([], [], results=[0.0, result]), None)
-    assert [(fault.kind, fault.ranks) for fault in faults] == [("not finite", (1,))] * found
+    assert [(fault.kind, fault.ranks) for fault in faults] == [(FaultKind.NOT_FINITE, (1,))] * found
 
 
 def passes(*values: dict[str, Any]) -> list[Fact]:
@@ -529,4 +535,4 @@ def test_passes_over_a_sampler_that_are_as_they_should_be(facts: list[Fact]) -> 
 
 def test_passes_of_a_program_that_trains_nothing() -> None:
     facts = passes({"trained": 0}, {"trained": 0})
-    assert [fault.kind for fault in faults_of(Checked(facts, facts), None)] == ["the same order in each epoch"]
+    assert [fault.kind for fault in faults_of(Checked(facts, facts), None)] == [FaultKind.SAME_ORDER]
