@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from labkit.classroom.confinement import Confinement, cover, watch
 from labkit.classroom.packed import packed
@@ -24,7 +24,9 @@ from labkit.classroom.statements import Program, Statement, compiled, parsed, wi
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
 
-__all__ = ["Job", "main"]
+__all__ = ["SELECTED", "Job", "main"]
+
+SELECTED: Final = "Only what the answer seems to need was run; --execute runs the whole notebook."
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,15 @@ def _start_programs(job: Job) -> None:
 
 def _examiner() -> Callable[[Any, types.ModuleType], dict[str, Any]]:
     """Return a function that packs an answer. All that it imports is imported now: the files will be hidden."""
+    from labkit.errors.wrong_calls import one_number
     from labkit.exercises import guesses  # noqa: F401  # the submission may use it
     from labkit.exercises.check import is_unwritten, refused
 
     def examine(answer: Any, home: types.ModuleType) -> dict[str, Any]:
         if is_unwritten(answer):
             return {"unwritten": True}
-        if isinstance(number := getattr(answer, "item", lambda: answer)(), (bool, int, float, str)):
+        number = answer if isinstance(answer, (bool, int, float, str)) or callable(answer) else one_number(answer)
+        if isinstance(number, (bool, int, float, str)):
             return {"value": number}
         if (why := refused(answer)) is not None:
             return {"refused": why}
@@ -131,6 +135,8 @@ def _collect(
     for position, statement in enumerate([*program.statements, None]):
         for name, expression in [(name, answer) for at, name, answer in wanted if at == position]:
             found[name] = _examined(expression, home, examine, failures)
+            if "missing" in found[name] and not job.execute:
+                found[name]["missing"] += f". {SELECTED}"
         if statement is not None and position in selected and not statement.answers:
             _run(statement, home, failures)
     return found | {"": {"failures": failures}}

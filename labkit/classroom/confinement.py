@@ -16,8 +16,9 @@ import contextlib
 import importlib.util
 import os
 import posixpath
+import shutil
+import signal
 import socket
-import stat
 import struct
 import sys
 import tempfile
@@ -51,9 +52,10 @@ _CHANGES: Final = (
     *_OF_TWO, "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.chown", "os.truncate", "os.utime",
 )  # fmt: skip
 MOST_OF_NAME: Final = 60  # characters of a program's name in a verdict
+MOST_OF_ACT: Final = 250  # bytes of what a refused attempt is called; a file's name has at most 255
 _WRITES: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CODE: Final = ("compile", "code.__new__", "object.__setattr__")
-_PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", *_CHANGES)
+_PATHS: Final = ("open", "os.listdir", "os.scandir", "os.chdir", "os.fwalk", *_CHANGES)
 _PROGRAMS: Final = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 # Refused only if the submission's own code asks: libraries use them, too.
 _OBJECTS: Final = (
@@ -63,6 +65,10 @@ _OBJECTS: Final = (
 _FRAMES: Final = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes whose reading is an event
 # What these ask for, their callers have asked for.
 _BESIDE: Final = ("inspect.py", "traceback.py", "ctypes/__init__.py", "linecache.py", "tokenize.py", "pathlib.py", "shutil.py")
+_OF_OS: Final = ("/os.py", "<frozen os>")
+# The same for signals.
+_SENDERS: Final = (*_BESIDE, "psutil/__init__.py", "launch/descendants.py", "classroom/confinement.py")
+_SET_OWNER: Final = (8, 15)  # F_SETOWN and F_SETOWN_EX of Linux
 
 _IMPORTS: Final = ("importlib._bootstrap>", "importlib._bootstrap_external>")  # an `import` opens files, too
 
@@ -75,7 +81,8 @@ class Confinement:
         hidden: folders of which nothing may be opened, and files.
         judges: folders and files that the submission's own code may not open. Libraries may: they read the lines of
             functions for tracebacks, and TensorFlow compiles from them.
-        log: the file to which an attempt is written: code can swallow the exception that it gets.
+        log: the folder in which an attempt becomes a folder of its name: code can swallow the exception that it gets. A
+            file would be open, and a submission can write into each file descriptor of its process, or close it.
     """
 
     hidden: tuple[str, ...]
@@ -150,24 +157,20 @@ def watch(confinement: Confinement) -> None:
     if _state.watched:
         return
     _state.watched = True
+    signal.pidfd_send_signal = sys.modules["_signal"].pidfd_send_signal = _kill_by_pidfd  # type: ignore[attr-defined]
     vars(_private_copy(__file__))["_watch"](confinement)
 
 
 def attempts(confinement: Confinement) -> list[str]:
-    """Return what was refused, and forget it. C code can have put anything in the place of the file."""
-    try:
-        fd = os.open(confinement.log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    """Return what was refused, and forget it. C code can have put anything in the place of the folder."""
+    if not os.path.lexists(confinement.log):
         return []
-    except OSError:
-        return ["changes the list of what it has tried"]
-    with contextlib.suppress(OSError):
+    if os.path.islink(confinement.log) or not os.path.isdir(confinement.log):
         os.remove(confinement.log)
-    try:
-        regular = stat.S_ISREG(os.fstat(fd).st_mode)
-        return os.read(fd, 10_000).decode(errors="replace").splitlines() if regular else ["changes the list of what it has tried"]
-    finally:
-        os.close(fd)
+        return ["changes the list of what it has tried"]
+    found = sorted(os.listdir(confinement.log))
+    shutil.rmtree(confinement.log, ignore_errors=True)
+    return found
 
 
 def _writable(confinement: Confinement) -> tuple[str, ...]:
@@ -182,7 +185,7 @@ def _private_copy(file: str) -> ModuleType:
     copy = importlib.util.module_from_spec(spec)
     copy.__dict__["__builtins__"] = dict(vars(builtins))
     spec.loader.exec_module(copy)
-    own = {"os": os, "sys": sys, "stat": stat, "posixpath": posixpath, "socket": socket}
+    own = {"os": os, "sys": sys, "posixpath": posixpath, "socket": socket}
     copy.__dict__.update({name: SimpleNamespace(**vars(module)) for name, module in own.items() if name in vars(copy)})
     if file != posixpath.__file__ and os.path is posixpath:
         copy.__dict__["os"].path = _private_copy(posixpath.__file__)
@@ -195,7 +198,7 @@ def _watch(confinement: Confinement) -> None:
     )
     own = os.path.realpath(confinement.log) + os.sep
     writable = tuple(os.path.realpath(folder) + os.sep for folder in (*_writable(confinement), os.devnull, "/dev/tty"))
-    log = os.open(confinement.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    first = [True]  # one attempt says enough, and a submission may make many
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         thread = get_ident()
@@ -204,12 +207,33 @@ def _watch(confinement: Confinement) -> None:
         _state.inside.add(thread)
         try:
             if (act := _forbidden(event, arguments, hidden, judges, writable, own)) is not None:
-                os.write(log, f"{act}\n".encode())
+                if first:
+                    first.clear()
+                    _note(own, act)
                 raise PermissionError(f"a submission must not do this: it {act}")
         finally:
             _state.inside.discard(thread)
 
     sys.addaudithook(hook)
+
+
+def _note(log: str, act: str) -> None:
+    """Make a folder that is called like the act. Nothing is called here that other code can replace."""
+    name = "".join(character if character.isprintable() else " " for character in act.replace("/", "\u2215"))
+    for folder in (b"", name.encode()[:MOST_OF_ACT]):
+        try:
+            os.mkdir(log.encode(errors="surrogateescape") + folder, 0o700)
+        except OSError:  # another rank has made it
+            pass
+
+
+def _kill_by_pidfd(pidfd: int, number: int, *_: Any) -> None:
+    """Do what `signal.pidfd_send_signal` does, which is no event, by `os.kill`, which is one."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        pid = next((int(line[4:]) for line in file if line.startswith("Pid:")), -1)
+    if pid <= 0:
+        raise ProcessLookupError(f"{pidfd} refers to no running process")
+    os.kill(pid, number)
 
 
 def _forbidden(
@@ -224,14 +248,18 @@ def _forbidden(
     if event in _PATHS:
         for path in arguments[: 2 if event in _OF_TWO else 1]:
             if isinstance(path, (str, bytes)):
-                real = os.path.realpath(os.fsdecode(_exactly(path))) + os.sep
+                real = os.path.realpath(_exactly(path)) + os.sep
                 if real.startswith(hidden) or (real.startswith(judges) and _by_submission(sys._getframe(2), _BESIDE + _IMPORTS)):
                     return f"opens {os.path.basename(real[:-1])}, which is not for submissions"
                 changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)
                 if changes and not real.startswith(writable) and _by_submission(sys._getframe(2)):
                     return f"changes {os.path.basename(real[:-1])}, which is not in its own folder"
-                if real == log and _by_submission(sys._getframe(2)):
+                if (real.startswith(log) or (changes and log.startswith(real))) and _by_submission(sys._getframe(2)):
                     return "changes the list of what it has tried"
+                # What is then opened relative to its descriptor is not seen. `real` ends like a folder.
+                descriptor = event == "os.fwalk" or (event == "open" and arguments[1] is None)
+                if descriptor and os.access(real, os.F_OK) and _by_submission(sys._getframe(2), _OF_OS):
+                    return "opens a folder by os.open or os.fwalk"
                 process = real.split("/")[2] if real.startswith("/proc/") else ""
                 if process.isdecimal() and int(process) != os.getpid() and _by_submission(sys._getframe(2)):
                     return "looks at other processes"
@@ -239,32 +267,34 @@ def _forbidden(
                 return f"opens a file by a {type(path).__name__}"
     elif event in _CODE:
         file = arguments[1] if event != "object.__setattr__" else LABKIT * (arguments[1] == "__code__")
-        if isinstance(file, (str, bytes)) and os.fsdecode(_exactly(file)).startswith(_LIBRARIES):
+        if isinstance(file, (str, bytes)) and _exactly(file).startswith(_LIBRARIES):
             return "changes code, or compiles it under the name of a library" if _by_submission(sys._getframe(2)) else None
     elif event == "marshal.loads":
         return "loads code by marshal" if _by_submission(sys._getframe(2)) else None
     elif event in _PROGRAMS:
         program = arguments[0] if event != "pty.spawn" else ""
-        name = " ".join(os.fsdecode(_exactly(program)).split()) if isinstance(program, (str, bytes)) else ""
+        name = " ".join(_exactly(program).split()) if isinstance(program, (str, bytes)) else ""
         return None if _by_labkit(sys._getframe(2)) else f"starts another program ({name[:MOST_OF_NAME]})"
     elif event == "socket.connect":
         address = arguments[1]
         if isinstance(address, tuple) and not _is_loopback(str(address[0])):
             return f"connects to {address[0]}"
-    elif event == "socket.getaddrinfo" and arguments[0] and not _is_loopback(os.fsdecode(arguments[0])):
-        return f"looks up the address of {os.fsdecode(arguments[0])}"
+    elif event == "socket.getaddrinfo" and arguments[0] and not _is_loopback(_exactly(arguments[0])):
+        return f"looks up the address of {_exactly(arguments[0])}"
     elif event in _OBJECTS or (event == "object.__getattr__" and arguments[1] in _FRAMES):
         return "looks at the frames or objects of other code" if _by_submission(sys._getframe(2)) else None
     elif event.startswith("ctypes."):
         return "calls C functions by ctypes" if _by_submission(sys._getframe(2)) else None
-    elif event in ("os.kill", "os.killpg") and arguments[0] != os.getpid():
-        return "sends signals to other processes" if _by_submission(sys._getframe(2)) else None
+    elif (event in ("os.kill", "os.killpg", "resource.prlimit") and arguments[0] not in (os.getpid(), 0)) or (
+        event == "fcntl.fcntl" and arguments[1] in _SET_OWNER  # who gets a signal that the kernel sends
+    ):
+        return "sends signals to other processes" if _by_submission(sys._getframe(2), _SENDERS) else None
     return None
 
 
-def _exactly(text: str | bytes) -> str | bytes:
-    """Return a text without the methods of a subclass, which may deceive."""
-    return str.__str__(text) if isinstance(text, str) else bytes(memoryview(text))
+def _exactly(text: str | bytes) -> str:
+    """Return a text without the methods of a subclass, which may deceive; `os.fsdecode` calls what can be replaced."""
+    return str.__str__(text) if isinstance(text, str) else bytes(memoryview(text)).decode(errors="surrogateescape")
 
 
 def _is_loopback(host: str) -> bool:

@@ -29,7 +29,7 @@ fi
 RUN: Final = """#!/usr/bin/env bash
 # Gradescope runs this for each submission. What it prints is shown to instructors.
 AUTOGRADER=${{AUTOGRADER:-/autograder}}
-"$AUTOGRADER/venv/bin/python" -m labkit grade "$AUTOGRADER"/submission/*.ipynb \\
+"$AUTOGRADER/venv/bin/python" -m labkit grade "$AUTOGRADER/submission" \\
     --lessons {lessons}{points} --seed {seed} --gradescope "$AUTOGRADER/results/results.json"
 """
 CLASSROOM50: Final = '''"""Grades {name}: Classroom 50 runs this in the student's repository, and reads result.json there."""
@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
     python = str(Path(folder, "bin", "python"))
     wheel = next(HERE.glob("labkit-*.whl"))
     subprocess.run([python, "-m", "pip", "install", "-q", f"{{wheel}}[{extras}]"], check=True)
-    found = sorted(Path.cwd().rglob(NOTEBOOK))
+    found = sorted(path for path in Path.cwd().rglob(NOTEBOOK) if not path.is_symlink())
     if not found:
         sys.exit(f"there is no {{NOTEBOOK}} in this repository")
     command = [python, "-m", "labkit", "grade", str(found[0]), "--lessons", "{number}", {points}"--seed", "{seed}"]

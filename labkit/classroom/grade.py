@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from labkit.classroom.confinement import new_namespaces
 from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges_in
 from labkit.classroom.results import Results, whole
-from labkit.classroom.submissions import Submission, exercises_of, submissions
+from labkit.classroom.submissions import Submission, exercises_of, printable, submissions
 from labkit.errors.exceptions import LabError
 from labkit.exercises import LESSONS
-from labkit.launch.descendants import end_children
+from labkit.launch.descendants import descendants, end_all, end_children
 from labkit.notebook.lessons import lessons_named
 
 __all__ = ["main", "points_given"]
@@ -30,7 +35,7 @@ FORMS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code."""
+    """Run the command; return its exit code: 1 if something was not graded or not written."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -39,64 +44,86 @@ def main(arguments: Sequence[str]) -> int:
         required = [name for lesson in lessons for name in exercises_of(lesson)]
         given = submissions(options.files, list(dict.fromkeys([*required, *points])) if required else [])
         judges = judges_in(options.modules)
-        _check_outputs(options, {name: points.get(name, 1.0) for one in given for name in one.exercises})
+        _check(options, {name: points.get(name, 1.0) for one in given for name in one.exercises})
     except LabError as error:
         parser.error(str(error))
     single = options.gradescope or options.classroom50
     if single and len({one.student for one in given}) > 1:
         parser.error(f"--gradescope and --classroom50 are for one student; there are {len({s.student for s in given})}")
+    read = [one.path for one in given if not (one.error and one.path.is_symlink())]  # what a link names may be a library
     settings = Settings(
-        options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for([one.path for one in given]), judges,
-        tuple(options.modules),
-    )  # fmt: skip
-    results = _results(given, settings, options.jobs, points)
-    _write(results, options)
-    print(results.as_table())
+        options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for(read), judges, tuple(options.modules)
+    )
+    results, failed = _results(given, settings, options.jobs, points)
+    try:
+        print(results.as_table(), flush=True)
+    finally:
+        failed += _write(results, options)
+        print("".join(f"{line}\n" for line in failed), end="", file=sys.stderr)
     if why := _no_namespaces():
         print(
             f"This system allows no namespaces ({why}): only Python's audit hooks have kept submissions from files and network."
         )
-    return 0
+    return int(bool(failed))
 
 
-def _write(results: Results, options: argparse.Namespace) -> None:
+def _write(results: Results, options: argparse.Namespace) -> list[str]:
+    """Write the files; return a line for each that could not be written."""
+    failed: list[str] = []
     for form in FORMS:
         if path := getattr(options, form):
-            path.write_text(results.written(form), encoding="utf-8")
+            with _failing_alone(path, failed):
+                path.write_text(results.written(form), encoding="utf-8")
     if options.feedback:
-        options.feedback.mkdir(parents=True, exist_ok=True)
         for student in results.by_student:
             name = re.sub(r"[^\w .()-]", "_", student)
-            (options.feedback / f"{name}.txt").write_text(results.feedback(student), encoding="utf-8")
+            with _failing_alone(path := options.feedback / f"{name}.txt", failed):
+                path.write_text(results.feedback(student), encoding="utf-8")
     if options.figure:
-        from labkit.classroom.mistakes import draw_mistakes
+        with _failing_alone(options.figure, failed):
+            from labkit.classroom.mistakes import draw_mistakes
 
-        figure = draw_mistakes(results.mistakes(), len(results.by_student)).get_figure(root=True)
-        assert figure is not None
-        figure.savefig(options.figure, dpi=160)
+            figure = draw_mistakes(results.mistakes(), len(results.by_student)).get_figure(root=True)
+            assert figure is not None
+            figure.savefig(options.figure, dpi=160)
+    return failed
 
 
-def _check_outputs(options: argparse.Namespace, points: dict[str, float]) -> None:
-    """Find out before submissions are graded, which takes minutes, whether the results can be written.
+@contextlib.contextmanager
+def _failing_alone(path: Path, failed: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # whatever it is, the other results are written
+        failed.append(f"{path} was not written: {type(error).__name__}: {error}")
+
+
+def _check(options: argparse.Namespace, points: dict[str, float]) -> None:
+    """Find out before submissions are graded, which takes minutes, what would fail at its end.
 
     Raises:
-        LabError: they cannot.
+        LabError: limits make no sense, or results cannot be written.
     """
-    for form in (*FORMS, "figure"):
-        if (path := getattr(options, form)) is not None and not path.resolve().parent.is_dir():
-            raise LabError(f"--{form} {path}: there is no folder {path.resolve().parent}")
+    for option in ("limit-s", "memory-mb", "jobs"):
+        if not 0 < (number := getattr(options, option.replace("-", "_"))) < math.inf:
+            raise LabError(f"--{option} {number}: expected a number above 0")
     if options.classroom50:
         whole(points)
     known = {*points} & {name for names in LESSONS.values() for name in names}
     if not options.modules and (unknown := [name for name in points_given(options.points) if name not in known]):
         raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(sorted(known))}")
+    for form in (*FORMS, "figure", "feedback"):
+        if path := getattr(options, form):
+            try:
+                path.mkdir(parents=True, exist_ok=True) if form == "feedback" else path.open("a").close()
+            except OSError as error:
+                raise LabError(f"--{form} {path}: {error.strerror}") from None
 
 
 def points_given(texts: Sequence[str]) -> dict[str, float]:
     """Return the points of options such as "average_gradients=2", by exercise.
 
     Raises:
-        LabError: an option has another form.
+        LabError: an option has another form, or the number is negative or not finite.
     """
     points = {}
     for text in texts:
@@ -105,6 +132,8 @@ def points_given(texts: Sequence[str]) -> dict[str, float]:
             points[name] = float(number)
         except ValueError:
             raise LabError(f"--points {text}: expected an exercise and a number, as in average_gradients=2") from None
+        if not 0 <= points[name] < math.inf:
+            raise LabError(f"--points {text}: expected a number from 0 on")
     return points
 
 
@@ -143,13 +172,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _results(given: Sequence[Submission], settings: Settings, jobs: int, points: dict[str, float]) -> Results:
+def _results(given: Sequence[Submission], settings: Settings, jobs: int, points: dict[str, float]) -> tuple[Results, list[str]]:
+    """Grade the submissions, until a signal stops it; return the results, and lines on what was not graded."""
     by_student: dict[str, dict[str, Graded]] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        for submission, verdicts in zip(given, pool.map(lambda one: grade(one, settings), given), strict=True):
-            by_student.setdefault(submission.student, {}).update({one.exercise: one for one in verdicts})
-            right = sum(one.passed for one in verdicts)
-            print(f"{submission.student}: {right} of {len(verdicts)}", file=sys.stderr, flush=True)
+    failed: list[str] = []
+    futures: list[Future[list[Graded]]] = []
+    pool = ThreadPoolExecutor(jobs)
+    with _stopped_once():
+        try:
+            futures += [pool.submit(grade, one, settings) for one in given]
+            for one, future in zip(given, futures, strict=True):
+                right = "?" if future.exception() else sum(verdict.passed for verdict in future.result())
+                print(f"{one.student}: {right} of {len(one.exercises)}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            failed.append(f"stopped: {sum(future.done() for future in futures)} of {len(given)} submissions are graded")
+        for one, future in zip(given, futures, strict=False):
+            if future.done() and (error := future.exception()):
+                failed.append(f"{one.student} was not graded: {error!r}")
+            elif future.done():
+                by_student.setdefault(one.student, {}).update({verdict.exercise: verdict for verdict in future.result()})
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not all(future.done() for future in futures):  # without its processes, each ends and deletes its folder
+            end_all(descendants([os.getpid()]))
+            time.sleep(0.1)
     end_children()  # what submissions have left behind
     names = dict.fromkeys(name for submission in given for name in submission.exercises)
-    return Results(by_student, {name: points.get(name, 1.0) for name in names})
+    return Results(by_student, {printable(name): points.get(name, 1.0) for name in names}), failed
+
+
+@contextlib.contextmanager
+def _stopped_once() -> Iterator[None]:
+    """Let the first of the signals that end a command raise KeyboardInterrupt; while it is handled, ignore others."""
+    ignored, ending = signal.SIG_IGN, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: handler for number in ending if (handler := signal.getsignal(number)) is not ignored}  # as by nohup
+
+    def stop(*_: object) -> None:
+        for number in before:
+            signal.signal(number, ignored)
+        raise KeyboardInterrupt
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from labkit import exercises
 from labkit.classroom.bounded import Ended, Limits, run_bounded
-from labkit.classroom.collect import Job
+from labkit.classroom.collect import SELECTED, Job
 from labkit.classroom.confinement import Confinement, attempts
 from labkit.classroom.judge import Judging
 from labkit.classroom.submissions import Submission, printable
@@ -35,6 +35,7 @@ __all__ = ["Graded", "Settings", "grade", "hidden_for", "judges_in"]
 # The environment of a submission: nothing else of the teacher's is in it, such as passwords.
 _KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 CONFINED: Final = "labkit.classroom.confined"
+_UNDEFINED: Final = ("NameError", "AttributeError", "KeyError")  # what an answer raises that lacks a statement
 MOST_FAILURES: Final = 5  # statements of the submission in one verdict
 START_S: Final = 60.0  # for the imports of a process on a busy machine
 
@@ -85,6 +86,7 @@ class Graded:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "exercise", printable(self.exercise))
         object.__setattr__(self, "message", printable(self.message))
         object.__setattr__(self, "details", tuple("\n".join(map(printable, str(one).splitlines())) for one in self.details))
 
@@ -139,8 +141,10 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
             name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one
         }
         present = {name: one for name, one in found.items() if name not in absent}
-        judged = [_with_failures(one, failures) for one in _judged(present, settings, confinement, folder, str(work))]
-        by_name = absent | {one.exercise: one for one in judged}
+        judged = [
+            _with_failures(one, failures, settings.execute) for one in _judged(present, settings, confinement, folder, str(work))
+        ]
+        by_name = absent | dict(zip(present, judged, strict=True))
     return [by_name[name] for name in submission.exercises]
 
 
@@ -170,11 +174,12 @@ def _found(ended: Ended, submission: Submission, confinement: Confinement) -> tu
     return {name: found.get(name, {"missing": ending, "failures": failures}) for name in submission.exercises}, failures
 
 
-def _with_failures(verdict: Graded, failures: Sequence[str]) -> Graded:
-    """Add to an error in an answer which statements of the notebook had failed: it may lack what they define."""
-    if verdict.state != "wrong" or "Error" not in verdict.message or not failures:
+def _with_failures(verdict: Graded, failures: Sequence[str], execute: bool) -> Graded:
+    """Add to an error in an answer which statements had failed, or were not run: it may lack what they define."""
+    if verdict.state != "wrong" or "Error" not in verdict.message:
         return verdict
-    more = (f"before, in the notebook's {failure}" for failure in failures[:MOST_FAILURES])
+    more = [f"before, in the notebook's {failure}" for failure in failures[:MOST_FAILURES]]
+    more += [SELECTED] * (not execute and any(error in verdict.message for error in _UNDEFINED))
     return replace(verdict, details=(*verdict.details, *more))
 
 
@@ -201,7 +206,8 @@ def _judged(
         graded += verdicts
         if len(verdicts) < len(waiting):
             reason = ended.why or "its judge ended too early"
-            graded.append(_failed(waiting[len(verdicts)], f"Not judged to the end: {reason}.", ended.output.splitlines()[-5:]))
+            shown = [] if verdicts else ended.output.splitlines()[-5:]  # an earlier answer may have printed it
+            graded.append(_failed(waiting[len(verdicts)], f"Not judged to the end: {reason}.", shown))
     return graded
 
 

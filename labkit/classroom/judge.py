@@ -73,6 +73,7 @@ def main(result: int, *, covered: bool) -> None:
     for module in judging.modules:
         importlib.import_module(module)
     exercises = {name: _found(name) for name in judging.answers}  # imports the judges, whose files are covered then
+    attempts(judging.confinement)  # of an answer that has ended an earlier judge
     if covered:
         in_ranks = any(exercise is not None and exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises.values())
         cover(judging.confinement, judges=not in_ranks)
@@ -100,6 +101,8 @@ def _verdict(exercise: Exercise, judging: Judging) -> Verdict:
     if "value" in found:
         return judged(exercise, found["value"], judging.seed)
     answer = Packed.from_json(found["packed"], judging.confinement)
+    if exercise.number:
+        return Verdict(name, False, f"Given {answer.name}: expected a number or a text.")
     if (reason := looks_at_judge(answer.data)) is not None:
         return Verdict(name, False, reason)
     with only_trusted_pickles():

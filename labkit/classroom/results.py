@@ -14,12 +14,15 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from labkit.classroom.grading import Graded
+from labkit.classroom.submissions import printable
 from labkit.errors.exceptions import LabError
 
 __all__ = ["Results", "whole"]
 
 MOST_MISTAKES: Final = 10  # in the table
+MOST_OF_NAME: Final = 40  # characters of a student's or an exercise's name in the table
 _PLACE: Final = re.compile(r" \(cell \d+, line \d+\)")  # differs between notebooks with the same mistake
+_FORMULA: Final = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")  # also in full width
 MARKS: Final = {"passed": "✓", "wrong": "✗", "not written yet": "○", "no answer": "–"}
 
 
@@ -51,10 +54,10 @@ class Results:
 
     def rows(self) -> Iterator[list[str]]:
         """Yield the rows of the table: a heading, then a row for each student."""
-        yield ["student", *self.points, "points"]
+        yield ["student", *map(_short, self.points), "points"]
         for student, verdicts in self.by_student.items():
             marks = [MARKS[verdicts[name].state] if name in verdicts else "" for name in self.points]
-            yield [student, *marks, f"{self.points_of(student):g}"]
+            yield [_short(student), *marks, f"{self.points_of(student):g}"]
         passed = [str(sum(name in v and v[name].passed for v in self.by_student.values())) for name in self.points]
         yield ["passed", *passed, f"of {sum(self.points.values()):g}"]
 
@@ -110,10 +113,10 @@ class Results:
         """Return a row for each student: the points for each exercise, and their sum."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["student", *self.points, "points"])
+        writer.writerow(["student", *map(_literal, self.points), "points"])
         for student, verdicts in self.by_student.items():
             earned = [f"{self.points[name] * verdicts[name].passed:g}" if name in verdicts else "" for name in self.points]
-            writer.writerow([student, *earned, f"{self.points_of(student):g}"])
+            writer.writerow([_literal(student), *earned, f"{self.points_of(student):g}"])
         return text.getvalue()
 
     def as_json(self) -> dict[str, Any]:
@@ -197,6 +200,20 @@ class Results:
             return self.as_csv()
         content = {"json": self.as_json, "gradescope": self.for_gradescope, "classroom50": self.for_classroom50}[kind]()
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _short(name: str) -> str:
+    """Return a name for a cell of a Markdown table: its beginning and its end, without the separator of cells."""
+    return (name if len(name) <= MOST_OF_NAME else f"{name[: MOST_OF_NAME - 11]}…{name[-10:]}").replace("|", "¦")
+
+
+def _literal(name: str) -> str:
+    """Return a name that no spreadsheet takes for a formula.
+
+    Source: CSV Injection, OWASP, https://owasp.org/www-community/attacks/CSV_Injection.
+    """
+    name = printable(name).replace(";", ",")  # which separates cells in some countries, even if the name is not in quotes
+    return f"'{name}" if _FORMULA.match(name) else name
 
 
 def whole(points: Mapping[str, float]) -> dict[str, int]:

@@ -129,6 +129,9 @@ def test_a_second_call_writes_the_same(assigned) -> None:
     [
         (["--points", "average=2"], "average: these lessons have no such exercise"),
         (["--points", "average_gradients"], "expected an exercise and a number"),
+        (["--points", "average_gradients=-1"], "--points average_gradients=-1: expected a number from 0 on"),
+        (["--points", "average_gradients=nan"], "--points average_gradients=nan: expected a number from 0 on"),
+        (["--points", "average_gradients=inf"], "--points average_gradients=inf: expected a number from 0 on"),
         (["--lessons", "77"], "77"),
         (["--for", "gradescope"], "--wheel"),
         (["--for", "gradescope", "--wheel", "nowhere.whl"], "no such file"),
@@ -315,6 +318,7 @@ def test_the_zip_for_gradescope_has_executable_scripts_at_its_root(assigned) -> 
         run = archive.read("run_autograder").decode()
         setup = archive.read("setup.sh").decode()
     assert "--lessons 02 04 --points draw_indices=3 --seed 5 --gradescope" in run
+    assert 'labkit grade "$AUTOGRADER/submission" ' in run, "a folder: of files that it names, links are followed"
     assert "source/labkit-1.0-py3-none-any.whl[torch,hosted]" in setup
     for script in (run, setup):
         assert script.startswith("#!/usr/bin/env bash\n")
@@ -324,6 +328,7 @@ def test_classroom50_gets_an_autograder_for_each_assignment(assigned) -> None:
     folder = assigned("classroom50", "--points", "draw_indices=3", "--seed", "5")
     text = (folder / "autograders" / "02-data-parallel" / "autograder.py").read_text()
     ast.parse(text)
+    assert "rglob(NOTEBOOK) if not path.is_symlink()" in text
     assert '"--lessons", "02", "--points", "draw_indices=3", "--seed", "5"' in text
     assert (folder / "autograders" / "02-data-parallel" / "labkit-1.0-py3-none-any.whl").exists()
     assert (folder / "templates" / "02-data-parallel" / f"{LESSON}.ipynb").exists()

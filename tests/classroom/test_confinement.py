@@ -43,6 +43,15 @@ ATTEMPTS = {
     "import gc; gc.get_objects()": "looks at the frames or objects of other code",
     "import ctypes; ctypes.CDLL(None).getpid()": "calls C functions by ctypes",
     "import os; os.kill(os.getppid(), 0)": "sends signals to other processes",
+    "import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 0)": "sends signals to other processes",
+    "import os, _signal; _signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 0)": "sends signals to other processes",
+    "import os, psutil; psutil.Process(os.getppid()).send_signal(0)": "sends signals to other processes",
+    "from labkit.launch.descendants import kill_groups; kill_groups([2**30])": "sends signals to other processes",  # no process
+    "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())": "sends signals to other processes",
+    "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU)": "sends signals to other processes",
+    "import os; os.open('/', os.O_RDONLY)": "opens a folder by os.open or os.fwalk",
+    "import os; next(os.fwalk('/'))": "opens a folder by os.open or os.fwalk",
+    "import os; os.fspath = lambda _: '/'; open(hidden + '/secret.txt')": "opens secret.txt, which is not for submissions",
     "import labkit.classroom.confinement as c; c._state.inside = True; open(hidden + '/secret.txt')": (
         "opens secret.txt, which is not for submissions"
     ),
@@ -68,6 +77,9 @@ ATTEMPTS = {
     "import os; os.mkdir('/labkit_was_here')": "changes labkit_was_here, which is not in its own folder",
     "import os; open('/proc/%d/environ' % os.getppid())": "looks at other processes",
     "import os; os.remove(log)": "changes the list of what it has tried",
+    "import os; os.mkdir(log + '/forged')": "changes the list of what it has tried",
+    "import os; os.rename(log, log + '2')": "changes the list of what it has tried",
+    "import os; os.chmod(os.path.dirname(log), 0)": "changes the list of what it has tried",
     "f = lambda: 1\nf.__code__ = f.__code__": "changes code, or compiles it under the name of a library",
     "f = lambda: 1\nimport os\nf.__code__.replace(co_filename=os.__file__)": (
         "changes code, or compiles it under the name of a library"
@@ -79,15 +91,17 @@ ALLOWED = [
     "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname())",
     "import os; open('/proc/meminfo').close(); open('/proc/self/status').close(); open(os.devnull, 'w').close()",
     "import os, tempfile; open(tempfile.mktemp(), 'w').close(); os.listdir('/')",
+    "import os, shutil, tempfile; path = tempfile.mkdtemp(); os.mkdir(path + '/a'); shutil.rmtree(path)",
+    "import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getpid()), 0); os.open(os.devnull, os.O_WRONLY)",
     "import dataclasses; dataclasses.make_dataclass('A', ['b'])(1)",
     "import torch, torch.distributed, torch.fx",
 ]
 
 
 def attempt(code: str, tmp_path: Path, before: str = "") -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run code after `watch`; return how it ended, and the log."""
+    """Run code after `watch`; return how it ended, and what was refused first."""
     for name in ("hidden", "libraries"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "hidden" / "secret.txt").write_text("secret")
     (tmp_path / "hidden" / "oracle.py").write_text("print('secret')")
     (tmp_path / "libraries" / "judge.py").write_text("secret = 1\n")
@@ -95,7 +109,7 @@ def attempt(code: str, tmp_path: Path, before: str = "") -> tuple[subprocess.Com
     paths = {"hidden": str(tmp_path / "hidden"), "libraries": str(tmp_path / "libraries"), "log": str(log)}
     program = PROGRAM.format(attempt=code, before=before, **paths)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    return ended, log.read_text().splitlines()
+    return ended, attempts(Confinement((), (), str(log)))
 
 
 @pytest.mark.parametrize("code", ATTEMPTS)
@@ -103,10 +117,28 @@ def test_an_attempt_is_refused_and_written_down_even_if_its_exception_is_swallow
     indented = code.replace("\n", "\n    ")
     ended, log = attempt(f"try:\n    {indented}\nexcept BaseException:\n    pass\nprint('went on')", tmp_path)
     assert ended.stdout == "went on\n", ended.stderr
-    assert log[0] == ATTEMPTS[code]
+    assert log == [ATTEMPTS[code]]
 
 
-@pytest.mark.parametrize("put", [lambda log: log.mkdir(), os.mkfifo, lambda log: log.symlink_to("/dev/zero")])
+def test_the_first_attempt_is_kept_and_nothing_that_is_written_into_open_files(tmp_path: Path) -> None:
+    forge = "for fd in range(3, 50):\n    try: os.write(fd, b'forged\\n'); os.ftruncate(fd, 0)\n    except OSError: pass\n"
+    tries = "for name in ('/secret.txt', '/oracle.py', '/a/b|\\n'):\n    try: open(hidden + name)\n    except OSError: pass\n"
+    _, log = attempt(f"import os\n{forge}", tmp_path / "none")
+    assert log == []
+    _, log = attempt(f"import os\n{forge}{tries}{forge}os.closerange(3, 50)", tmp_path / "three")
+    assert log == ["opens secret.txt, which is not for submissions"]
+    _, log = attempt(f"import os\nos.closerange(3, 50)\n{tries}", tmp_path / "closed")
+    assert log == ["opens secret.txt, which is not for submissions"]
+
+
+@pytest.mark.parametrize("name", ["a/b", "ü" * 300, "\udc80\n", "x" * 5000])
+def test_whatever_an_attempt_is_called_it_is_noted(name: str, tmp_path: Path) -> None:
+    code = f"try: open(hidden + '/' + {name!r})\nexcept (OSError, ValueError, UnicodeError): pass\nimport os\nos.system({name!r})"
+    _, log = attempt(code, tmp_path)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize("put", [lambda log: log.touch(), os.mkfifo, lambda log: log.symlink_to("/dev/zero")])
 def test_whatever_is_in_the_place_of_the_list_of_attempts_it_is_read_and_gone(put: Any, tmp_path: Path) -> None:
     confinement = Confinement((), (), str(tmp_path / "log"))
     assert attempts(confinement) == []

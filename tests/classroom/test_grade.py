@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import types
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
+import psutil
 import pytest
+import torch
 
+import labkit as lab
 from labkit.classroom.bounded import Ended
+from labkit.classroom.collect import SELECTED, Job, _collect, _examiner
+from labkit.classroom.confinement import Confinement
 from labkit.classroom.grade import main
 from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges_in
+from labkit.classroom.judge import Judging, _verdict
+from labkit.classroom.results import Results
+from labkit.classroom.statements import parsed
 from labkit.classroom.submissions import Submission, exercises_of, submissions
 from labkit.errors.exceptions import LabError
+from labkit.exercises import find
 from labkit.notebook.lessons import lessons_named
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +136,19 @@ def test_the_exercises_of_lessons_in_their_order() -> None:
         ([".", "--points", "bubble"], "expected an exercise and a number"),
         (["a.ipynb", "--modules", "nowhere"], "--modules nowhere: there is no such module"),
         (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=1.5", "--classroom50", "result.json"], "whole numbers of points"),
-        (["a.ipynb", "--csv", "nowhere/points.csv"], "--csv nowhere/points.csv: there is no folder"),
+        (["a.ipynb", "--csv", "nowhere/points.csv"], "--csv nowhere/points.csv: No such file or directory"),
+        (["a.ipynb", "--json", "."], "--json .: Is a directory"),
+        (["a.ipynb", "--feedback", "a.ipynb"], "--feedback a.ipynb: File exists"),
+        (["a.ipynb", "--limit-s", "0"], "--limit-s 0.0: expected a number above 0"),
+        (["a.ipynb", "--limit-s", "nan"], "--limit-s nan: expected a number above 0"),
+        (["a.ipynb", "--limit-s", "-1"], "--limit-s -1.0: expected a number above 0"),
+        (["a.ipynb", "--memory-mb", "0"], "--memory-mb 0.0: expected a number above 0"),
+        (["a.ipynb", "--memory-mb", "inf"], "--memory-mb inf: expected a number above 0"),
+        (["a.ipynb", "--jobs", "0"], "--jobs 0: expected a number above 0"),
+        (["a.ipynb", "--jobs", "-1"], "--jobs -1: expected a number above 0"),
+        (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=-1"], "=-1: expected a number from 0 on"),
+        (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=nan"], "=nan: expected a number from 0 on"),
+        (["a.ipynb", "--lessons", "02", "--points", f"{RATE}=inf"], "=inf: expected a number from 0 on"),
         (["a.ipynb", "--points", "bubbel=2"], "--points bubbel: no submission should answer it"),
         (["a.ipynb", "--lessons", "02", "--points", "bubbel=2"], "--points bubbel: no submission should answer it"),
         ([".", "--lessons", "99"], "'99' is not the beginning of one lesson's name"),
@@ -192,6 +220,198 @@ def test_a_line_of_a_judge_that_was_ended_in_the_middle_does_not_count(tmp_path:
     assert one.message == "Not judged to the end: it was ended."
 
 
+def test_what_one_answer_prints_is_not_shown_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"name": AVERAGE, "passed": True, "message": "", "details": [], "written": True, "score": None, "seconds": 1}
+    found = json.dumps({AVERAGE: {"value": 1}, RATE: {"value": 1}})
+    sent = [Ended(found, "", ""), Ended(json.dumps(first) + "\n", "its print", "it was ended")]
+    monkeypatch.setattr("labkit.classroom.grading.run_bounded", lambda *_: sent.pop(0))
+    _, second = grade(Submission("anna", tmp_path, ("",), (AVERAGE, RATE)), Settings())
+    assert second.details == ()
+
+
+def put_a_file_of_a_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+IRREGULAR = {
+    "the_solutions": lambda path: path.symlink_to(ROOT / "notebooks" / "solutions" / f"{LESSON}.ipynb"),
+    "another_student": lambda path: path.symlink_to("honest.ipynb"),
+    "a_library": lambda path: path.symlink_to(torch.version.__file__),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "nothing": lambda path: path.symlink_to("nowhere"),
+    "pipe": os.mkfifo,
+    "folder": lambda path: path.mkdir(),
+    "huge": put_a_file_of_a_terabyte,
+}
+
+
+@pytest.mark.parametrize("required", [[RATE], []])
+def test_of_a_folder_only_regular_files_are_read(required: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook(tmp_path / "class" / "honest.ipynb", RIGHT_RATE)
+    for name, put in IRREGULAR.items():
+        put(tmp_path / "class" / f"{name}.ipynb")
+    notebook(tmp_path / "elsewhere" / "foreign.ipynb", RIGHT_RATE)
+    (tmp_path / "class" / "linked").symlink_to(tmp_path / "elsewhere")
+    given = {one.student: one for one in submissions([tmp_path / "class"], required)}
+    assert given.keys() == {"honest", *IRREGULAR}
+    assert {student for student, one in given.items() if not one.error} == {"honest"}
+    assert {one.exercises for one in given.values()} == {(RATE,)}, "each has a verdict, which says why"
+    assert given["a_library"].error == "a_library.ipynb is no notebook: it is a link, and links in a folder are not followed"
+    assert given["pipe"].error == "pipe.ipynb is no notebook: it is no regular file of at most 64 MiB"
+
+    seen: list[Settings] = []
+    monkeypatch.setattr("labkit.classroom.grade.grade", lambda _, settings: seen.append(settings) or [])
+    assert main([str(tmp_path / "class")]) == 0
+    hidden = {str(tmp_path / "class"), str(ROOT / "notebooks")}
+    assert {settings.hidden for settings in seen} == {tuple(sorted(hidden))}, "libraries stay visible"
+
+
+def test_what_the_teacher_names_may_be_a_link_but_no_pipe(tmp_path: Path) -> None:
+    notebook(tmp_path / "class" / "anna.ipynb", RIGHT_RATE)
+    (tmp_path / "ben.ipynb").symlink_to(tmp_path / "class" / "anna.ipynb")
+    (tmp_path / "this_year").symlink_to(tmp_path / "class")
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    given = submissions([tmp_path / "ben.ipynb", tmp_path / "this_year", tmp_path / "pipe.ipynb"], [])
+    assert {one.student: bool(one.error) for one in given} == {"ben": False, "anna": False, "pipe": True}
+
+
+@pytest.mark.parametrize("put", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo, lambda path: notebook(path, RIGHT_RATE)])
+def test_a_file_that_is_replaced_while_it_is_read(put: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, lstat = notebook(tmp_path / "a.ipynb", RIGHT_RATE), Path.lstat
+
+    def look(one: Path) -> os.stat_result:
+        found = lstat(one)
+        if one == path and not (tmp_path / "before").exists():
+            one.rename(tmp_path / "before")
+            put(one)
+        return found
+
+    monkeypatch.setattr(Path, "lstat", look)
+    (one,) = submissions([tmp_path], [RATE])
+    assert one.error
+
+
+def test_a_class_without_any_notebook_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert "; pipe.ipynb is no notebook: it is no regular file" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------- what goes wrong while a class is graded
+
+
+def right(submission: Submission, _: Settings) -> list[Graded]:
+    return [Graded(name, True, "passed", "Right.") for name in submission.exercises]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[str]:
+    """The arguments that grade three students."""
+    for student in ("anna", "ben", "cem"):
+        notebook(tmp_path / "class" / f"{student}.ipynb", RIGHT_RATE)
+    return [str(tmp_path / "class"), "--jobs", "1", "--json", str(tmp_path / "all.json"), "--csv", str(tmp_path / "points.csv")]
+
+
+def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_others(
+    three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: Results) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("labkit.classroom.grade.grade", right)
+    monkeypatch.setattr(Results, "as_csv", full)
+    assert main([*three, "--figure", str(tmp_path / "class.unknown"), "--feedback", str(tmp_path / "told")]) == 1
+    said = capsys.readouterr()
+    assert "| cem     | ✓ " in said.out
+    assert "points.csv was not written: OSError: [Errno 28] No space left on device" in said.err
+    assert "class.unknown was not written: ValueError" in said.err
+    assert len(json.loads((tmp_path / "all.json").read_text())["students"]) == 3
+    assert len([*(tmp_path / "told").iterdir()]) == 3
+
+
+def test_a_submission_that_cannot_be_graded_does_not_cost_the_others(
+    three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def graded(submission: Submission, settings: Settings) -> list[Graded]:
+        if submission.student == "ben":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return right(submission, settings)
+
+    monkeypatch.setattr("labkit.classroom.grade.grade", graded)
+    assert main(three) == 1
+    assert "ben was not graded: OSError(28, 'No space left on device')" in capsys.readouterr().err
+    assert json.loads((tmp_path / "all.json").read_text())["students"].keys() == {"anna", "cem"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_is_graded_before_a_signal_counts(
+    number: int, three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+
+    def graded(submission: Submission, settings: Settings) -> list[Graded]:
+        if submission.student == "ben":
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # impatience
+            assert ended.wait(60)
+        return right(submission, settings)
+
+    monkeypatch.setattr("labkit.classroom.grade.grade", graded)
+    monkeypatch.setattr("labkit.classroom.grade.end_all", lambda _: ended.set())
+    before = signal.getsignal(number)
+    assert main(three) == 1
+    assert signal.getsignal(number) is before
+    said = capsys.readouterr()
+    assert "stopped: 1 of 3 submissions are graded" in said.err
+    assert "| anna    | ✓ " in said.out
+    assert json.loads((tmp_path / "all.json").read_text())["students"].keys() == {"anna"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_folder_and_no_process(number: int, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    notebook(
+        tmp_path / "class" / "anna.ipynb", "import time\nlate = time.sleep(1000)", RIGHT_RATE.replace("return", "late; return")
+    )
+    command = [sys.executable, "-m", "labkit", "grade", str(tmp_path / "class")]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}) as process:
+        while not (started := psutil.Process(process.pid).children(recursive=True)):
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert [*(tmp_path / "tmp").glob("labkit-grade-*/work")]
+        process.send_signal(number)
+        assert process.wait(100) == 1
+    assert not [one for one in started if one.is_running()]
+    assert [*(tmp_path / "tmp").iterdir()] == []
+
+
+# ------------------------------------------------------------------------------------- answers that are numbers
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 2), np.float32(0.5), np.array([0.5]), torch.tensor(0.5), 0.5])
+def test_a_number_reaches_its_judge_as_in_the_notebook(number: Any) -> None:
+    assert lab.check("waiting_share", number)
+    assert _examiner()(number, types.ModuleType("__main__")) == {"value": 0.5}
+
+
+def test_what_is_no_number_is_said_by_its_own_name() -> None:
+    found = _examiner()([0.5], types.ModuleType("__main__"))
+    verdict = _verdict(find("waiting_share"), Judging({"waiting_share": found}, 1, 60, Confinement((), (), "/nowhere")))
+    assert verdict.message == "Given list: expected a number or a text."
+
+
+@pytest.mark.parametrize("execute", [False, True])
+def test_an_answer_that_is_not_found_names_the_option_that_finds_it(execute: bool) -> None:
+    cells = ("exec('bubble = 1')", "lab.check('bubble', bubble)")
+    job = Job(cells, ("bubble",), execute, Confinement((), (), ""))
+    found = _collect(job, parsed(cells), types.ModuleType("__main__"), lambda *_: {"value": 1})["bubble"]
+    assert found == {"value": 1} if execute else found["missing"].endswith(f"is not defined. {SELECTED}")
+
+
 @pytest.mark.processes
 def test_what_is_no_notebook_has_no_answers(tmp_path: Path, graded: Any) -> None:
     (tmp_path / "empty.ipynb").write_text("")
@@ -255,7 +475,8 @@ def test_an_error_names_the_statement_that_has_failed_before(tmp_path: Path, gra
     notebook(tmp_path / "anna.ipynb", IMPORTS, "import no_such_library", rate("no_such_library\n" + RATE_BODY))
     verdict = graded(tmp_path)["anna"]["exercises"][RATE]
     assert "NameError" in verdict["message"]
-    assert "before, in the notebook's cell 2, line 1: ModuleNotFoundError" in verdict["details"][-1]
+    assert "before, in the notebook's cell 2, line 1: ModuleNotFoundError" in verdict["details"][-2]
+    assert verdict["details"][-1] == SELECTED
 
 
 # What a system allows: how the command is started there.
@@ -344,6 +565,18 @@ def test_a_dishonest_answer_fails_and_says_why(attempt: str, tmp_path: Path, gra
     verdict = graded(tmp_path / "cheat.ipynb")["cheat"]["exercises"][RATE]
     assert not verdict["passed"]
     assert CHEATS[attempt] in verdict["message"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_what_is_written_into_open_files_is_no_verdict_on_another_exercise(tmp_path: Path, graded: Any) -> None:
+    text = "b'opens the safe\\n' * 100"
+    writes = f"import os\n    for fd in range(3, 200):\n        try: os.write(fd, {text})\n        except OSError: pass"
+    first = f"def {AVERAGE}(model):\n    {writes}\n\nlab.check('{AVERAGE}', {AVERAGE})"
+    notebook(tmp_path / "writes.ipynb", IMPORTS, first, RIGHT_RATE)
+    exercises = graded(tmp_path / "writes.ipynb")["writes"]["exercises"]
+    assert not exercises[AVERAGE]["passed"]
+    assert exercises[RATE]["passed"], exercises
 
 
 @pytest.mark.processes

@@ -76,6 +76,23 @@ def test_points_as_csv() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-h38 --json x", "@a", "\t=1", " =1", "\uff1d1"])
+def test_no_name_in_the_csv_file_is_a_formula(name: str) -> None:
+    given = Results({name: {name: RIGHT}, "a;=1": {}}, {name: 1.0})
+    rows = [*csv.reader(given.written("csv").splitlines())]
+    shown = "'" + name.replace("\t", " ")
+    assert rows == [["student", shown, "points"], [shown, "1", "1"], ["a,=1", "", "0"]]
+
+
+def test_names_neither_break_nor_widen_the_table() -> None:
+    long = "a" * 240 + ".its_end"
+    rows = Results({"x|y": {}, long: {}, long + "|": {}}, {"e|" * 100: 1.0}).as_table().splitlines()[:6]
+    assert {(len(row), row.count("|")) for row in rows} == {(len(rows[0]), 4)}
+    assert len(rows[0]) < 110
+    assert rows[2].startswith("| x¦y ")
+    assert "…aa.its_end |" in rows[3]
+
+
 def test_everything_as_json() -> None:
     written = json.loads(CLASS.written("json"))
     assert written["students"]["anna"]["points"] == 2
