@@ -13,11 +13,11 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock
+from labkit.group.deadlock import Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, mismatch_in_words, serving_for_ever
+from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.member import Member
-from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
+from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
 from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
@@ -506,12 +506,13 @@ class Execution:
         # Of equal failures, the lowest rank's comes first: the output of a checked cell must be reproducible.
         causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
         others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
-        operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
+        operations = [(m.rank, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
         there = {(p.group, p.match) for _, p in operations}
         unequal, usual = mismatch_hint(self._records.unequal()[0])
         if not unequal:
-            operations += [(m.name, p) for m in self._members for p in self._records.done(m.rank, there)]
-            unequal, usual = mismatch_in_words(self._records.numbered(operations))
+            operations += [(m.rank, p) for m in self._members for p in self._records.done(m.rank, there)]
+            sides = first_mismatch(operations) or unlike_exchange(operations, len(self._members))
+            unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
