@@ -212,7 +212,8 @@ def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
     )
 
 
-def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
+def mismatch_error(sides: Sequence[tuple[str, Pending]], parting: str = "") -> MismatchError:
     """Return the error for an operation with mismatched arguments; `sides` as for `mismatch_hint`."""
     lines = [f"{name}: {p.in_words} of {p.signature}{place(p)}" for name, p in sides]
-    return MismatchError(*mismatch_hint(sides), lines)
+    headline, hint = mismatch_hint(sides)
+    return MismatchError(headline, f"{parting} {hint}".lstrip(), lines)

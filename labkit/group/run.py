@@ -13,7 +13,7 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock, first_mismatch
+from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.member import Member
@@ -25,8 +25,10 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
+from labkit.launch.frames import Frame
 from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
+from labkit.recording.schema import Pending
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace
 from labkit.worker.quit_command import quit_failure
@@ -40,6 +42,8 @@ GRACE_S: Final = 0.1  # usually
 LEFT_S: Final = 1.0  # if a rank has left its prompt for good: it may end by itself, and then keeps its state
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
+
+PARTED: Final = (Reason.MISMATCH, Reason.RETURNED, Reason.CIRCLE)  # the deadlocks in which ranks took different branches
 
 NOBODY: Final = (
     "breakpoint() was skipped: here, nobody can be asked for commands. It works in JupyterLab, Notebook and in a terminal, in a "
@@ -106,13 +110,16 @@ class Execution:
         on: the numbers of the ranks that call the function.
         name: the function's name.
         picture: the live picture, or None.
+        called: the function, as a frame.
 
     Attributes:
         notes: notes for the student after a successful run.
         unfinished: the operation that the run has left unfinished, or None.
     """
 
-    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None) -> None:
+    def __init__(
+        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: Frame | None = None
+    ) -> None:
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
@@ -126,7 +133,7 @@ class Execution:
         self._dead: set[int] = set()  # ranks whose process has ended
         self._breakpoints = breakpoints.Breakpoints()
         self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
-        self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
+        self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving, called)
         self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             self._resources = pool.monitor()
@@ -197,9 +204,11 @@ class Execution:
             raise error
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
+            sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
+            mismatch = mismatch_error(unequal, self._monitor.parting(sides)[0])
             self._pool.state.spend()
             self._finish("stopped by an error")
-            raise mismatch_error(unequal)
+            raise mismatch
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
@@ -480,12 +489,23 @@ class Execution:
         doings = self._doings_by_rank(now_ns, closely=True)
         waits = self._records.numbered(deadlock.waits)
         headline, hint = deadlock_in_words(dataclasses.replace(deadlock, waits=waits), self._names)
+        if deadlock.reason in PARTED and deadlock.culprit not in self._exits:  # `exit()` leaves from anywhere
+            hint = self._with_parting(hint, doings, deadlock.waits, deadlock.culprit)
         if deadlock.culprit is None:
             return DeadlockError(headline, hint, list(doings.values()), tuple(op.name for _, op in deadlock.waits))
         doings.pop(deadlock.culprit, None)
         name, cause = self._names[deadlock.culprit], Cause.DEADLOCK
         failure = RankFailure(deadlock.culprit, name, headline, at_ns=now_ns, cause=cause, verb="")
         return RankError([failure], list(doings.values()), hint=hint)
+
+    def _with_parting(
+        self, hint: str, doings: dict[int, str], waits: Sequence[tuple[int, Pending]], returned: int | None = None
+    ) -> str:
+        """Return a hint after where the ranks parted, and add their source lines to what they were doing."""
+        parting, sources = self._monitor.parting(waits, returned)
+        for rank in sources.keys() & doings.keys():
+            doings[rank] += f": {sources[rank]}"
+        return " ".join(filter(None, (parting, hint)))
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
@@ -513,6 +533,7 @@ class Execution:
             operations += [(m.rank, p) for m in self._members for p in self._records.done(m.rank, there)]
             sides = first_mismatch(operations) or unlike_exchange(operations, len(self._members))
             unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
+            usual = self._with_parting(usual, others, sides)
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
