@@ -64,7 +64,12 @@ def _between_pairs(arguments: tuple[Any, ...]) -> str:
         if not of_output and not of_input:
             return _in_words(tensor.dtype, tensor.shape, None, -1)
         sizes = _elements(given, of_input, len(of_output)), _elements(output, of_output, len(of_input))
-    return of_exchange(_name(tensor.dtype), *sizes)
+    return of_exchange(_name(tensor.dtype), *sizes, 1 if isinstance(given, list) else _row(tensor))
+
+
+def _row(tensor: torch.Tensor) -> int:
+    """Return the number of elements for each index of the first dimension."""
+    return tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
@@ -77,8 +82,7 @@ def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[i
     """
     if not splits:
         return [tensor.numel() // count] * count
-    in_a_row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    return [rows * in_a_row for rows in splits]
+    return [rows * _row(tensor) for rows in splits]
 
 
 def tensor_in_words(value: Any) -> str:

@@ -7,7 +7,8 @@ is left out, and `lab.doctor` says so. Programs use torch itself, so their resul
 This file imports torch only where a name is looked up. Elsewhere, a name of torch that begins with an underscore is an
 error that `tests/test_house.py` finds, with two exceptions, which concern what torch shows and not what it does: the
 methods of process groups that carry out operations (`recording/operations.py`), and classes and functions that are
-recognized by their names, in error messages and on the stack (`ipc/`, `group/thread_states.py`).
+recognized by their names, in error messages and on the stack (`ipc/`, `launch/thread_states.py`,
+`group/deadlock_words.py`).
 """
 
 from __future__ import annotations

@@ -188,6 +188,17 @@ class Records:
                 found += [self._operation(rank, row) for row in chunk[here & ~_failed(chunk)]]
         return found
 
+    def lines_before(self, at_ns: int, rank: int, group: str) -> list[str]:
+        """Return the lines of a rank's optimizer steps and of its operations in a group before a moment, in order."""
+        names = self._names_of(rank)
+        found = [(p.start_ns, p.line) for p in self._readers[rank].pending() if p.group == group]
+        of_group, optimizer = (names.index(name) if name in names else -1 for name in (group, "optimizer"))
+        for chunk in self._chunks[rank]:
+            entered = (chunk["kind"] == COMMUNICATION) & (chunk["group"] == of_group)
+            rows = chunk[entered | ((chunk["kind"] == COMPUTE) & (chunk["name"] == optimizer))]
+            found += zip(rows["start_ns"].tolist(), (names[line] for line in rows["line"].tolist()), strict=True)
+        return [line for start_ns, line in sorted(found) if start_ns < at_ns]
+
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
         """Find the first operations with mismatched arguments.
 

@@ -10,11 +10,14 @@ from typing import Final
 from labkit.errors.lists import listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, find_deadlock
+from labkit.group.deadlock_words import origin_in_words
 from labkit.group.member import Member
+from labkit.group.parting import Side, frames_at, parting_in_words, source_of
 from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
+from labkit.launch.frames import Frame
 from labkit.launch.rank_process import command_to_resume
 from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
@@ -61,6 +64,7 @@ class DeadlockMonitor:
         records: the run's records.
         results, failures: the ranks that have returned or failed so far; both grow during the run.
         serving: the numbers of ranks that were called and now only serve others.
+        called: the function that the run called, as a frame.
 
     Attributes:
         notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
@@ -75,9 +79,10 @@ class DeadlockMonitor:
         results: Collection[int],
         failures: Collection[int],
         serving: Collection[int] = (),
+        called: Frame | None = None,
     ) -> None:
         self._pool, self._members, self._kind, self._options = pool, pool.members, pool.kind, pool.options
-        self._on, self._lost = on, pool.lost
+        self._on, self._lost, self._called = on, pool.lost, called
         self._records, self._results, self._failures, self._serving = records, results, failures, serving
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
@@ -177,6 +182,36 @@ class DeadlockMonitor:
         late = [i for i in self._on if i not in self._results and not self._members[i].process.status().frozen]
         threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
+
+    def parting(self, waits: Sequence[tuple[int, Pending]], returned: int | None = None) -> tuple[str, dict[int, str]]:
+        """Where ranks parted, and what torch made their operations of, in sentences; and source lines by rank.
+
+        Args:
+            waits: ranks with their operations: two sides, or ranks that wait for one that has returned.
+            returned: that rank.
+        """
+        collectives = [(i, p) for i, p in waits if kind_of(p.group) in (GroupKind.COLLECTIVE, GroupKind.CREATION)]
+        if not collectives or not (len(waits) == 2 or returned is not None):
+            return "", {}
+        group = collectives[0][1].group
+        threads = self._threads_of([i for i in self._on if i not in self._results], with_children=False)
+        stacks = {i: of_rank.main.frames for i, of_rank in threads.items() if of_rank.main is not None}
+        sides, sources = [], {}
+        for rank, operation in collectives[:1] if returned is not None else waits:
+            frames = frames_at(operation.line, stacks.get(rank, ()), self._called)
+            there = [i for i in stacks if self._is_in(i, operation)]
+            alike = [i for i in there if frames_at(operation.line, stacks[i], None) == frames]
+            before = self._records.lines_before(operation.start_ns, rank, group)
+            sides.append(Side([self._members[i].name for i in sorted({rank, *alike})], frames, before))
+            sources[rank] = source_of(frames[-1]) if frames else ""
+        sides += [Side([self._members[returned].name], [])] if returned is not None else []
+        parted = parting_in_words(*sides) if all(sources.values()) else ""
+        here = [(i, p, stacks[i]) for i, p in waits if i in stacks and frames_at(p.line, stacks[i], None)]
+        made_of = [origin_in_words(self._members[i].name, p, stack) for i, p, stack in here]
+        return " ".join(filter(None, [parted, *made_of])), sources if parted else {}
+
+    def _is_in(self, rank: int, operation: Pending) -> bool:
+        return any((p.group, p.match) == (operation.group, operation.match) for p in self._members[rank].reader.pending())
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
         """The notice while no deadlock is certain: who waits, and for whom."""

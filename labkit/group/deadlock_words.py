@@ -8,12 +8,13 @@ from typing import Final
 from labkit.errors.lists import listed
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.store_waits import HINTS, hint_of
+from labkit.launch.frames import Frame, Owner
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
 __all__ = [
-    "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "place",
+    "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "origin_in_words", "place",
     "serving_for_ever",
 ]  # fmt: skip
 
@@ -45,6 +46,17 @@ NO_THREAD: Final = (
     "(`rpc.functions.async_execution`). A larger `num_worker_threads` allows more calls at once."
 )
 CALLED: Final = "`group[0].run(f)` and `%%ranks --on 0` call rank 0 only; operations between ranks need all of their ranks."
+
+# Functions of torch that are made of other operations, as they are seen on a stack; what to say about them.
+ORIGINS: Final = {
+    "_sync_buffers": "DDP's broadcast of buffers before a forward pass; to validate on one rank, call `model.module`",
+    "_sync_module_states": "the broadcast of parameters in the constructor of DDP or FSDP",
+    "full_tensor": "a part of `full_tensor()`, which all ranks of the mesh must call",
+    "redistribute": "a part of DTensor's `redistribute()`",
+} | {
+    name: f"a part of `{name}()`"
+    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "monitored_barrier")
+}  # fmt: skip
 
 
 def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, str]:
@@ -231,6 +243,14 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
     if 0 <= operation.peer < len(names):
         details.append(f"with {names[operation.peer]}")
     return " ".join(filter(None, [operation.in_words, *details]))
+
+
+def origin_in_words(name: str, operation: Pending, stack: Sequence[Frame]) -> str:
+    """A sentence about the function of torch that a rank's operation is a part of; "" if it is none of `ORIGINS`."""
+    students = max((i for i, frame in enumerate(stack) if frame.own is Owner.STUDENT), default=-1)
+    called = [frame.function for frame in stack[students + 1 :] if frame.own is Owner.LIBRARY]
+    origin = next((ORIGINS[function] for function in called if function in ORIGINS), "")
+    return f"On {name}, {operation.in_words} is {origin}." if origin else ""
 
 
 def place(operation: Pending) -> str:

@@ -45,6 +45,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
+from labkit.launch.frames import Frame, Owner
 from labkit.launch.thread_states import Threads
 
 __all__ = ["Group"]
@@ -246,6 +247,7 @@ class Group:
             read = reads(tree, filename, home.__dict__)
             written = assigned(compile(tree, filename, "exec", dont_inherit=True))
         self._check()
+        pickling.install_source(filename, source.splitlines(keepends=True))
         members = self._pool.members if self._pool is not None and self._pool.state.phase is Phase.IDLE else []
         names = CellNames(home.__dict__, read, written, label, [members[i] for i in on] if members else [])
         payload = pickling.pack(Names(names.to_send), home=home, sent=self._sent, label="the notebook's names")
@@ -256,7 +258,8 @@ class Group:
 
         try:
             request = Request(cell=True, starts_rpc=self._kind.has_rpc and "init_rpc" in source)
-            return self._execute(request, payload, "the cell", on, message, watch=watch)
+            called = Frame(filename, 1, "<module>", Owner.STUDENT)
+            return self._execute(request, payload, "the cell", on, message, called, watch=watch)
         finally:
             payload.close()
             names.learn(self._pool.members if self._pool is not None else ())
@@ -313,7 +316,10 @@ class Group:
         try:
             starts_rpc = self._kind.has_rpc and mentions("init_rpc", function, payload.data)
             call = protocol.CallFunction(len(on) == len(self), bool(check), payload)
-            return self._execute(Request(cell=False, starts_rpc=starts_rpc), payload, name, on, lambda _: call, watch=watch)
+            code = getattr(function, "__code__", None)
+            called = Frame(code.co_filename, code.co_firstlineno, code.co_name, Owner.STUDENT) if code is not None else None
+            request = Request(cell=False, starts_rpc=starts_rpc)
+            return self._execute(request, payload, name, on, lambda _: call, called, watch=watch)
         except RankError as error:
             if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
                 raise
@@ -342,6 +348,7 @@ class Group:
         name: str,
         on: Sequence[int],
         message: Callable[[Member], Message],
+        called: Frame | None,
         *,
         watch: bool,
     ) -> Run:
@@ -364,7 +371,7 @@ class Group:
             if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
             pool.observe(begin=True)
-            execution = Execution(pool, on, name, picture)
+            execution = Execution(pool, on, name, picture, called)
             pool.begin(on, message)
             deadline_s = None if self._options.timeout_s is None else time.monotonic() + self._options.timeout_s
             try:

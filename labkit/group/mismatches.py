@@ -13,13 +13,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from labkit.errors.exceptions import MismatchError
-from labkit.group.deadlock_words import mismatch_in_words
-from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.errors.lists import counted
+from labkit.group.deadlock_words import mismatch_in_words, place
+from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
 from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
-from labkit.recording.signatures import exchange_of, with_elements, without_ones
+from labkit.recording.signatures import Exchange, exchange_of, with_elements, without_ones
 
-__all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note"]
+__all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note", "unlike_exchange"]
 
 _ANY_OTHER: Final = -1  # stands for all groups whose operations are not compared
 
@@ -149,10 +150,35 @@ def _fits(signatures: Sequence[str]) -> bool:
     sides = [exchange_of(signature, len(signatures)) for signature in signatures]
     if None in sides or len({side.dtype for side in sides if side}) != 1:
         return None in sides  # a mismatch cannot be proved if a signature is unknown
-    for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2):
-        if a and b and len(a.sent) == len(b.received) == len(sides) and a.sent[j] != b.received[i]:
-            return False
-    return True
+    return not _unlike(sides)
+
+
+def _unlike(sides: Sequence[Exchange | None]) -> list[int]:
+    """Two ranks of an all-to-all, how much the first sends to the second, and what this expects; [] if all fit.
+
+    If a rank sends more than is expected, which gloo does not survive, it is one of these.
+    """
+    pairs = [(i, j, a, b) for (i, a), (j, b) in itertools.permutations(enumerate(sides), 2) if a and b]
+    known = [(i, j, a.sent[j], b.received[i]) for i, j, a, b in pairs if len(a.sent) == len(b.received) == len(sides)]
+    return list(max((pair for pair in known if pair[2] != pair[3]), key=lambda pair: pair[2] > pair[3], default=()))
+
+
+def unlike_exchange(operations: Sequence[tuple[int, Pending]], size: int) -> list[tuple[int, Pending]]:
+    """Return the sides of the first all-to-all in which a rank sends something else than another expects; [] for none.
+
+    Args:
+        operations: ranks, each with an operation.
+        size: the number of all ranks.
+    """
+    exchanges: dict[tuple[str, int], dict[int, Pending]] = {}
+    for rank, operation in sorted(operations, key=lambda one: one[0]):
+        if operation.type.traffic is Traffic.PAIRWISE:
+            exchanges.setdefault((operation.group, operation.match), {})[rank] = operation
+    for (group, _), sides in exchanges.items():
+        complete = len(sides) == len(ranks_of(group) or range(size))
+        if complete and not _fits([with_elements(side.signature) for side in sides.values()]):
+            return list(sides.items())
+    return []
 
 
 def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
@@ -166,23 +192,28 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
         return sentence, hint
     operation = sides[0][1]
     group = "" if operation.group == "world" else f" of {operation.group}"
-    headline = (
-        f"collective number {operation.match}{group} is {operation.in_words}: a rank sends something else than another expects"
-    )
+    exchanges = [exchange_of(with_elements(side.signature), len(sides)) for _, side in sides]
+    how = "a rank sends something else than another expects"
+    if unlike := _unlike(exchanges):
+        sender, receiver, sent, expected = unlike
+        rows = {side.row for side in exchanges if side}
+        row, unit = (rows.pop(), "row") if len(rows) == 1 and rows != {1} else (1, "element")
+        how = f"{sides[sender][0]} sends {counted(sent // row, unit)} to {sides[receiver][0]}, which expects {expected // row}"
+    headline = f"collective number {operation.match}{group} is {operation.in_words}{place(operation)}: {how}"
     return headline, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
 
 
 def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
     """Return the note about a reduction of tensors of different shapes; `sides` as for `mismatch_hint`."""
     (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].signature != b[1].signature)
-    place = f" ({mine.line})" if mine.line else ""
     return (
-        f"{mine.in_words}{place} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in which "
-        "their elements lie in memory. Give tensors of one shape."
+        f"{mine.in_words}{place(mine)} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in "
+        "which their elements lie in memory. Give tensors of one shape."
     )
 
 
-def mismatch_error(sides: Sequence[tuple[str, Pending]]) -> MismatchError:
+def mismatch_error(sides: Sequence[tuple[str, Pending]], parting: str = "") -> MismatchError:
     """Return the error for an operation with mismatched arguments; `sides` as for `mismatch_hint`."""
-    lines = [f"{name}: {p.in_words} of {p.signature}" + (f" ({p.line})" if p.line else "") for name, p in sides]
-    return MismatchError(*mismatch_hint(sides), lines)
+    lines = [f"{name}: {p.in_words} of {p.signature}{place(p)}" for name, p in sides]
+    headline, hint = mismatch_hint(sides)
+    return MismatchError(headline, f"{parting} {hint}".lstrip(), lines)

@@ -13,11 +13,11 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock
+from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, mismatch_in_words, serving_for_ever
+from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.member import Member
-from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note
+from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
 from labkit.group.picture import Picture
 from labkit.group.processes import RankPool
@@ -25,9 +25,11 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
+from labkit.launch.frames import Frame
 from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
+from labkit.recording.schema import Pending
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.silent_faults import SilentFault
 from labkit.tracing.trace import Trace
@@ -43,6 +45,8 @@ GRACE_S: Final = 0.1  # usually
 LEFT_S: Final = 1.0  # if a rank has left its prompt for good: it may end by itself, and then keeps its state
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
+
+PARTED: Final = (Reason.MISMATCH, Reason.RETURNED, Reason.CIRCLE)  # the deadlocks in which ranks took different branches
 
 NOBODY: Final = (
     "breakpoint() was skipped: here, nobody can be asked for commands. It works in JupyterLab, Notebook and in a terminal, in a "
@@ -111,6 +115,7 @@ class Execution:
         on: the numbers of the ranks that call the function.
         name: the function's name.
         picture: the live picture, or None.
+        called: the function, as a frame.
 
     Attributes:
         notes: notes for the student after a successful run.
@@ -118,7 +123,9 @@ class Execution:
         unfinished: the operation that the run has left unfinished, or None.
     """
 
-    def __init__(self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None) -> None:
+    def __init__(
+        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: Frame | None = None
+    ) -> None:
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
@@ -133,7 +140,7 @@ class Execution:
         self._dead: set[int] = set()  # ranks whose process has ended
         self._breakpoints = breakpoints.Breakpoints()
         self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
-        self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving)
+        self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving, called)
         self._resources: Monitor | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
             self._resources = pool.monitor()
@@ -208,10 +215,11 @@ class Execution:
             raise failed
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
+            sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
+            mismatch = mismatch_error(unequal, self._monitor.parting(sides)[0])
             self._pool.state.spend()
-            wrong = mismatch_error(unequal)
-            wrong.run = self._run(self._finish("stopped by an error"))
-            raise wrong
+            mismatch.run = self._run(self._finish("stopped by an error"))
+            raise mismatch
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
@@ -498,12 +506,23 @@ class Execution:
         doings = self._doings_by_rank(now_ns, closely=True)
         waits = self._records.numbered(deadlock.waits)
         headline, hint = deadlock_in_words(dataclasses.replace(deadlock, waits=waits), self._names)
+        if deadlock.reason in PARTED and deadlock.culprit not in self._exits:  # `exit()` leaves from anywhere
+            hint = self._with_parting(hint, doings, deadlock.waits, deadlock.culprit)
         if deadlock.culprit is None:
             return DeadlockError(headline, hint, list(doings.values()), tuple(op.name for _, op in deadlock.waits))
         doings.pop(deadlock.culprit, None)
         name, cause = self._names[deadlock.culprit], Cause.DEADLOCK
         failure = RankFailure(deadlock.culprit, name, headline, at_ns=now_ns, cause=cause, verb="")
         return RankError([failure], list(doings.values()), hint=hint)
+
+    def _with_parting(
+        self, hint: str, doings: dict[int, str], waits: Sequence[tuple[int, Pending]], returned: int | None = None
+    ) -> str:
+        """Return a hint after where the ranks parted, and add their source lines to what they were doing."""
+        parting, sources = self._monitor.parting(waits, returned)
+        for rank in sources.keys() & doings.keys():
+            doings[rank] += f": {sources[rank]}"
+        return " ".join(filter(None, (parting, hint)))
 
     def _error(self) -> RankError:
         now_ns = time.perf_counter_ns()
@@ -524,12 +543,14 @@ class Execution:
         # Of equal failures, the lowest rank's comes first: the output of a checked cell must be reproducible.
         causes.sort(key=lambda f: (f.headline != ordered[0].headline, f.rank))
         others = {f.rank: self._consequence(f) for f in ordered[1:] if f.consequence} | self._doings_by_rank(now_ns)
-        operations = [(m.name, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
+        operations = [(m.rank, p) for m in self._members for p in (*self._records.failed(m.rank), *m.reader.pending())]
         there = {(p.group, p.match) for _, p in operations}
         unequal, usual = mismatch_hint(self._records.unequal()[0])
         if not unequal:
-            operations += [(m.name, p) for m in self._members for p in self._records.done(m.rank, there)]
-            unequal, usual = mismatch_in_words(self._records.numbered(operations))
+            operations += [(m.rank, p) for m in self._members for p in self._records.done(m.rank, there)]
+            sides = first_mismatch(operations) or unlike_exchange(operations, len(self._members))
+            unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
+            usual = self._with_parting(usual, others, sides)
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 __all__ = ["Exchange", "exchange_of", "of_exchange", "of_parts", "of_tensor", "with_elements", "without_ones"]
 
 _SHAPE: Final = re.compile(r"\[([\d, ]*)\]")
-_EXCHANGE: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received")
+_EXCHANGE: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received(, in rows of (?P<row>\d+))?")
 _EVEN: Final = re.compile(r"(?P<dtype>\w+) (?P<elements>\d+)")
 
 
@@ -24,9 +24,10 @@ def of_parts(dtype: str, elements: Sequence[int], reduction: str = "", root: int
     return _with_rest(f"{dtype} parts of {', '.join(map(str, elements))}", reduction, root)
 
 
-def of_exchange(dtype: str, sent: Sequence[int], received: Sequence[int]) -> str:
+def of_exchange(dtype: str, sent: Sequence[int], received: Sequence[int], row: int = 1) -> str:
     """The signature of one rank's side of an all-to-all, in elements by rank: "float32 2,6 sent, 4,4 received"."""
-    return f"{dtype} {','.join(map(str, sent))} sent, {','.join(map(str, received))} received"
+    rows = f", in rows of {row}" if row > 1 else ""
+    return f"{dtype} {','.join(map(str, sent))} sent, {','.join(map(str, received))} received{rows}"
 
 
 def _with_rest(text: str, reduction: str, root: int) -> str:
@@ -48,11 +49,12 @@ def _sizes(shape: re.Match[str]) -> list[int]:
 
 
 class Exchange(NamedTuple):
-    """One rank's side of an all-to-all: how many elements it sends to and receives from each rank of the group."""
+    """One rank's side of an all-to-all: how many elements it sends to and receives from each, and those of a row."""
 
     dtype: str
     sent: list[int]
     received: list[int]
+    row: int = 1
 
 
 def exchange_of(signature: str, size: int) -> Exchange | None:
@@ -64,7 +66,7 @@ def exchange_of(signature: str, size: int) -> Exchange | None:
     """
     if parts := _EXCHANGE.fullmatch(signature):
         sent, received = ([int(n) for n in parts[side].split(",") if n] for side in ("sent", "received"))
-        return Exchange(parts["dtype"], sent, received)
+        return Exchange(parts["dtype"], sent, received, int(parts["row"] or 1))
     if even := _EVEN.fullmatch(signature):
         each = [math.ceil(int(even["elements"]) / size)] * size
         return Exchange(even["dtype"], each, each)

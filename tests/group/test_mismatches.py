@@ -88,6 +88,21 @@ def test_a_collective_with_mismatched_arguments_is_an_error(
     assert two.run(dist.get_rank).results == [0, 1], "fresh ranks serve the next run"
 
 
+def rows_that_do_not_fit() -> None:
+    to_each = [3, 1] if dist.get_rank() == 0 else [2, 2]
+    dist.all_to_all_single(torch.ones(4, 2), torch.ones(4, 2), to_each, to_each)
+
+
+def test_split_sizes_that_do_not_fit(two: lab.Group) -> None:
+    """gloo ends the process that receives too much."""
+    with pytest.raises(lab.RankError) as caught:
+        two.run(rows_that_do_not_fit)
+    line = rows_that_do_not_fit.__code__.co_firstlineno + 2
+    assert f"(test_mismatches.py, line {line}): rank 1 sends 2 rows to rank 0, which expects 1. " in " ".join(
+        str(caught.value).split()
+    )
+
+
 def test_the_first_of_many_mismatches_is_reported(two: lab.Group, reported: Reported) -> None:
     def train() -> None:
         for step in range(20):
