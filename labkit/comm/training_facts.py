@@ -56,6 +56,7 @@ class TrainingFacts:
         self._passes: list[tuple[int, Fact]] = []  # over samplers: steps and backward passes before it, and the fact
         self._given: set[int] = set()  # addresses of what was compared: after an all-reduce, it is the same everywhere
         self._finite = True  # whether all losses were
+        self._loaders: set[str] = set()  # the lines of the noted ones
         self._reduced: dict[str, Fact] = {}  # the facts of kind `NO_SYNC` by line
         self._reductions: list[int] = []  # of the models in `_no_sync`, before the current backward pass
 
@@ -65,6 +66,7 @@ class TrainingFacts:
             for number in range(len(self._optimizers)):
                 self._note_parameters(number)
             self._note_buffers()
+        self._note(FactKind.THREADS, {"threads": torch.get_num_threads()})
         ends = [*(begun for begun, _ in self._passes[1:]), self._steps + self._backwards]
         for (begun, fact), end in zip(self._passes, ends, strict=False):
             fact.values["trained"] = end - begun
@@ -116,6 +118,13 @@ class TrainingFacts:
         fact = self._note(FactKind.SAMPLER, values, f"sampler {_number_of(sampler, self._samplers)}")
         self._passes.append((self._steps + self._backwards, fact))
         return fact
+
+    def loads(self, loader: Any) -> None:
+        """Note that the program begins to iterate over a DataLoader."""
+        line = student_line()
+        if line not in self._loaders:
+            self._loaders.add(line)
+            self._note(FactKind.LOADER, {"workers": loader.num_workers})
 
     def forward(self, model: Any, inputs: Iterable[Any]) -> None:
         """Note a forward pass that the program begins."""

@@ -17,6 +17,7 @@ from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.what_helps import in_words
 from labkit.recording.cores import usable_cores
+from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.replaying.gains import Gain, Questions, like_others, twice_as_fast
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
@@ -73,6 +74,23 @@ class Explanation:
         return f'<div style="max-width:72ch">{unbroken}</div>'
 
 
+@dataclass(frozen=True, slots=True)
+class _Conditions:
+    """What a trace does not show of the run.
+
+    Args:
+        cores: the cores that its ranks share; None if they are not this machine's.
+        load: the machine's load now, where other programs cause most of it; else 0.
+        threads: with how many threads all ranks together compute; 0 if unknown.
+        loaders: the DataLoaders that they iterated over: line and number of workers on each rank.
+    """
+
+    cores: float | None = None
+    load: float = 0.0
+    threads: int = 0
+    loaders: tuple[tuple[str, int], ...] = ()
+
+
 @public_api
 def explain(run: HasTrace | Trace) -> Explanation:
     """Say in one paragraph what limits a run, and what could make it faster.
@@ -95,11 +113,12 @@ def explain(run: HasTrace | Trace) -> Explanation:
     """
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
-    cores = None if isinstance(run, Trace) or trace.origin else trace.cores or usable_cores()  # a trace may be another machine's
-    machine, busy = ("", False) if cores is None else _machine(len(trace.ranks), cores)
+    conditions = _Conditions() if isinstance(run, Trace) or trace.origin else _conditions(run, trace)
     faults = [fault for fault in faults_in(trace) if fault.certain]
     wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
-    sentences = [*wrong, *_sentences(finding, trace.ranks, cores, busy, _overlap(trace)), _predicted(trace, finding), machine]
+    found = [*_sentences(finding, trace.ranks, conditions, _overlap(trace)), _predicted(trace, finding)]
+    machine = _machine(len(trace.ranks), conditions)
+    sentences = [*wrong, machine, *found] if conditions.load else [*wrong, *found, machine]
     return Explanation(" ".join(filter(None, sentences)), finding)
 
 
@@ -137,9 +156,16 @@ def _asked(questions: Questions, f: Finding) -> Iterator[Gain | None]:
                 return
 
 
-def _sentences(
-    f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, overlap: Overlap = Overlap.UNKNOWN
-) -> list[str]:
+def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
+    facts = [fact for own in getattr(run, "facts", {}).values() for fact in own]
+    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.THREADS)
+    loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
+    cores = trace.cores or usable_cores()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return _Conditions(cores, load if load > cores + max(threads, len(trace.ranks)) else 0.0, threads, tuple(loaders))
+
+
+def _sentences(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
@@ -155,23 +181,28 @@ def _sentences(
         median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
         lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
-    found.append(_advice(f, ranks, cores, busy, overlap))
+    found.append(_advice(f, ranks, conditions, overlap))
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
         found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, overlap: Overlap = Overlap.UNKNOWN) -> str:
+def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
+    cores, busy = conditions.cores, conditions.load > 0
     match f.limit:
+        case Limit.COMPUTE if cores is not None and conditions.threads > max(cores, len(ranks)):
+            return (
+                f"The ranks compute with {conditions.threads} threads on {counted(cores, 'core')}, so that threads wait for one "
+                "another. Compare with one thread for each rank: torch.set_num_threads(1), or threads=1 of the group."
+            )
+        case Limit.COMPUTE if busy:
+            return "What limits the run when the machine is quiet cannot be told from these times."
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
         case Limit.COMPUTE:
             return "Communication does not limit this run: only faster cores, or more of them, make it faster."
         case Limit.DATA:
-            return (
-                f"{_limits(f, 'Reading data')}. Prepare batches while the ranks compute: `dataset.prefetch` and "
-                "`map(..., num_parallel_calls=...)` of tf.data, workers of a DataLoader or PyDataset; or keep them in memory."
-            )
+            return f"{_limits(f, 'Reading data')}. {_prepare_data(len(ranks), conditions)}"
         case Limit.LATE_RANK:
             others = "the other rank does" if len(ranks) == 2 else "the others do"
             cause = f"Find out what it does more, or more slowly, than {others}."
@@ -226,6 +257,24 @@ def _advice(f: Finding, ranks: Sequence[str], cores: float | None, busy: bool, o
             )
 
 
+def _prepare_data(ranks: int, conditions: _Conditions) -> str:
+    """What may make reading data faster."""
+    if not conditions.loaders:
+        return (
+            "Prepare batches while the ranks compute: `dataset.prefetch` and `map(..., num_parallel_calls=...)` of tf.data, "
+            "workers of a DataLoader or PyDataset; or keep them in memory."
+        )
+    line, workers = max(conditions.loaders, key=lambda loader: loader[1])
+    which = f"The DataLoader{f' ({line})' if line else ''} has num_workers={workers}"
+    if not workers:
+        return f"{which}: each rank makes its own batches, and computes nothing meanwhile. Workers make them beside it."
+    if conditions.cores is not None and ranks * (workers + 1) > conditions.cores:
+        processes = f"{ranks * (workers + 1)} processes for {counted(conditions.cores, 'core')}"
+        cure = "Compare with fewer workers: they take cores from the ranks and from one another."
+        return f"{which}, which makes {processes}. {cure}"
+    return f"{which}, which do not keep up: use more of them, or do less for each batch."
+
+
 def _limits(f: Finding, limit: str) -> str:
     if f.compute > 0.5:
         return f"Computing takes most of the time; {limit.lower()} limits the rest"
@@ -240,12 +289,12 @@ def _messages(f: Finding) -> str:
     return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
 
 
-def _machine(ranks: int, cores: float) -> tuple[str, bool]:
-    """Why times may be longer than the program explains, and whether that is because of other programs."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > cores + ranks:
-        busy = f"Other programs keep this machine busy (load {load:.0f} on {counted(cores, 'core')})"
-        return f"{busy}, so all times are longer than usual.", True
-    if cores < ranks:
-        return f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank.", False
-    return "", False
+def _machine(ranks: int, conditions: _Conditions) -> str:
+    """Why times may be longer than the program explains; "" if nothing is known of it."""
+    cores = conditions.cores
+    if cores is not None and conditions.load:
+        busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(cores, 'core')})"
+        return f"{busy}, so all times are longer than usual."
+    if cores is not None and cores < ranks:
+        return f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank."
+    return ""

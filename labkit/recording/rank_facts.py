@@ -20,6 +20,8 @@ class FactKind(Enum):
     SAMPLER = "a pass over a DistributedSampler: its epoch and sizes, and how often the rank has trained until the next pass"
     NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
     LOSS = "a loss that is not finite"
+    LOADER = "a DataLoader over which the rank has iterated: its number of workers"
+    THREADS = "the number of threads with which an operator of torch computes"
 
 
 @dataclass(frozen=True, slots=True)

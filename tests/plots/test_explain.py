@@ -10,6 +10,7 @@ import labkit as lab
 from labkit.errors.units import time_in_words
 from labkit.plots import explain as module
 from labkit.plots.explain import Overlap, explain
+from labkit.recording.rank_facts import Fact, FactKind
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.trace import Trace
 
@@ -17,8 +18,8 @@ from labkit.tracing.trace import Trace
 class Run:
     """Something with a trace that was made on this machine."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, *facts: Fact) -> None:
+        self.trace, self.facts = trace, dict.fromkeys(range(len(trace.ranks)), facts)
 
 
 def test_the_paragraph_has_the_numbers_of_the_trace():
@@ -52,7 +53,7 @@ def test_ranks_in_turns():
 def test_tensor_parallelism_is_not_advised_to_hide_its_messages(limit):
     """The next layer needs their results at once."""
     found = dataclasses.replace(limit_of(tensor_parallel()), limit=limit)
-    text = module._advice(found, ["rank 0", "rank 1"], None, False, module._overlap(tensor_parallel()))
+    text = module._advice(found, ["rank 0", "rank 1"], module._Conditions(), module._overlap(tensor_parallel()))
     assert module.AT_ONCE in text
     assert "while" not in text
     assert "larger messages" not in text
@@ -107,7 +108,7 @@ def test_without_a_replay_there_is_no_prediction():
 
 def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown():
     found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, data=0.0, exposed=0.0, waiting=0.07, standing=0.19)
-    spent = module._sentences(found, ["rank 0", "rank 1"], None, busy=False)[1]
+    spent = module._sentences(found, ["rank 0", "rank 1"], module._Conditions())[1]
     assert spent == (
         "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others computed."
     )
@@ -116,7 +117,7 @@ def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown
 @pytest.mark.parametrize("limit", Limit)
 def test_every_limit_has_a_sentence(limit):
     found = dataclasses.replace(limit_of(data_parallel()), limit=limit)
-    text = module._advice(found, [f"rank {i}" for i in range(4)], None, busy=False)
+    text = module._advice(found, [f"rank {i}" for i in range(4)], module._Conditions())
     assert text.endswith(".")
     assert "nan" not in text
 
@@ -124,7 +125,7 @@ def test_every_limit_has_a_sentence(limit):
 @pytest.mark.parametrize(("nbytes", "words"), [(40, "A call took 9.00 ms"), (4e6, "A call with 4.00 MB took 9.00 ms")])
 def test_the_size_of_large_calls_is_given(nbytes, words):
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.CALLS, call_ns=9e6, call_bytes=nbytes)
-    text = module._advice(found, ["rank 0", "rank 1"], None, busy=False)
+    text = module._advice(found, ["rank 0", "rank 1"], module._Conditions())
     assert words in text
     assert ("send less with each" in text) == (nbytes > 40)
 
@@ -133,7 +134,7 @@ def test_the_size_of_large_calls_is_given(nbytes, words):
 def test_smaller_pieces_of_work_are_advised_where_cores_are_free(working, cores, smaller):
     """Four ranks in turns; with one core nobody knows whether another one would help."""
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.TURNS, working=working)
-    text = module._advice(found, [f"rank {i}" for i in range(4)], cores, busy=False)
+    text = module._advice(found, [f"rank {i}" for i in range(4)], module._Conditions(cores))
     assert f"{working} of 4 did on average" in text
     assert ("let more of them compute" in text) == smaller
     assert ("would not make the run faster" in text) == (not smaller)
@@ -153,10 +154,50 @@ def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, core
     monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     trace = data_parallel()
     alone = explain(trace).text
-    assert explain(Run(trace)).text[len(alone) :].strip().startswith(words)
+    text = explain(Run(trace)).text
+    assert text.startswith(words) if load > 9 else text[len(alone) :].strip().startswith(words)
     assert bool(words) == (explain(Run(trace)).text != alone)
     simulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"simulated": 8})
     assert explain(Run(simulated)).text == explain(simulated).text
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "load", "words"),
+    [
+        (2, 2, 0.5, "The ranks compute with 8 threads on 2 cores"),
+        (2, 2, 40.0, "The ranks compute with 8 threads on 2 cores"),
+        (1, 2, 0.5, "only faster cores, or more of them, make it faster"),  # a thread for each rank cannot be less
+        (2, 8, 0.5, "only faster cores, or more of them, make it faster"),
+        (2, 8, 40.0, "cannot be told from these times"),
+    ],
+)
+def test_threads_are_compared_with_cores_before_more_cores_are_advised(monkeypatch, threads, cores, load, words):
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    trace = data_parallel()
+    monkeypatch.setattr(module, "limit_of", lambda _: dataclasses.replace(limit_of(trace), limit=Limit.COMPUTE))
+    text = explain(Run(trace, Fact(FactKind.THREADS, 0, "", values={"threads": threads}))).text
+    assert words in text
+    assert text.startswith("Other programs keep this machine busy") == (load > 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "words"),
+    [
+        (None, 8, "`dataset.prefetch`"),
+        (0, 8, "The DataLoader (cell 3, line 7) has num_workers=0: each rank makes its own batches"),
+        (4, 2, "num_workers=4, which makes 20 processes for 2 cores. Compare with fewer workers"),
+        (1, 8, "num_workers=1, which do not keep up"),
+    ],
+)
+def test_what_is_advised_about_a_data_loader(monkeypatch, workers, cores, words):
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    trace = data_parallel()
+    monkeypatch.setattr(module, "limit_of", lambda _: dataclasses.replace(limit_of(trace), limit=Limit.DATA))
+    facts = [] if workers is None else [Fact(FactKind.LOADER, 0, "cell 3, line 7", values={"workers": workers})]
+    text = explain(Run(trace, *facts)).text
+    assert words in text
+    assert ("tf.data" in text) == (workers is None)
 
 
 def test_nothing_to_explain():
@@ -189,12 +230,14 @@ def test_a_late_rank_may_have_waited_for_data(late_data, named):
     found = dataclasses.replace(
         limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, data=0.25, late_data=late_data
     )
-    assert ("It waited for data for 50 % of the time." in module._advice(found, ("rank 0", "rank 1"), None, False)) is named
+    assert (
+        "It waited for data for 50 % of the time." in module._advice(found, ("rank 0", "rank 1"), module._Conditions())
+    ) is named
 
 
 @pytest.mark.parametrize(("absent", "advised"), [(0.3, True), (0.1, False)])
 def test_a_late_rank_that_recorded_nothing_is_advised_to_use_spans(absent, advised):
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, absent=absent)
-    text = " ".join(module._sentences(found, ("rank 0", "rank 1"), None, False))
+    text = " ".join(module._sentences(found, ("rank 0", "rank 1"), module._Conditions()))
     assert f"recorded nothing for {absent:.0%} while others communicated or waited".replace("%", " %") in text
     assert ("It recorded nothing meanwhile: put `with lab.span(...)`" in text) is advised
