@@ -102,9 +102,10 @@ class Phases:
         outermost = thread not in threads
         end = self._begin(phase, named)
         threads.add(thread)
-        noted = named is None and in_backward() == -1 and _recorder() is not None
+        recorder = _recorder()
+        noted = named is None and in_backward() == -1 and recorder is not None and thread == recorder.ring.main_thread
         try:
-            if noted and phase == FORWARD and self.facts.checking:
+            if noted and phase == FORWARD and args:
                 self.facts.forward(args[0], (*args[1:], *kwargs.values()))
             elif noted and phase == BACKWARD:
                 self.facts.backward_begins()
@@ -112,7 +113,7 @@ class Phases:
                 self.facts.loads(args[0])
             result = function(*args, **kwargs)
             if noted and phase == BACKWARD:
-                self.facts.backward_ends(args[0] if args else None)
+                self.facts.backward_ends(args[0] if args else None, accumulates=function.__name__ == "backward")
             return result
         finally:
             if outermost:
@@ -177,7 +178,7 @@ class Phases:
         recorder = _recorder()
         if recorder is not None:
             recorder.optimizer_steps.optimizer_ends(optimizer)
-            self.facts.optimizer_ends()
+            self.facts.optimizer_ends(optimizer)
 
 
 class _Stepping:

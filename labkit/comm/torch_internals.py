@@ -78,6 +78,11 @@ DDP_HOOKS: Final = _Torch(
     lost="checks of gradients are also made where a communication hook lets them differ",
     public="an attribute of DistributedDataParallel that tells its communication hooks",
 )
+MODES: Final = _Torch(
+    "torch._C:_len_torch_dispatch_stack", "torch._C:_len_torch_function_stack",
+    lost="lab.verdict, but for what a trace shows",
+    public="a function that tells whether a TorchDispatchMode or a TorchFunctionMode is active",
+)  # fmt: skip
 JOIN: Final = _Torch(
     "torch._C._distributed_c10d:Reducer._set_forward_pass_work_handle",
     lost="uneven inputs of DistributedDataParallel, inside Join",

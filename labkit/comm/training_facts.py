@@ -1,25 +1,30 @@
 """Notes facts about training, to be compared with those of other ranks after the run. It never communicates.
 
-Facts that cost next to nothing are noted in every run. Sums of tensors are noted in a run with `check=True`, in the
-first steps and in every tenth, so that they take a small part of the time; all ranks look at the same steps.
+Facts that cost next to nothing are noted in every run. Digests of tensors are noted in a run with `check=True`, in the
+first steps and in every tenth, so that they take a small part of the time; all ranks look at the same steps. What goes
+wrong here never reaches the program: the fact is left out. Models and samplers live no longer for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.comm.torch_internals import DDP_HOOKS
+from labkit.comm.backward import in_backward
+from labkit.comm.torch_internals import DDP_HOOKS, MODES
 from labkit.recording.import_hook import when_imported
 from labkit.recording.rank_facts import Fact, FactKind
 from labkit.recording.record import student_line
@@ -29,9 +34,23 @@ __all__ = ["TrainingFacts"]
 FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
 FEW_ELEMENTS: Final = 16  # tensors with fewer may well be equal
-MOST_OPTIMIZERS: Final = 16  # a program may make one for each step
+MOST_OPTIMIZERS: Final = 4  # are kept until the run ends; a program may make one for each step
 LOOKED_AT: Final = 64  # elements of a tensor, to tell whether all are whole numbers, or equal
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+COLUMNS: Final = 1021  # a prime number: no rearrangement of rows leaves the digest on a GPU as it is
+PLAIN: Final = (type(None), bool, int, float, str, torch.device, torch.dtype)  # arguments that are no data
+
+
+def _apart(method: Callable[..., None]) -> Callable[..., None]:
+    """Keep a method apart from the program: from its errors, and from modes that would see what it computes."""
+
+    @functools.wraps(method)
+    def noted(self: TrainingFacts, *args: Any, **kwargs: Any) -> None:
+        if MODES.found and not MODES["_len_torch_dispatch_stack"]() and not MODES["_len_torch_function_stack"]():
+            with contextlib.suppress(Exception), torch.no_grad():  # tensors of any kind may refuse any operation
+                method(self, *args, **kwargs)
+
+    return noted
 
 
 class TrainingFacts:
@@ -43,6 +62,7 @@ class TrainingFacts:
 
     def __init__(self) -> None:
         self._no_sync: list[Any] = []  # the models in whose `no_sync` the rank is
+        self._epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by sampler, the calls of `set_epoch`
         self.begin_run(check=False)
 
     def begin_run(self, *, check: bool) -> None:
@@ -51,28 +71,33 @@ class TrainingFacts:
         self._facts: list[Fact] = []
         self._steps = self._backwards = 0  # of optimizers; backward passes
         self._optimizers: list[Any] = []
-        self._models: list[Any] = []  # whose forward pass the program has called, not those inside
-        self._samplers: list[Any] = []
+        self._looked: set[int] = set()  # the steps whose tensors were noted
+        self._models: list[ref[Any]] = []  # whose forward pass the program has called, not those inside
+        self._samplers: list[ref[Any]] = []
         self._passes: list[tuple[int, Fact]] = []  # over samplers: steps and backward passes before it, and the fact
         self._given: set[int] = set()  # addresses of what was compared: after an all-reduce, it is the same everywhere
         self._finite = True  # whether all losses were
         self._loaders: set[str] = set()  # the lines of the noted ones
         self._reduced: dict[str, Fact] = {}  # the facts of kind `NO_SYNC` by line
+        self._called: dict[int, Any] = {}  # by id, DDP models with a forward pass since the latest backward pass
+        self._synced: set[int] = set()  # those of which that pass arranges reductions
         self._reductions: list[int] = []  # of the models in `_no_sync`, before the current backward pass
 
     def take(self) -> list[Fact]:
-        """Return the facts of the run, and release what they were taken from."""
-        if self.checking:
-            for number in range(len(self._optimizers)):
-                self._note_parameters(number)
-            self._note_buffers()
-        self._note(FactKind.THREADS, {"threads": torch.get_num_threads()})
-        ends = [*(begun for begun, _ in self._passes[1:]), self._steps + self._backwards]
-        for (begun, fact), end in zip(self._passes, ends, strict=False):
-            fact.values["trained"] = end - begun
+        """Return the facts of the run."""
+        self._take()
         facts = [replace(fact, values={name: _number(value) for name, value in fact.values.items()}) for fact in self._facts]
         self.begin_run(check=False)
         return facts
+
+    @_apart
+    def _take(self) -> None:
+        ends = [*(begun for begun, _ in self._passes[1:]), self._steps + self._backwards]
+        for (begun, fact), end in zip(self._passes, ends, strict=False):
+            fact.values["trained"] = end - begun
+        self._note(FactKind.RUN, {"threads": torch.get_num_threads(), "compared": len(self._looked)})
+        for number, optimizer in enumerate(self._optimizers):
+            self._note_parameters(optimizer, number, FactKind.LAST_PARAMETERS)
 
     def install(self) -> None:
         """Wrap the functions of torch that are no phase of training."""
@@ -92,14 +117,21 @@ class TrainingFacts:
         DistributedDataParallel.no_sync = no_sync  # type: ignore[assignment, method-assign]
 
     def _watch_samplers(self, module: ModuleType) -> None:
-        original = module.DistributedSampler.__iter__
+        iterate, set_epoch = module.DistributedSampler.__iter__, module.DistributedSampler.set_epoch
 
-        def iterate(sampler: Any) -> Iterator[Any]:
-            fact = self._note_pass(sampler)
-            yield from original(sampler)
-            fact.values["complete"] = True
+        def iterate_noted(sampler: Any) -> Iterator[Any]:
+            return self._passed(iterate(sampler), self._note_pass(sampler))
 
-        module.DistributedSampler.__iter__ = iterate
+        def set_epoch_noted(sampler: Any, epoch: int) -> None:
+            self._epochs[sampler] = self._epochs.get(sampler, 0) + 1
+            set_epoch(sampler, epoch)
+
+        module.DistributedSampler.__iter__, module.DistributedSampler.set_epoch = iterate_noted, set_epoch_noted
+
+    @staticmethod
+    def _passed(items: Iterator[Any], fact: Fact) -> Iterator[Any]:
+        yield from items
+        fact.values["complete"] = True
 
     def _note(self, kind: FactKind, values: dict[str, Any], of: str = "", ranks: Iterable[int] = ()) -> Fact:
         fact = Fact(kind, self._steps, student_line(), of, tuple(ranks), values)
@@ -107,18 +139,23 @@ class TrainingFacts:
         return fact
 
     def _due(self) -> bool:
-        """Whether the tensors of the current step are compared."""
-        return self.checking and (self._steps < FIRST_STEPS or self._steps % EVERY == 0)
+        """Whether the tensors of this step are compared; before an optimizer has stepped, of this backward pass."""
+        step = self._steps or self._backwards
+        due = self.checking and (step < FIRST_STEPS or step % EVERY == 0)
+        if due:
+            self._looked.add(step)
+        return due
 
     def _note_pass(self, sampler: Any) -> Fact:
         values = {
             "epoch": sampler.epoch, "shuffle": sampler.shuffle, "samples": sampler.total_size, "size": len(sampler.dataset),
-            "evaluates": not torch.is_grad_enabled(), "complete": False,
+            "evaluates": not torch.is_grad_enabled(), "complete": False, "set_epoch": self._epochs.get(sampler, 0),
         }  # fmt: skip
         fact = self._note(FactKind.SAMPLER, values, f"sampler {_number_of(sampler, self._samplers)}")
         self._passes.append((self._steps + self._backwards, fact))
         return fact
 
+    @_apart
     def loads(self, loader: Any) -> None:
         """Note that the program begins to iterate over a DataLoader."""
         line = student_line()
@@ -128,30 +165,49 @@ class TrainingFacts:
 
     def forward(self, model: Any, inputs: Iterable[Any]) -> None:
         """Note a forward pass that the program begins."""
-        if not self._due() or next(model.parameters(), None) is None:  # a loss may be a new module in each step
+        grad = torch.is_grad_enabled()
+        if grad and isinstance(model, DistributedDataParallel):
+            self._calls(model)
+        if self._due():
+            self._note_inputs(model, inputs, trains=grad and model.training)
+
+    def _calls(self, ddp: Any) -> None:
+        self._called[id(ddp)] = ddp
+        if ddp.require_backward_grad_sync:
+            self._synced.add(id(ddp))
+
+    @_apart
+    def _note_inputs(self, model: Any, inputs: Iterable[Any], *, trains: bool) -> None:
+        if next(nn.Module.parameters(model), None) is None:  # a loss may be a new module in each step
             return
         number = _number_of(model, self._models)
-        ranks = _data_parallel_ranks(model) if model.training and torch.is_grad_enabled() else []
-        tensors = [value for value in inputs if type(value) is Tensor]
-        if ranks and any(not _is_constant(tensor) for tensor in tensors):
-            sums = {f"input {i}": _sum(tensor) for i, tensor in enumerate(tensors)}
-            rows = {"rows": len(tensors[0])} if tensors[0].dim() else {}
-            self._note(FactKind.INPUTS, sums | rows, f"model {number}", ranks)
+        for ddp in _ddp_inside(model) if trains else ():
+            self._calls(ddp)
+        ranks = _data_parallel_ranks(model) if trains else []
+        data = [value for value in inputs if not isinstance(value, PLAIN)]
+        if ranks and any(type(value) is not Tensor or not _is_constant(value) for value in data):
+            digests = {f"input {i}": _digest(value) if type(value) is Tensor else None for i, value in enumerate(data)}
+            rows = {"rows": len(data[0])} if type(data[0]) is Tensor and data[0].dim() else {}
+            self._note(FactKind.INPUTS, digests | rows, f"model {number}", ranks)
 
     def backward_begins(self) -> None:
         """Note that the program begins a backward pass."""
         self._reductions = [_collectives(model) for model in self._no_sync]
 
-    def backward_ends(self, tensors: Any) -> None:
-        """Note a backward pass from some tensors."""
+    @_apart
+    def backward_ends(self, tensors: Any, *, accumulates: bool) -> None:
+        """Note a backward pass from some tensors; `accumulates` unless it only returns gradients."""
+        if not accumulates:
+            return
         self._backwards += 1
+        called, synced = self._called, self._synced
+        self._called, self._synced = {}, set()
         for model, before in zip(self._no_sync, self._reductions, strict=False):
-            # torch decides in the forward pass whether the backward pass reduces, and keeps its decision here.
-            if model.require_forward_param_sync and (reductions := _collectives(model) - before):
+            # torch decides in the forward pass whether the backward pass reduces.
+            if id(model) in synced and (reductions := _collectives(model) - before):
                 line = student_line()
-                fact = self._reduced.get(line) or self._note(FactKind.NO_SYNC, {"passes": 0, "reductions": 0})
+                fact = self._reduced.get(line) or self._note(FactKind.NO_SYNC, {"reductions": 0})
                 self._reduced[line] = fact
-                fact.values["passes"] += 1
                 fact.values["reductions"] += reductions
         # A GPU's loss would have to be waited for, and another kind of tensor may communicate.
         loss = tensors if type(tensors) is Tensor and tensors.device.type == "cpu" else None
@@ -159,85 +215,121 @@ class TrainingFacts:
             self._finite = False
             self._note(FactKind.LOSS, {"loss": loss.detach()})
         if self._due():
-            for number, model in enumerate(self._models):
-                for ddp in _ddp_inside(model):
-                    self._note_gradients(ddp, number)
+            for ddp in called.values():
+                self._note_gradients(ddp)
 
-    def _note_gradients(self, ddp: Any, number: int) -> None:
+    def _note_gradients(self, ddp: Any) -> None:
         if not ddp.require_backward_grad_sync or (DDP_HOOKS.found and DDP_HOOKS.of(ddp, "_comm_hooks")):
             return  # gradients may differ
-        ignored = ddp.parameters_to_ignore
-        named = {name: p.grad for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
-        sums = {name: None if gradient is None else _sum(gradient) for name, gradient in named.items()}
-        self._note(FactKind.GRADIENTS, sums, f"model {number}", _ranks_of(ddp.process_group))
+        named = {n: p.grad for n, p in _averaged_by(ddp).items() if p.requires_grad}
+        digests = {name: None if gradient is None else _digest(gradient) for name, gradient in named.items()}
+        self._note(FactKind.GRADIENTS, digests, f"gradients of {len(named)}", _ranks_of(ddp.process_group))
 
+    @_apart
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
         if self.checking:
-            known = len(self._optimizers)
-            number = _number_of(optimizer, self._optimizers, MOST_OPTIMIZERS)
-            if number == known or (number >= 0 and self._due()):
-                self._note_parameters(number)
+            number = self._number_of_optimizer(optimizer)
+            if number == len(self._optimizers) < MOST_OPTIMIZERS:
+                self._optimizers.append(optimizer)
+                self._note_parameters(optimizer, number)
+            elif number < MOST_OPTIMIZERS and self._due():
+                self._note_parameters(optimizer, number)
 
-    def optimizer_ends(self) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
+        due = self._due()
         self._steps += 1
+        if due:
+            self._note_stepped(optimizer)
 
-    def _note_parameters(self, number: int) -> None:
-        names = {id(p): name for model in self._models for name, p in model.named_parameters()}
-        sums = {}
-        parameters = [p for group in self._optimizers[number].param_groups for p in group["params"]]
+    @_apart
+    def _note_stepped(self, optimizer: Any) -> None:
+        self._note_buffers()
+        number = self._number_of_optimizer(optimizer)
+        if number < len(self._optimizers):
+            self._note_parameters(optimizer, number)
+
+    def _number_of_optimizer(self, optimizer: Any) -> int:
+        return next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
+
+    def _note_parameters(self, optimizer: Any, number: int, kind: FactKind = FactKind.PARAMETERS) -> None:
+        models = [model for known in self._models if (model := known()) is not None]
+        names = {id(p): name for model in models for name, p in nn.Module.named_parameters(model)}
+        averaged = {
+            id(p): tuple(_ranks_of(d.process_group)) for m in models for d in _ddp_inside(m) for p in _averaged_by(d).values()
+        }
+        digests: dict[tuple[int, ...], dict[str, Any]] = {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for i, parameter in enumerate(parameters):
             if not _is_sharded(parameter):
-                name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i} of shape {list(parameter.shape)}"
-                sums[name] = _sum(parameter)
-        self._note(FactKind.PARAMETERS, sums, f"optimizer {number}")
+                name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i}"
+                of_ranks = digests.setdefault(averaged.get(id(parameter), ()), {})
+                of_ranks[f"{name} of parameter {i}" if name in of_ranks else name] = _digest(parameter)
+        for ranks, of_ranks in digests.items():
+            self._note(kind, of_ranks, f"{'averaged ' if ranks else ''}optimizer {number}", ranks)
 
     def _note_buffers(self) -> None:
-        for number, model in enumerate(self._models):
-            for ddp in _ddp_inside(model):
-                buffers = [(n, b) for n, b in ddp.module.named_buffers() if type(b) is Tensor]
-                means = {n: b.detach().float().mean() for n, b in buffers if b.is_floating_point() and b.numel()}
-                if means:
-                    self._note(FactKind.BUFFERS, means, f"model {number}", _ranks_of(ddp.process_group))
+        for number, known in enumerate(self._models):
+            for ddp in _ddp_inside(known()) if known() is not None else ():
+                buffers = dict(ddp.module.named_buffers())
+                values = {}
+                for name, mean in buffers.items():
+                    variance = buffers.get(name.removesuffix("running_mean") + "running_var")
+                    if name.endswith("running_mean") and type(mean) is type(variance) is Tensor:
+                        values[name] = mean.float().mean()
+                        values[f"{name}, deviation"] = variance.float().mean().sqrt()
+                if values:
+                    self._note(FactKind.BUFFERS, values, f"model {number}", _ranks_of(ddp.process_group))
 
+    @_apart
     def operand(self, name: str, tensor: Any, group: str, match: int) -> None:
         """Note what the rank gives to an all-gather or all-reduce, unless it is the result of an all-reduce."""
-        if not self._due() or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.numel() < FEW_ELEMENTS:
+        if not self._due() or type(tensor) not in (Tensor, nn.Parameter) or tensor.numel() < FEW_ELEMENTS:
             return
-        head = tensor.detach().reshape(-1)[:LOOKED_AT]
         address = tensor.untyped_storage().data_ptr()
-        if bool((head == head.round()).all()) or address in self._given:  # counts may well be equal
+        head = tensor.detach().reshape(-1)[:LOOKED_AT]
+        counts = not tensor.is_floating_point() or bool((head == head.round()).all()) or _is_constant(tensor)
+        if counts or address in self._given:  # counts may well be equal
             return
         self._given.add(address)
-        self._note(FactKind.OPERAND, {name: _sum(tensor)}, f"{group} {match}")
+        fact = Fact(FactKind.OPERAND, self._steps, "" if in_backward() != -1 else student_line(), f"{group} {match}")
+        fact.values[name] = _digest(tensor)
+        self._facts.append(fact)
 
 
-def _number_of(thing: Any, things: list[Any], most: int | None = None) -> int:
-    """Return the place of an object in a list, to which it is added if it is new; -1 if the list would be too long."""
+def _number_of(thing: Any, things: list[ref[Any]]) -> int:
+    """Return the place of an object in a list, to which it is added if it is new."""
     for number, known in enumerate(things):
-        if known is thing:
+        if known() is thing:
             return number
-    if most is not None and len(things) >= most:
-        return -1
-    things.append(thing)
+    things.append(ref(thing))
     return len(things) - 1
 
 
-def _sum(tensor: Tensor) -> Any:
-    """Return the sum of a tensor's bits as 64-bit numbers, at the speed of memory; on a GPU, a tensor, read later."""
+def _digest(tensor: Tensor) -> Any:
+    """Return a number that is the same for tensors with the same bits, and hardly for others; None if there is none.
+
+    For a tensor on a GPU, it is a tensor, read later.
+    """
     tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return None  # what a tensor of another type does is not known: it may communicate
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.device.type == "cpu":
+        size = tensor.numel() * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < size + tensor.storage_offset() * tensor.element_size():
+            return None  # the program has freed it
+        # Not `Tensor.numpy`, after which the program can no longer resize the tensor.
+        return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    whole = tensor.contiguous().reshape(-1).view(INTEGERS[tensor.element_size()])
-    if whole.device.type != "cpu":
-        return whole.sum(dtype=torch.int64)
-    octets = whole.numpy().view(np.uint8)
-    even = len(octets) // 8 * 8
-    return int(np.add.reduce(octets[:even].view(np.uint64))) + int.from_bytes(octets[even:].tobytes(), "little")
+    words = tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
+    rows = len(words) // COLUMNS
+    columns = words[: rows * COLUMNS].view(rows, COLUMNS).sum(0, dtype=torch.int64)
+    columns[: len(words) - rows * COLUMNS] += words[rows * COLUMNS :]
+    return (columns * torch.arange(1, 2 * COLUMNS, 2, device=words.device)).sum()
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -256,7 +348,12 @@ def _collectives(model: Any) -> int:
 
 
 def _ddp_inside(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return [module for module in nn.Module.modules(model) if isinstance(module, DistributedDataParallel)]
+
+
+def _averaged_by(ddp: Any) -> dict[str, Any]:
+    """Return the parameters, by name, whose gradients DistributedDataParallel averages."""
+    return {n: p for n, p in nn.Module.named_parameters(ddp.module) if n not in ddp.parameters_to_ignore}
 
 
 def _ranks_of(group: Any) -> list[int]:
@@ -270,7 +367,7 @@ def _data_parallel_ranks(model: Any) -> list[int]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(model, fsdp.FSDPModule):
         return []
-    meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
+    meshes = [p.device_mesh for p in nn.Module.parameters(model) if hasattr(p, "device_mesh")]
     # With more axes, ranks may share their data, as in tensor parallelism.
     return meshes[0].mesh.tolist() if meshes and all(mesh.ndim == 1 for mesh in meshes) else []
 

@@ -227,7 +227,7 @@ class Execution:
         text = self._finish()
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         run = self._run(text, self._pool.profiled() if profile else [])
-        self.faults = faults_of(run, run.trace if self._communicated else None)
+        self.faults = faults_of(run, run.trace if self._communicated or self._unfinished else None)
         return run
 
     def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:

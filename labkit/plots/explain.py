@@ -158,7 +158,7 @@ def _asked(questions: Questions, f: Finding) -> Iterator[Gain | None]:
 
 def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
     facts = [fact for own in getattr(run, "facts", {}).values() for fact in own]
-    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.THREADS)
+    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
     loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
     cores = trace.cores or usable_cores()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -12,16 +12,17 @@ __all__ = ["Fact", "FactKind"]
 class FactKind(Enum):
     """What a fact is about, and what its values are by name."""
 
-    INPUTS = "a training forward pass of a data-parallel model: the sum of each input, and its number of rows"
-    GRADIENTS = "DistributedDataParallel's gradients after a backward pass outside of no_sync: their sums"
-    PARAMETERS = "an optimizer's parameters that are not sharded: their sums"
-    BUFFERS = "DistributedDataParallel's floating-point buffers: their means"
-    OPERAND = "what a rank has given to a gather or a reduction: its sum"
+    INPUTS = "a training forward pass of a data-parallel model: the digest of each input, and its number of rows"
+    GRADIENTS = "DistributedDataParallel's gradients after a backward pass outside of no_sync: their digests"
+    PARAMETERS = "an optimizer's parameters that are not sharded: their digests"
+    LAST_PARAMETERS = "the same after the run"
+    BUFFERS = "DistributedDataParallel's running means: their means, and the standard deviations of what they are means of"
+    OPERAND = "what a rank has given to an all-gather or all-reduce: its digest; without a line in a backward pass"
     SAMPLER = "a pass over a DistributedSampler: its epoch and sizes, and how often the rank has trained until the next pass"
     NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
     LOSS = "a loss that is not finite"
     LOADER = "a DataLoader over which the rank has iterated: its number of workers"
-    THREADS = "the number of threads with which an operator of torch computes"
+    RUN = "at the end: with how many threads an operator of torch computes, and in how many steps tensors were noted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Fact:
         of: what must be the same on the ranks to be compared: a process group and the number of its operation, an
             optimizer, ...
         ranks: the ranks whose facts are compared; () for all that were called.
-        values: its values by name; sums are those of the bits, so that equal tensors have equal sums. None
-            for a tensor that does not exist, or cannot be summed.
+        values: its values by name; tensors with the same bits have the same digest. None for a tensor that
+            does not exist, or has none.
     """
 
     kind: FactKind

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from labkit.tracing.trace import Scalar, Trace
 __all__ = ["FaultKind", "SilentFault", "at", "faults_in", "may_have_own_tasks"]
 
 METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters
-MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END})
+MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END, Traffic.PAIRWISE})
 
 
 class FaultKind(Enum):
@@ -29,6 +29,10 @@ class FaultKind(Enum):
 
     NEVER_WAITED_FOR = "Keep what it returns, and call wait() on it before you use the tensor."
     OPTIMIZER_STEPS = "All ranks must decide together whether to step: all-reduce what the decision depends on."
+    OPTIMIZER_STEPS_BY_HAND = (
+        "If the ranks train one model, they must decide together whether to step: all-reduce what the decision depends on.",
+        False,
+    )
     OTHER_ROOT = (
         "If that is not intended: src and dst are ranks of the whole world, group_src and group_dst those of the group.",
         False,
@@ -37,7 +41,8 @@ class FaultKind(Enum):
         "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: leave it "
         "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too."
     )
-    SAME_INPUTS = "Give each rank its own part of the data, for example by a DistributedSampler."
+    SAME_DATA = "Give each rank its own part of the data, for example by a DistributedSampler."
+    SAME_INPUTS = "If the model does not divide them itself, give each rank its own part, as by a DistributedSampler.", False
     OTHER_BATCH_SIZES = (
         "If the loss is a mean over the batch, averaging gradients over ranks gives rows of a small batch more weight.",
         False,
@@ -53,10 +58,14 @@ class FaultKind(Enum):
     )
     SAME_OPERANDS = "If that is not intended: equal seeds give equal random numbers on all ranks.", False
     SAME_ORDER = "Call sampler.set_epoch(epoch) before each epoch."
-    PADDED_EVALUATION = "To evaluate, give each rank indices[rank::ranks] of the data set, which repeats none."
+    PADDED_EVALUATION = (
+        "If they count twice in a mean over all ranks: to evaluate, give each rank indices[rank::ranks], which repeats none.",
+        False,
+    )
     NO_SYNC = "Put the forward pass inside no_sync(), too."
     LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
-    NOT_FINITE = ""
+    RECORDED = ""
+    NOT_FINITE = "", False
 
     def __init__(self, cure: str, certain: bool = True) -> None:
         self.cure, self.certain = cure, certain
@@ -91,7 +100,7 @@ class SilentFault:
         return self.kind.certain
 
     def __str__(self) -> str:
-        return f"{self.sentence} {self.cure}".rstrip()
+        return f"{'' if self.certain else 'Perhaps: '}{self.sentence} {self.cure}".rstrip()
 
 
 def faults_in(trace: Trace) -> list[SilentFault]:
@@ -107,32 +116,54 @@ def _never_waited_for(trace: Trace) -> Iterator[SilentFault]:
         places[names[name], names[line]].add(rank)
     for (name, line), ranks in places.items():
         where = "" if len(ranks) == len(trace.ranks) else f" on {listed(trace.ranks[rank] for rank in sorted(ranks))}"
+        moves = type_of(name).traffic is not Traffic.TOGETHER
+        follows = "have used its tensor" if moves else "have run"
         sentence = (
-            f"The asynchronous {name}{at(line)} was never waited for{where}: what follows may have used its "
-            "tensor before it completed."
+            f"The asynchronous {name}{at(line)} was never waited for{where}: what follows may {follows} before it completed."
         )
         yield SilentFault(FaultKind.NEVER_WAITED_FOR, tuple(sorted(ranks)), line, sentence)
 
 
 def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
-    """Find optimizers that stepped on some ranks less often than on others, if nothing made the ranks equal later."""
+    """Find optimizers that stepped on some ranks less often than on others, if nothing made the ranks equal later.
+
+    Only steps after a reduction count, be it of DistributedDataParallel in a backward pass, or by hand: ranks that
+    reduce nothing train models of their own.
+    """
     data, names = trace.columns.data, trace.columns.names
     steps = data[(data["kind"] == COMPUTE) & (data["name"] == trace.columns.name_id(OPTIMIZER))]
     called = np.unique(data["rank"][data["kind"] == CALL]).tolist()
-    counts = [int((steps["rank"] == rank).sum()) for rank in called]
-    if len(set(counts)) < 2:
+    operations = np.flatnonzero(data["kind"] == COMMUNICATION)
+    within = in_backward(trace)
+    reducing = np.array([type_of(name).reduces for name in names] or [False])
+    reductions = operations[reducing[data["name"][operations]] & (data["nbytes"][operations] > METRICS_BYTES)]
+    reductions = np.union1d(reductions, within[reducing[data["name"][within]]])
+    counted_steps = {rank: _after_reductions(data[reductions], steps, rank) for rank in called}
+    if len({len(own) for own in counted_steps.values()}) < 2 or may_have_own_tasks(trace):
         return
+    every = np.concatenate(list(counted_steps.values()))
     # Ranks without an optimizer may receive the parameters after each step.
-    since_ns = steps["end_ns"].max() if min(counts) else steps["end_ns"].min()
-    travels = data["kind"] == COMMUNICATION
-    later = travels & (data["start_ns"] > since_ns) & (data["nbytes"] > METRICS_BYTES)
-    later[in_backward(trace)] = False
-    if later.any() or may_have_own_tasks(trace):
+    since_ns = every["end_ns"].max() if all(map(len, counted_steps.values())) else every["end_ns"].min()
+    later = np.setdiff1d(operations[data["start_ns"][operations] > since_ns], within)
+    if any(_may_equalize(names[data["name"][number]], int(data["nbytes"][number])) for number in later):
         return
-    line = names[steps["line"][0]]
-    times = [f"{counted(count, 'time')} on {trace.ranks[rank]}" for rank, count in zip(called, counts, strict=True)]
+    line = names[every["line"][0]]
+    times = [f"{counted(len(own), 'time')} on {trace.ranks[rank]}" for rank, own in counted_steps.items()]
     sentence = f"The optimizer{at(line)} stepped {listed(times)}, and nothing made the ranks' parameters equal afterwards."
-    yield SilentFault(FaultKind.OPTIMIZER_STEPS, tuple(called), line, sentence)
+    kind = FaultKind.OPTIMIZER_STEPS if len(np.intersect1d(reductions, within)) else FaultKind.OPTIMIZER_STEPS_BY_HAND
+    yield SilentFault(kind, tuple(called), line, sentence)
+
+
+def _after_reductions(reductions: Any, steps: Any, rank: int) -> Any:
+    """Return those steps of a rank before which it has reduced something since the step before."""
+    own = steps[steps["rank"] == rank]
+    before = np.searchsorted(np.sort(reductions["start_ns"][reductions["rank"] == rank]), own["start_ns"])
+    return own[np.diff(before, prepend=0) > 0]
+
+
+def _may_equalize(name: str, nbytes: int) -> bool:
+    """Whether an operation may give all ranks the same parameters, which may be few."""
+    return (type_of(name).traffic is Traffic.FROM_ROOT and nbytes > 0) or nbytes > METRICS_BYTES
 
 
 def may_have_own_tasks(trace: Trace) -> bool:
@@ -170,7 +201,7 @@ def _recorded_values(trace: Trace) -> Iterator[SilentFault]:
     for (name, rank), scalar in first.items():
         steps = int((trace.step_bounds(rank)[:, 1] < scalar.time_ns).sum())
         sentence = f"The recorded {name} was {scalar.value} on {trace.ranks[rank]} after {counted(steps, 'step')}."
-        yield SilentFault(FaultKind.NOT_FINITE, (rank,), "", sentence)
+        yield SilentFault(FaultKind.RECORDED, (rank,), "", sentence)
 
 
 def at(line: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from labkit.errors.lists import counted, listed
 from labkit.errors.wrong_calls import public_api
+from labkit.recording.operations import Traffic, type_of
 from labkit.recording.rank_facts import Fact, FactKind
 from labkit.tracing.run_argument import trace_of
 from labkit.tracing.silent_faults import FaultKind, SilentFault, at, faults_in, may_have_own_tasks
@@ -22,7 +23,7 @@ from labkit.tracing.trace import Trace
 __all__ = ["Verdict", "faults_of", "verdict"]
 
 Facts = Mapping[int, Sequence[Fact]]  # by rank
-BUFFERS_DIFFER: Final = 0.2  # of the larger mean: batches of one kind of data differ by less
+BUFFERS_DIFFER: Final = 0.5  # of the standard deviation: batches of one kind of data differ by less
 MOST_NAMES: Final = 4  # of tensors in a sentence
 MOST_ELEMENTS: Final = 1_000_000  # of a result that is searched for nan
 COMPARED: Final = {FactKind.PARAMETERS: "parameters", FactKind.GRADIENTS: "gradients", FactKind.INPUTS: "inputs"}
@@ -53,8 +54,7 @@ class Verdict:
     compared: str
 
     def __repr__(self) -> str:
-        lines = [f"{'' if fault.certain else 'Perhaps: '}{fault}" for fault in self.faults]
-        return "\n".join([*lines, self.compared])
+        return "\n".join([*map(str, self.faults), self.compared])
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -89,17 +89,26 @@ def verdict(run: CheckedRun) -> Verdict:
 def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
     """Return the faults of a run; without its trace, those that the facts and the results show."""
     facts, ranks = run.facts, run.ranks
-    found = [*_gradients(facts, ranks), *_inputs(facts, ranks), *_buffers(facts, ranks)]
-    shown = [] if trace is None else faults_in(trace)
-    if trace is not None and not found and not shown and not may_have_own_tasks(trace):
-        found += _parameters(facts, ranks)
-    if not any(fault.kind is FaultKind.SAME_INPUTS for fault in found):
+    gradients, shown = list(_gradients(facts, ranks)), [] if trace is None else faults_in(trace)
+    found = [*gradients, *_inputs(facts, ranks), *_buffers(facts, ranks)]
+    if trace is not None and not any(fault.certain for fault in [*gradients, *shown]):
+        found += _parameters(facts, ranks, own_tasks=may_have_own_tasks(trace))
+    if not any(fault.kind in (FaultKind.SAME_DATA, FaultKind.SAME_INPUTS) for fault in found):
         found += _operands(facts)
-    return [*found, *shown, *_samplers(facts), *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
+    passes = _samplers(facts, averages=trace is not None and _averages(trace))
+    return [*found, *shown, *passes, *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
+
+
+def _averages(trace: Trace) -> bool:
+    """Whether the ranks combine numbers of theirs."""
+    return any(type_of(name).collective and type_of(name).traffic is not Traffic.TOGETHER for name in trace.columns.names)
 
 
 def _aligned(facts: Facts, kind: FactKind) -> Iterator[dict[int, Fact]]:
-    """Yield what the ranks have noted together: by rank, its fact of this kind, if all ranks concerned have one."""
+    """Yield what the ranks have noted together: by rank, its fact of this kind, if all ranks concerned have one.
+
+    Facts of another step, line or name are not of the same moment, because a rank has done more than others.
+    """
     found: dict[tuple[Any, ...], dict[int, Fact]] = defaultdict(dict)
     for rank, own in facts.items():
         counts: Counter[tuple[Any, ...]] = Counter()
@@ -109,7 +118,8 @@ def _aligned(facts: Facts, kind: FactKind) -> Iterator[dict[int, Fact]]:
                 found[*which, counts[which]][rank] = fact
                 counts[which] += 1
     for (_, ranks, _), together in found.items():
-        if len(together) == len(ranks or facts) > 1:
+        moments = {(fact.step, fact.line, *fact.values) for fact in together.values()}
+        if len(together) == len(ranks or facts) > 1 and len(moments) == 1:
             yield together
 
 
@@ -139,14 +149,16 @@ def _gradients(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
 
 def _inputs(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     every = list(_aligned(facts, FactKind.INPUTS))
-    if len(every) > 1 and not any(_differing(together) for together in every):
+    known = all(value is not None for together in every for fact in together.values() for value in fact.values.values())
+    if len(every) > 1 and known and not any(_differing(together) for together in every):
         together = every[0]
         line = _first(together).line
-        sentence = (
-            f"The model got the same inputs{at(line)} on {_of(together, ranks)}, in all {len(every)} compared passes: together, "
-            "these ranks do the work of one."
-        )
-        yield SilentFault(FaultKind.SAME_INPUTS, tuple(together), line, sentence)
+        # What is averaged in backward passes are gradients.
+        averaged = [operands for operands in _aligned(facts, FactKind.OPERAND) if not _first(operands).line]
+        same = bool(averaged) and not any(_differing(operands) for operands in averaged)
+        work = ", and so were their gradients: together, these ranks do the work of one" if same else ""
+        sentence = f"The model's inputs{at(line)} were the same on {_of(together, ranks)} in all compared passes{work}."
+        yield SilentFault(FaultKind.SAME_DATA if same else FaultKind.SAME_INPUTS, tuple(together), line, sentence)
     for together in every:
         rows = [fact.values.get("rows") for fact in together.values()]
         if len(set(rows)) > 1:
@@ -156,33 +168,37 @@ def _inputs(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
             return
 
 
-def _parameters(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+def _parameters(facts: Facts, ranks: Sequence[str], *, own_tasks: bool) -> Iterator[SilentFault]:
     """Find replicas that drift apart: equal before the first step, different later, and never equal again."""
-    of_optimizers: dict[str, list[dict[int, Fact]]] = defaultdict(list)
+    of_optimizers: dict[tuple[Any, ...], list[dict[int, Fact]]] = defaultdict(list)
     for together in _aligned(facts, FactKind.PARAMETERS):
-        of_optimizers[_first(together).of].append(together)
-    for states in of_optimizers.values():
+        of_optimizers[_first(together).of, _first(together).ranks].append(together)
+    # After the run, one rank may have loaded other parameters, to save them.
+    last = {(_first(t).of, _first(t).ranks): _differing(t) for t in _aligned(facts, FactKind.LAST_PARAMETERS)}
+    for (optimizer, averaged), states in of_optimizers.items():
         differ = [_differing(together) for together in states]
         drifted = next((i for i, names in enumerate(differ) if names), 0)
-        if not drifted or not all(differ[drifted:]):  # averaged again, as by local SGD
+        equal_again = not all(differ[drifted:]) or last.get((optimizer, averaged)) == []  # as by local SGD
+        if not drifted or equal_again or (own_tasks and not averaged):
             continue
         together, names = states[drifted], differ[drifted]
-        averaged = any(fact.kind is FactKind.GRADIENTS for fact in facts[min(together)])
-        kind = FaultKind.REPLICAS_DIFFER if averaged else FaultKind.PARAMETERS_DIFFER
         sentence = (
             f"The parameters were equal on {_of(together, ranks)} before the first step, and differ after "
             f"{counted(_first(together).step, 'step')}: {_some(names)}."
         )
+        kind = FaultKind.REPLICAS_DIFFER if averaged else FaultKind.PARAMETERS_DIFFER
         yield SilentFault(kind, tuple(together), "", sentence, tuple(names))
         return
 
 
 def _buffers(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
-    for together in _aligned(facts, FactKind.BUFFERS):
+    last = {_first(together).of: together for together in _aligned(facts, FactKind.BUFFERS)}
+    for together in last.values():
         names = []
         for name in _differing(together):
             means = [fact.values[name] for fact in together.values()]
-            if max(means) - min(means) > BUFFERS_DIFFER * max(map(abs, means)):
+            deviations = [fact.values.get(f"{name}, deviation", math.inf) for fact in together.values()]
+            if max(means) - min(means) > BUFFERS_DIFFER * max(deviations):
                 names.append(name)
         if names:
             means = [f"{fact.values[names[0]]:.3g}" for fact in together.values()]
@@ -204,25 +220,23 @@ def _operands(facts: Facts) -> Iterator[SilentFault]:
             yield SilentFault(FaultKind.SAME_OPERANDS, tuple(every[0]), line, sentence)
 
 
-def _samplers(facts: Facts) -> Iterator[SilentFault]:
+def _samplers(facts: Facts, *, averages: bool) -> Iterator[SilentFault]:
     passes = [fact for fact in facts[min(facts)] if fact.kind is FactKind.SAMPLER] if facts else []
     complete = [fact for fact in passes if fact.values["complete"]]
     trains = any(fact.values["trained"] for fact in passes)
-    orders = Counter(
-        (fact.of, fact.values["epoch"], fact.line)
-        for fact in complete
-        if fact.values["shuffle"] and not fact.values["evaluates"] and (fact.values["trained"] or not trains)
-    )
-    for (_, epoch, line), count in orders.items():
+    training = [f for f in complete if not f.values["evaluates"] and (f.values["trained"] or not trains)]
+    # A program that sets the epoch again, to that of an earlier pass, wants the same order.
+    alike = [(f.of, f.values["epoch"], f.values["set_epoch"], f.line) for f in training if f.values["shuffle"]]
+    for (_, epoch, _, line), count in Counter(alike).items():
         if count > 1:
             sentence = f"{count} passes over a DistributedSampler{at(line)} had the same random order, that of epoch {epoch}."
             yield SilentFault(FaultKind.SAME_ORDER, tuple(facts), line, sentence)
-    padded = {(f.line, f.values["samples"], f.values["size"]): None for f in complete if not f.values["trained"]}
-    for line, samples, size in padded:
+    evaluating = [f for f in complete if averages and (f.values["evaluates"] or not trains)]
+    for line, samples, size in dict.fromkeys((f.line, f.values["samples"], f.values["size"]) for f in evaluating):
         if samples > size:
             sentence = (
                 f"A pass over a DistributedSampler{at(line)} that trained nothing had {samples} samples, for a data set of "
-                f"{size}: {counted(samples - size, 'sample')} came twice, and count twice in an average over all ranks."
+                f"{size}: {counted(samples - size, 'sample')} came twice."
             )
             yield SilentFault(FaultKind.PADDED_EVALUATION, tuple(facts), line, sentence)
 
@@ -247,9 +261,9 @@ def _losses(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
 
 
 def _results(results: Sequence[Any], ranks: Sequence[str]) -> Iterator[SilentFault]:
-    if bad := [rank for rank, result in enumerate(results) if _has_nan(result)]:
-        sentence = f"What {listed(ranks[rank] for rank in bad)} returned contains nan."
-        yield SilentFault(FaultKind.NOT_FINITE, tuple(bad), "", sentence)
+    if results and all(map(_has_nan, results)):  # a rank that has no result may return nan
+        sentence = f"What {listed(ranks)} returned contains nan."
+        yield SilentFault(FaultKind.NOT_FINITE, tuple(range(len(ranks))), "", sentence)
 
 
 def _has_nan(value: Any, depth: int = 0) -> bool:
@@ -268,17 +282,17 @@ def _has_nan(value: Any, depth: int = 0) -> bool:
 
 def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
     """Return what was compared, in words."""
-    kinds = {fact.kind for own in facts.values() for fact in own}
-    steps = {fact.step for own in facts.values() for fact in own if fact.kind in COMPARED}
-    taken = max(steps, default=0)  # the last facts are noted after the last step
-    if not steps:
-        return "No tensors were compared: run the function with check=True, with torch, and with an optimizer."
+    every = [fact for own in facts.values() for fact in own]
+    kinds = {fact.kind for fact in every}
     words = listed(word for kind, word in COMPARED.items() if kind in kinds)
-    when = f" in {len(steps - {taken})} of {counted(taken, 'step')}" if taken else ""
+    if not words:
+        return "No parameters, gradients or inputs were compared: that needs check=True, and an optimizer of torch."
+    runs = [fact for fact in every if fact.kind is FactKind.RUN]
+    steps = max((fact.step for fact in runs), default=0)
+    looked = max((fact.values["compared"] for fact in runs), default=0)
+    when = f" in {min(looked, steps)} of {counted(steps, 'step')}" if steps else ""
     tensors = f"{words} of {counted(len(facts), 'rank')}{when}"
-    if faults:
-        return f"Compared: {tensors}."
-    return f"No fault was found: {tensors} are as they should be."
+    return f"Compared: {tensors}." if faults else f"No fault was found: {tensors} are as they should be."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -176,7 +176,7 @@ def test_threads_are_compared_with_cores_before_more_cores_are_advised(monkeypat
     monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     trace = data_parallel()
     monkeypatch.setattr(module, "limit_of", lambda _: dataclasses.replace(limit_of(trace), limit=Limit.COMPUTE))
-    text = explain(Run(trace, Fact(FactKind.THREADS, 0, "", values={"threads": threads}))).text
+    text = explain(Run(trace, Fact(FactKind.RUN, 0, "", values={"threads": threads}))).text
     assert words in text
     assert text.startswith("Other programs keep this machine busy") == (load > 1)
 

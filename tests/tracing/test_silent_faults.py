@@ -50,10 +50,43 @@ def test_a_mean_of_losses_makes_nothing_equal():
     assert kinds(stepping(5, 4, after=[("all_reduce", 8), ("barrier", 0)])) == [FaultKind.OPTIMIZER_STEPS]
 
 
-@pytest.mark.parametrize("name", ["broadcast", "all_reduce", "all_gather", "scatter"])
-def test_parameters_may_be_made_equal_later(name):
-    """As at the end of `Join`, or in federated averaging."""
-    assert kinds(stepping(5, 4, after=[(name, MB)])) == []
+@pytest.mark.parametrize(
+    ("name", "nbytes"), [("broadcast", MB), ("all_reduce", MB), ("all_gather", MB), ("scatter", MB), ("broadcast", 4)]
+)
+def test_parameters_may_be_made_equal_later(name, nbytes):
+    """As at the end of `Join`, even of a model with one weight, or in federated averaging."""
+    assert kinds(stepping(5, 4, after=[(name, nbytes)])) == []
+
+
+def by_hand(*counts, nbytes=MB):
+    """Ranks that average gradients after the backward pass, by hand."""
+    book = Book()
+    for rank, count in enumerate(counts):
+        for step in range(max(counts)):
+            book.travel(rank, "all_reduce", 10 * step + 1, 10 * step + 4, nbytes=nbytes, group="world", match=step + 1)
+            if step < count:
+                book.compute(rank, "optimizer", 10 * step + 6, 10 * step + 8, line="cell 3, line 9")
+        book.whole(rank, "call", 0, 10 * max(counts) + 10)
+    return book
+
+
+def test_ranks_that_average_by_hand_may_train_one_model():
+    (fault,) = faults_in(by_hand(5, 4).trace(2))
+    assert (fault.kind, fault.certain) == (FaultKind.OPTIMIZER_STEPS_BY_HAND, False)
+    assert str(fault).startswith("Perhaps: The optimizer")
+
+
+def test_ranks_that_average_only_losses_may_train_their_own_models():
+    """As in a search for the best learning rate."""
+    assert kinds(by_hand(5, 4, nbytes=8).trace(2)) == []
+
+
+def test_an_optimizer_that_one_rank_has_beside_the_common_one():
+    """As for a probe of the features."""
+    book = by_hand(3, 3)
+    for step in range(7):
+        book.compute(0, "optimizer", 40 + step, 40.5 + step, line="cell 3, line 9")
+    assert kinds(book.trace(2)) == []
 
 
 def test_one_rank_that_steps_may_send_the_others_what_it_has():
@@ -167,5 +200,5 @@ def test_recorded_values_that_are_not_finite():
             book.scalar(rank, "accuracy", 10 * step + 9, 0.5)
         book.whole(rank, "call", 0, 40)
     (fault,) = faults_in(book.trace(2))
-    assert (fault.kind, fault.ranks) == (FaultKind.NOT_FINITE, (1,))
+    assert (fault.kind, fault.ranks) == (FaultKind.RECORDED, (1,))
     assert fault.sentence == "The recorded loss was nan on rank 1 after 2 steps."

@@ -105,6 +105,15 @@ def reads_the_same() -> None:
     train(model)
 
 
+def reads_the_same_by_fsdp2() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model)
+    torch.manual_seed(5)
+    train(model)
+
+
 def batches_of_two_sizes() -> None:
     train(DistributedDataParallel(net()), batch=lambda: torch.randn(4 + dist.get_rank(), 8))
 
@@ -184,12 +193,13 @@ def global_rank_in_a_group() -> None:
         ),
         (backward_outside_of_no_sync, FaultKind.GRADIENTS_DIFFER, True, ["0.weight", "no_sync()"]),
         (averages_nothing, FaultKind.PARAMETERS_DIFFER, False, ["after 1 step", "0.weight, 0.bias, 2.weight and 2.bias"]),
-        (reads_the_same, FaultKind.SAME_INPUTS, True, ["DistributedSampler"]),
+        (reads_the_same, FaultKind.SAME_DATA, True, ["do the work of one", "DistributedSampler"]),
+        (reads_the_same_by_fsdp2, FaultKind.SAME_INPUTS, False, ["were the same on rank 0 and rank 1"]),
         (batches_of_two_sizes, FaultKind.OTHER_BATCH_SIZES, False, ["4 and 5 rows"]),
         (statistics_of_one_rank, FaultKind.BUFFERS_DIFFER, False, ["0.running_mean", "SyncBatchNorm"]),
         (equal_shards, FaultKind.SAME_OPERANDS, False, ["all_gather"]),
         (same_order, FaultKind.SAME_ORDER, True, ["3 passes", "set_epoch"]),
-        (padded_evaluation, FaultKind.PADDED_EVALUATION, True, ["10 samples, for a data set of 9: 1 sample came twice"]),
+        (padded_evaluation, FaultKind.PADDED_EVALUATION, False, ["10 samples, for a data set of 9: 1 sample came twice"]),
         (forward_outside_of_no_sync, FaultKind.NO_SYNC, True, ["3 all-reduces"]),
         (loss_is_nan, FaultKind.LOSS, True, ["nan on rank 1 after 0 steps"]),
     ],
@@ -348,7 +358,97 @@ def gathers_counts() -> None:
     dist.all_gather([torch.empty(3) for _ in range(dist.get_world_size())], torch.tensor([0.1, 0.2, 0.3]))
 
 
+def one_hot_and_permuted() -> None:
+    """Batches with the same elements in another order."""
+    train(DistributedDataParallel(nn.Linear(16, 1)), batch=lambda: torch.eye(16)[torch.randperm(16)])
+
+
+def data_in_a_dict() -> None:
+    class Positional(nn.Linear):
+        def forward(self, data: Any, positions: Any) -> Any:
+            return super().forward(data["x"] + positions)
+
+    torch.manual_seed(0)
+    model, positions = DistributedDataParallel(Positional(8, 1)), torch.arange(8.0)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(3):
+        model({"x": torch.randn(4, 8)}, positions).square().mean().backward()
+
+
+def generator_and_discriminator() -> None:
+    """The discriminator's gradients are its rank's own where only the generator is trained."""
+    generator, discriminator = DistributedDataParallel(net()), DistributedDataParallel(nn.Linear(1, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, discriminator)]
+    for _ in range(3):
+        discriminator.zero_grad()
+        discriminator(generator(torch.randn(4, 8)).detach()).mean().backward()
+        optimizers[1].step()
+        generator.zero_grad()
+        (-discriminator.module(generator(torch.randn(4, 8)))).mean().backward()
+        optimizers[0].step()
+
+
+def one_rank_does_more() -> None:
+    model = DistributedDataParallel(net())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model.module(torch.ones(1, 8))
+    train(model)
+    if dist.get_rank() == 0:
+        probe = nn.Linear(8, 1)
+        train(probe)
+        torch.autograd.grad(model.module(torch.ones(1, 8)).sum(), list(model.module.parameters()))
+        model.module.load_state_dict({name: value + 1 for name, value in model.module.state_dict().items()})  # its average
+    dist.barrier()
+
+
+def an_encoder_without_sync() -> None:
+    encoder, decoder = DistributedDataParallel(nn.Linear(8, 8)), DistributedDataParallel(net())
+    train(decoder)
+    with encoder.no_sync():
+        decoder(torch.randn(4, 8)).mean().backward()
+
+
+def unusual_tensors() -> None:
+    table = DistributedDataParallel(nn.EmbeddingBag(10, 4, sparse=True))
+    table(torch.arange(6).reshape(2, 3)).sum().backward()
+    dist.all_reduce(torch.eye(4).to_sparse())
+    lazy = [nn.Parameter(torch.ones(3)), *nn.LazyLinear(4).parameters()]
+    torch.optim.SGD(lazy, lr=0.1).step()
+    model = DistributedDataParallel(net())
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    x.resize_(8, 8)
+
+
+def traced_gradients() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    weight = torch.ones(3, requires_grad=True)
+    make_fx(lambda x: torch.autograd.grad((weight * x).sum(), weight)[0])(torch.ones(3))
+    make_fx(lambda x: (weight * x).sum().backward())(torch.ones(3))
+
+
+def samplers_used_in_other_ways() -> None:
+    sampler = DistributedSampler(range(15), seed=3)
+    order = iter(sampler)
+    sampler.set_epoch(5)
+    first = list(order)
+    sampler.set_epoch(0)
+    assert list(sampler) == first, "the order is that of the epoch at the time of iter()"
+    data = TensorDataset(torch.randn(15, 8))
+    train_set, model = DistributedSampler(data), DistributedDataParallel(net())
+    for step, (x,) in enumerate(DataLoader(data, batch_size=4, sampler=train_set)):
+        if step == 0:
+            with torch.no_grad():
+                for (y,) in DataLoader(TensorDataset(torch.randn(4, 8)), sampler=DistributedSampler(range(4))):
+                    model.module(y)
+        model(x).sum().backward()
+
+
 HEALTHY = [
+    one_hot_and_permuted, data_in_a_dict, generator_and_discriminator, one_rank_does_more, an_encoder_without_sync,
+    unusual_tensors, traced_gradients, samplers_used_in_other_ways,
     with_ddp, with_no_sync, with_unused_parameters_found, by_hand, with_fsdp2, with_join, two_models, tensor_parallel,
     local_sgd, pipeline_of_equal_stages, waits_in_every_way, gathers_counts,
 ]  # fmt: skip
@@ -366,7 +466,7 @@ def test_what_was_compared(two: lab.Group) -> None:
 
 
 def test_nothing_compared(two: lab.Group) -> None:
-    assert "No tensors were compared" in repr(verdict(two.run(by_hand)))
+    assert "were compared: that needs check=True" in repr(verdict(two.run(by_hand)))
 
 
 def test_every_tenth_step_is_compared(two: lab.Group) -> None:
@@ -398,21 +498,21 @@ def test_parameters_in_every_format(two: lab.Group) -> None:
     """A sum is taken of any tensor; one that has none is left out."""
 
     def formats() -> list[bool]:
-        from labkit.comm.training_facts import _sum
+        from labkit.comm.training_facts import _digest
 
         tensors = [torch.randn(7, dtype=t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.complex64)]
         tensors += [torch.arange(5), torch.tensor([True, False, True]), torch.randn(3, 5).t(), torch.tensor(2.5), torch.empty(0)]
-        sums = [_sum(tensor) for tensor in tensors]
-        again = [_sum(tensor.clone()) for tensor in tensors]
-        changed = [_sum(tensor.logical_not() if tensor.dtype is torch.bool else tensor + 1) for tensor in tensors]
-        none = [_sum(torch.eye(3).to_sparse()), _sum(torch.empty(3, device="meta"))]
+        sums = [_digest(tensor) for tensor in tensors]
+        again = [_digest(tensor.clone()) for tensor in tensors]
+        changed = [_digest(tensor.logical_not() if tensor.dtype is torch.bool else tensor + 1) for tensor in tensors]
+        none = [_digest(torch.eye(3).to_sparse()), _digest(torch.empty(3, device="meta"))]
         return [sums == again, sum(a != b for a, b in zip(sums, changed, strict=True)) == len(sums) - 1, none == [None, None]]
 
     assert two.run(formats).results == [[True, True, True]] * 2
 
 
 def test_the_live_picture_and_cells(two: lab.Group) -> None:
-    assert verdict(two.watch(reads_the_same, check=True)).faults[0].kind == FaultKind.SAME_INPUTS
+    assert verdict(two.watch(reads_the_same, check=True)).faults[0].kind is FaultKind.SAME_DATA
     two.run_cell("import torch", "<cell 1>", "cell 1")
     run = two.run_cell("1 + 1", "<cell 2>", "cell 2", check=True)
     assert verdict(run).faults == ()
@@ -508,12 +608,22 @@ class Checked:
     ],
 )  # fmt: skip
 def test_results_that_are_nan(result: Any, found: bool) -> None:
-    faults = faults_of(Checked([], [], results=[0.0, result]), None)
-    assert [(fault.kind, fault.ranks) for fault in faults] == [(FaultKind.NOT_FINITE, (1,))] * found
+    faults = faults_of(Checked([], [], results=[result, result]), None)
+    assert [(fault.kind, fault.ranks) for fault in faults] == [(FaultKind.NOT_FINITE, (0, 1))] * found
+    assert faults_of(Checked([], [], results=[0.0, result]), None) == [], "a rank without a loss"
 
 
 def passes(*values: dict[str, Any]) -> list[Fact]:
-    whole = {"epoch": 0, "shuffle": True, "samples": 8, "size": 8, "evaluates": False, "complete": True, "trained": 4}
+    whole = {
+        "epoch": 0,
+        "shuffle": True,
+        "samples": 8,
+        "size": 8,
+        "evaluates": False,
+        "complete": True,
+        "trained": 4,
+        "set_epoch": 0,
+    }
     return [Fact(FactKind.SAMPLER, 0, "cell 1, line 5", "sampler 0", (), whole | own) for own in values]
 
 
@@ -527,6 +637,8 @@ def passes(*values: dict[str, Any]) -> list[Fact]:
         passes({}, {"trained": 0}, {"epoch": 1}, {"trained": 0}),  # an evaluation that does not say so
         passes({"samples": 10, "trained": 3}),  # padding, in training
         passes({"samples": 10, "trained": 0, "complete": False}),
+        passes({"set_epoch": 1}, {"set_epoch": 2}),  # a second training with other settings, in the same order
+        passes({"samples": 10, "trained": 0}),  # nothing is averaged
     ],
 )
 def test_passes_over_a_sampler_that_are_as_they_should_be(facts: list[Fact]) -> None:
