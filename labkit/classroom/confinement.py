@@ -227,6 +227,18 @@ def _note(log: str, act: str) -> None:
             pass
 
 
+def _folder_of(event: str, arguments: tuple[Any, ...], number: int) -> str:
+    """Return the folder to which a change's path is relative by its `dir_fd`; "" for none, or if it is unknown."""
+    fds = arguments[2:] if event in _OF_TWO else arguments[-1:]
+    fd = fds[min(number, len(fds) - 1)] if event in _CHANGES and event != "os.truncate" and fds else -1
+    if not isinstance(fd, int) or fd < 0:
+        return ""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
 def _kill_by_pidfd(pidfd: int, number: int, *_: Any) -> None:
     """Do what `signal.pidfd_send_signal` does, which is no event, by `os.kill`, which is one."""
     with open(f"/proc/self/fdinfo/{pidfd}") as file:
@@ -246,9 +258,9 @@ def _forbidden(
 ) -> str | None:
     """Return what an event is if it is forbidden, as the end of a sentence that begins with "it"."""
     if event in _PATHS:
-        for path in arguments[: 2 if event in _OF_TWO else 1]:
+        for number, path in enumerate(arguments[: 2 if event in _OF_TWO else 1]):
             if isinstance(path, (str, bytes)):
-                real = os.path.realpath(_exactly(path)) + os.sep
+                real = os.path.realpath(os.path.join(_folder_of(event, arguments, number), _exactly(path))) + os.sep
                 if real.startswith(hidden) or (real.startswith(judges) and _by_submission(sys._getframe(2), _BESIDE + _IMPORTS)):
                     return f"opens {os.path.basename(real[:-1])}, which is not for submissions"
                 changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)

@@ -109,7 +109,7 @@ class Phases:
                 self.facts.forward(args[0], (*args[1:], *kwargs.values()))
             elif noted and phase == BACKWARD:
                 self.facts.backward_begins()
-            elif noted and phase == DATA and hasattr(args[0], "num_workers"):  # not its iterator, for each batch
+            elif noted and phase == DATA and args and hasattr(args[0], "num_workers"):  # not its iterator, for each batch
                 self.facts.loads(args[0])
             result = function(*args, **kwargs)
             if noted and phase == BACKWARD:

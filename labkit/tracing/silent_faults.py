@@ -14,7 +14,7 @@ import numpy as np
 from labkit.errors.lists import counted, listed
 from labkit.recording.group_keys import ranks_of
 from labkit.recording.operations import Traffic, type_of
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OPTIMIZER, UNWAITED
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, MEASURED, OPTIMIZER, UNWAITED
 from labkit.tracing.overlapping import in_backward
 from labkit.tracing.trace import Scalar, Trace
 
@@ -131,7 +131,9 @@ def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
     reduce nothing train models of their own.
     """
     data, names = trace.columns.data, trace.columns.names
-    steps = data[(data["kind"] == COMPUTE) & (data["name"] == trace.columns.name_id(OPTIMIZER))]
+    # A profiler, as TensorFlow's, does not see all of a run.
+    own = (data["kind"] == COMPUTE) & (data["flags"] & MEASURED == 0)
+    steps = data[own & (data["name"] == trace.columns.name_id(OPTIMIZER))]
     called = np.unique(data["rank"][data["kind"] == CALL]).tolist()
     operations = np.flatnonzero(data["kind"] == COMMUNICATION)
     within = in_backward(trace)
