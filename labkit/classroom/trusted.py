@@ -25,6 +25,7 @@ _TRUSTED: Final = {
     "fractions": ("Fraction",),
     "labkit.errors.causes": ("Cause",),
     "labkit.errors.exceptions": ("RankFailure",),
+    "labkit.recording.rank_facts": ("Fact", "FactKind"),
     "labkit.ipc.array_views": ("_array_at", "_storage_at"),
     "labkit.ipc.pickling": ("_sent_definition", "_storage_from", "_tensor_from"),
     "labkit.ipc.protocol": ("ImportedModule", "Offer"),
