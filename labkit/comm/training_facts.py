@@ -219,8 +219,8 @@ class TrainingFacts:
                 self._note_gradients(ddp)
 
     def _note_gradients(self, ddp: Any) -> None:
-        if not ddp.require_backward_grad_sync or (DDP_HOOKS.found and DDP_HOOKS.of(ddp, "_comm_hooks")):
-            return  # gradients may differ
+        if not ddp.require_backward_grad_sync or _has_hook(ddp):
+            return
         named = {n: p.grad for n, p in _averaged_by(ddp).items() if p.requires_grad}
         digests = {name: None if gradient is None else _digest(gradient) for name, gradient in named.items()}
         self._note(FactKind.GRADIENTS, digests, f"gradients of {len(named)}", _ranks_of(ddp.process_group))
@@ -256,9 +256,8 @@ class TrainingFacts:
     def _note_parameters(self, optimizer: Any, number: int, kind: FactKind = FactKind.PARAMETERS) -> None:
         models = [model for known in self._models if (model := known()) is not None]
         names = {id(p): name for model in models for name, p in nn.Module.named_parameters(model)}
-        averaged = {
-            id(p): tuple(_ranks_of(d.process_group)) for m in models for d in _ddp_inside(m) for p in _averaged_by(d).values()
-        }
+        averaging = [ddp for model in models for ddp in _ddp_inside(model) if not _has_hook(ddp)]
+        averaged = {id(p): tuple(_ranks_of(ddp.process_group)) for ddp in averaging for p in _averaged_by(ddp).values()}
         digests: dict[tuple[int, ...], dict[str, Any]] = {}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for i, parameter in enumerate(parameters):
@@ -349,6 +348,11 @@ def _collectives(model: Any) -> int:
 
 def _ddp_inside(model: Any) -> list[Any]:
     return [module for module in nn.Module.modules(model) if isinstance(module, DistributedDataParallel)]
+
+
+def _has_hook(ddp: Any) -> bool:
+    """Whether the program has a communication hook, which may let gradients differ, as for local SGD."""
+    return bool(DDP_HOOKS.found and DDP_HOOKS.of(ddp, "_comm_hooks"))
 
 
 def _averaged_by(ddp: Any) -> dict[str, Any]:
