@@ -199,6 +199,12 @@ class Records:
             found += zip(rows["start_ns"].tolist(), (names[line] for line in rows["line"].tolist()), strict=True)
         return [line for start_ns, line in sorted(found) if start_ns < at_ns]
 
+    def optimizer_steps(self, rank: int) -> int:
+        """Return how many optimizer steps a rank has ended."""
+        names = self._names_of(rank)
+        optimizer = names.index("optimizer") if "optimizer" in names else -1
+        return sum(int(((c["kind"] == COMPUTE) & (c["name"] == optimizer)).sum()) for c in self._chunks[rank])
+
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
         """Find the first operations with mismatched arguments.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from labkit.errors.lists import listed
+from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, find_deadlock
 from labkit.group.deadlock_words import origin_in_words
@@ -206,9 +206,21 @@ class DeadlockMonitor:
             sources[rank] = source_of(frames[-1]) if frames else ""
         sides += [Side([self._members[returned].name], [])] if returned is not None else []
         parted = parting_in_words(*sides) if all(sources.values()) else ""
+        if parted:
+            parted += self._steps_in_words([*sources, *([returned] if returned is not None else [])])
         here = [(i, p, stacks[i]) for i, p in waits if i in stacks and frames_at(p.line, stacks[i], None)]
         made_of = [origin_in_words(self._members[i].name, p, stack) for i, p, stack in here]
         return " ".join(filter(None, [parted, *made_of])), sources if parted else {}
+
+    def _steps_in_words(self, ranks: Sequence[int]) -> str:
+        """A sentence on how many optimizer steps ranks have done; "" for none."""
+        done = {self._members[i].name: self._records.optimizer_steps(i) for i in ranks}
+        if not any(done.values()):
+            return ""
+        (name, steps), *others = [(name, counted(number, "optimizer step")) for name, number in done.items()]
+        if all(number == steps for _, number in others):
+            return f" Each has done {steps}."
+        return f" So far, {listed([f'{name} has done {steps}', *(f'{other} {number}' for other, number in others)])}."
 
     def _is_in(self, rank: int, operation: Pending) -> bool:
         return any((p.group, p.match) == (operation.group, operation.match) for p in self._members[rank].reader.pending())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import re
 import sys
@@ -449,6 +450,25 @@ def test_methods(two: lab.Group) -> None:
         f"`if dist.get_rank() == 0 and step == 3` {condition} leaves the loop."
     ) in failure(two, Trainer().fit)
     assert "parted" not in failure(two, Trainer().save, 0), "rank 1 may be in the same round as rank 0, or a later one"
+
+
+def leaves_in_step_3(*, before: bool) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for step in range(5):
+        dist.all_reduce(torch.ones(1))
+        if before:
+            optimizer.step()
+        if dist.get_rank() == 0 and step == 2:
+            return
+        if not before:
+            optimizer.step()
+
+
+@pytest.mark.processes
+def test_the_steps_that_ranks_have_done(two: lab.Group) -> None:
+    assert "Each has done 3 optimizer steps." in failure(two, functools.partial(leaves_in_step_3, before=True))
+    said = failure(two, functools.partial(leaves_in_step_3, before=False))
+    assert "So far, rank 1 has done 3 optimizer steps and rank 0 2 optimizer steps." in said
 
 
 MODULE = """
