@@ -40,6 +40,7 @@ _MODULES = {
     "reveal": "exercises.guesses",
     "profile": "group.profile",
     "Run": "group.run",
+    "same_as_serial": "group.same_as_serial",
     "doctor": "notebook.doctor",
     "EmulatedMachines": "machines.emulated",
     "Ray": "machines.ray",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from labkit.exercises.guesses import reveal as reveal
     from labkit.group.profile import profile as profile
     from labkit.group.run import Run as Run
+    from labkit.group.same_as_serial import same_as_serial as same_as_serial
     from labkit.machines.emulated import EmulatedMachines as EmulatedMachines
     from labkit.machines.ray import Ray as Ray
     from labkit.machines.slurm import Slurm as Slurm

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.comm.backward import in_backward
 from labkit.comm.torch_internals import DDP_HOOKS, MODES
 from labkit.recording.import_hook import when_imported
-from labkit.recording.rank_facts import Fact, FactKind
+from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.recording.record import student_line
 
 __all__ = ["TrainingFacts"]
@@ -35,6 +35,7 @@ FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
 FEW_ELEMENTS: Final = 16  # tensors with fewer may well be equal
 MOST_OPTIMIZERS: Final = 4  # are kept until the run ends; a program may make one for each step
+MOST_ROWS: Final = 4096  # of a batch whose samples are noted
 LOOKED_AT: Final = 64  # elements of a tensor, to tell whether all are whole numbers, or equal
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 COLUMNS: Final = 1021  # a prime number: no rearrangement of rows leaves the digest on a GPU as it is
@@ -98,6 +99,7 @@ class TrainingFacts:
         self._note(FactKind.RUN, {"threads": torch.get_num_threads(), "compared": len(self._looked)})
         for number, optimizer in enumerate(self._optimizers):
             self._note_parameters(optimizer, number, FactKind.LAST_PARAMETERS)
+            self._note_sketches(optimizer, number, FactKind.LAST_VALUES)
 
     def install(self) -> None:
         """Wrap the functions of torch that are no phase of training."""
@@ -185,6 +187,9 @@ class TrainingFacts:
             self._calls(ddp)
         ranks = _data_parallel_ranks(model) if trains else []
         data = [value for value in inputs if not isinstance(value, PLAIN)]
+        samples = data[0] if data and type(data[0]) is Tensor and data[0].dim() and data[0].device.type == "cpu" else None
+        if trains and samples is not None and len(samples) <= MOST_ROWS:
+            self._note(FactKind.SAMPLES, {"rows": [_digest(row) for row in samples]}, f"model {number}")
         if ranks and any(type(value) is not Tensor or not _is_constant(value) for value in data):
             digests = {f"input {i}": _digest(value) if type(value) is Tensor else None for i, value in enumerate(data)}
             rows = {"rows": len(data[0])} if type(data[0]) is Tensor and data[0].dim() else {}
@@ -233,6 +238,7 @@ class TrainingFacts:
             if number == len(self._optimizers) < MOST_OPTIMIZERS:
                 self._optimizers.append(optimizer)
                 self._note_parameters(optimizer, number)
+                self._note_sketches(optimizer, number, FactKind.FIRST_GRADIENTS)
             elif number < MOST_OPTIMIZERS and self._due():
                 self._note_parameters(optimizer, number)
 
@@ -254,19 +260,32 @@ class TrainingFacts:
         return next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
 
     def _note_parameters(self, optimizer: Any, number: int, kind: FactKind = FactKind.PARAMETERS) -> None:
-        models = [model for known in self._models if (model := known()) is not None]
-        names = {id(p): name for model in models for name, p in nn.Module.named_parameters(model)}
-        averaging = [ddp for model in models for ddp in _ddp_inside(model) if not _has_hook(ddp)]
+        averaging = [ddp for model in self._living_models() for ddp in _ddp_inside(model) if not _has_hook(ddp)]
         averaged = {id(p): tuple(_ranks_of(ddp.process_group)) for ddp in averaging for p in _averaged_by(ddp).values()}
         digests: dict[tuple[int, ...], dict[str, Any]] = {}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, parameter in enumerate(parameters):
-            if not _is_sharded(parameter):
-                name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i}"
-                of_ranks = digests.setdefault(averaged.get(id(parameter), ()), {})
-                of_ranks[f"{name} of parameter {i}" if name in of_ranks else name] = _digest(parameter)
+        for name, parameter in self._unsharded(optimizer).items():
+            digests.setdefault(averaged.get(id(parameter), ()), {})[name] = _digest(parameter)
         for ranks, of_ranks in digests.items():
             self._note(kind, of_ranks, f"{'averaged ' if ranks else ''}optimizer {number}", ranks)
+
+    def _note_sketches(self, optimizer: Any, number: int, kind: FactKind) -> None:
+        of_gradients = kind is FactKind.FIRST_GRADIENTS
+        tensors = {name: p.grad if of_gradients else p for name, p in self._unsharded(optimizer).items()}
+        sketches = {name: _sketch(tensor) for name, tensor in tensors.items() if tensor is not None}
+        self._note(kind, sketches, f"optimizer {number}")
+
+    def _unsharded(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's parameters that are not sharded, by name."""
+        names = {id(p): name for model in self._living_models() for name, p in nn.Module.named_parameters(model)}
+        found: dict[str, Any] = {}
+        for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if not _is_sharded(parameter):
+                name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i}"
+                found[f"{name} of parameter {i}" if name in found else name] = parameter
+        return found
+
+    def _living_models(self) -> list[Any]:
+        return [model for known in self._models if (model := known()) is not None]
 
     def _note_buffers(self) -> None:
         for number, known in enumerate(self._models):
@@ -331,6 +350,15 @@ def _digest(tensor: Tensor) -> Any:
     return (columns * torch.arange(1, 2 * COLUMNS, 2, device=words.device)).sum()
 
 
+def _sketch(tensor: Tensor) -> Any:
+    """Return sums of a tensor's elements with fixed weights, one for each part of it; None if it is no plain tensor."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.is_floating_point():
+        return None
+    elements = tensor.detach().reshape(-1).double()
+    weighted = elements * torch.arange(len(elements), dtype=torch.float64, device=tensor.device).cos()
+    return torch.stack([part.sum() for part in weighted.tensor_split(SKETCH)])
+
+
 def _is_constant(tensor: Tensor) -> bool:
     """Whether a tensor's first elements are equal, as in data that only take the place of others."""
     head = tensor.detach().reshape(-1)[:LOOKED_AT]
@@ -338,7 +366,7 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _collectives(model: Any) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["Fact", "FactKind"]
+__all__ = ["SKETCH", "Fact", "FactKind"]
+
+SKETCH: Final = 16  # numbers of each tensor, of whatever size
 
 
 class FactKind(Enum):
@@ -16,6 +18,9 @@ class FactKind(Enum):
     GRADIENTS = "DistributedDataParallel's gradients after a backward pass outside of no_sync: their digests"
     PARAMETERS = "an optimizer's parameters that are not sharded: their digests"
     LAST_PARAMETERS = "the same after the run"
+    SAMPLES = "a training forward pass of any model on a CPU: the digests of its first input's rows"
+    FIRST_GRADIENTS = "the gradients of an optimizer's first step: their sketches"
+    LAST_VALUES = "an optimizer's parameters after the run: their sketches"
     BUFFERS = "DistributedDataParallel's running means: their means, and the standard deviations of what they are means of"
     OPERAND = "what a rank has given to an all-gather or all-reduce: its digest; without a line in a backward pass"
     SAMPLER = "a pass over a DistributedSampler: its epoch and sizes, and how often the rank has trained until the next pass"
@@ -36,8 +41,8 @@ class Fact:
         of: what must be the same on the ranks to be compared: a process group and the number of its operation, an
             optimizer, ...
         ranks: the ranks whose facts are compared; () for all that were called.
-        values: its values by name; tensors with the same bits have the same digest. None for a tensor that
-            does not exist, or has none.
+        values: its values by name. Tensors with the same bits have the same digest; a sketch is a few numbers that
+            depend linearly on a tensor's elements. None for a tensor that does not exist, or has neither.
     """
 
     kind: FactKind

@@ -64,6 +64,13 @@ class FaultKind(Enum):
     )
     NO_SYNC = "Put the forward pass inside no_sync(), too."
     LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
+    NOT_DIVIDED = "Divide each batch: rank r of p takes batch[r::p]."
+    OTHER_SAMPLES = "Let each sample of a batch go to exactly one rank."
+    SUM_FOR_MEAN = "They were added up over the ranks: divide the sum by the number of ranks."
+    SCALED = "Divide the sum over all ranks by what the loss is a mean of: all samples, or all tokens."
+    NOT_AVERAGED = "Average them before the optimizer steps, as DistributedDataParallel does."
+    UNEQUAL_PARTS = "If the loss is a mean over samples, weight each rank's gradients by its number of samples.", False
+    OTHER_GRADIENTS = "Dropout and BatchNorm do that, and so do losses that are means over unequal numbers of tokens.", False
     RECORDED = ""
     NOT_FINITE = "", False
 
