@@ -187,9 +187,8 @@ class TrainingFacts:
             self._calls(ddp)
         ranks = _data_parallel_ranks(model) if trains else []
         data = [value for value in inputs if not isinstance(value, PLAIN)]
-        samples = data[0] if data and type(data[0]) is Tensor and data[0].dim() and data[0].device.type == "cpu" else None
-        if trains and samples is not None and len(samples) <= MOST_ROWS:
-            self._note(FactKind.SAMPLES, {"rows": [_digest(row) for row in samples]}, f"model {number}")
+        if trains and self._steps == 0 and data and type(data[0]) is Tensor and data[0].dim() and len(data[0]) <= MOST_ROWS:
+            self._note(FactKind.SAMPLES, {"rows": [_number(_digest(row)) for row in data[0]]}, f"model {number}")
         if ranks and any(type(value) is not Tensor or not _is_constant(value) for value in data):
             digests = {f"input {i}": _digest(value) if type(value) is Tensor else None for i, value in enumerate(data)}
             rows = {"rows": len(data[0])} if type(data[0]) is Tensor and data[0].dim() else {}
@@ -354,9 +353,10 @@ def _sketch(tensor: Tensor) -> Any:
     """Return sums of a tensor's elements with fixed weights, one for each part of it; None if it is no plain tensor."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.is_floating_point():
         return None
-    elements = tensor.detach().reshape(-1).double()
-    weighted = elements * torch.arange(len(elements), dtype=torch.float64, device=tensor.device).cos()
-    return torch.stack([part.sum() for part in weighted.tensor_split(SKETCH)])
+    elements = tensor.detach().reshape(-1)
+    weights = torch.arange(min(max(len(elements), 1), COLUMNS), dtype=elements.dtype, device=tensor.device).cos()
+    rows = nn.functional.pad(elements, (0, -len(elements) % len(weights))).view(-1, len(weights))
+    return torch.stack([part.sum(dtype=torch.float64) for part in (rows * weights).reshape(-1).tensor_split(SKETCH)])
 
 
 def _is_constant(tensor: Tensor) -> bool:

@@ -31,14 +31,14 @@ class _Training(NamedTuple):
 
     Args:
         steps: optimizer steps.
-        samples: how often each sample came in each step; empty if that is not known.
+        samples: how often each sample came before the first step; empty if that is not known.
         before: the digests of the parameters before the first step, by name.
         gradients: sketches of the gradients of the first step.
         after: sketches of the parameters after the last step.
     """
 
     steps: int
-    samples: Counter[tuple[int, int]]
+    samples: Counter[int]
     before: dict[str, int]
     gradients: dict[str, Any]
     after: dict[str, Any]
@@ -49,9 +49,9 @@ def same_as_serial(train: Callable[..., Any], /, *args: Any, ranks: Sequence[int
     """Run a training on one rank and on several, and say how samples, gradients and parameters differ, and why.
 
     This is for programs that divide a batch of fixed size over their ranks, so that each number of ranks must give the
-    same gradients. Compared are, in the first two steps and in every tenth, the rows of the model's first input; the
-    gradients with which the first optimizer steps first; and the parameters at the end. Where a program cannot be
-    compared, as one with a batch of fixed size for each rank or with sharded parameters, that is said instead.
+    same gradients. Compared are the rows of the model's first input before the first step; the gradients with which the
+    first optimizer steps first; and the parameters at the end. Where a program cannot be compared, as one with a batch
+    of fixed size for each rank or with sharded parameters, that is said instead.
 
     Args:
         train: the function, with an optimizer of torch. It runs on CPUs, on new ranks.
@@ -87,7 +87,7 @@ def _runs(train: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 def _training(run: Run, rank: int) -> _Training:
     facts = run.facts.get(rank, ())
-    samples = Counter((f.step, row) for f in facts if f.kind is FactKind.SAMPLES for row in f.values["rows"])
+    samples = Counter(row for fact in facts if fact.kind is FactKind.SAMPLES for row in fact.values["rows"])
     first = [fact for fact in facts if fact.kind is FactKind.PARAMETERS and fact.step == 0]
     before = {name: digest for fact in first for name, digest in fact.values.items()}
     return _Training(
@@ -111,7 +111,7 @@ def _incomparable(serial: _Training, several: Sequence[_Training]) -> str:
     if other:
         where = listed((f"rank {rank}" for rank in other), most=MOST_NAMES)
         return f"not comparable, because training begins with other parameters on {where}: set the same seed on all ranks."
-    whole, parts = _step(serial.samples, 0), [_step(one.samples, 0) for one in several]
+    whole, parts = serial.samples, [one.samples for one in several]
     together = sum(parts, Counter[int]())
     if together.total() == len(several) * whole.total() and any(part != whole for part in parts):
         sizes = f"{whole.total()} samples on one rank, and {together.total()} on {len(several)}"
@@ -121,10 +121,6 @@ def _incomparable(serial: _Training, several: Sequence[_Training]) -> str:
     return ""
 
 
-def _step(samples: Counter[tuple[int, int]], step: int) -> Counter[int]:
-    return Counter({sample: count for (of_step, sample), count in samples.items() if of_step == step})
-
-
 def _differences(serial: _Training, several: Sequence[_Training]) -> list[SilentFault]:
     samples = list(_samples(serial, several))
     gradients = _gradients(serial, several)
@@ -132,11 +128,8 @@ def _differences(serial: _Training, several: Sequence[_Training]) -> list[Silent
 
 
 def _samples(serial: _Training, several: Sequence[_Training]) -> Iterator[SilentFault]:
-    """Find samples of the first step that several ranks had, or none.
-
-    Those of later steps may depend on random numbers that a dropout has taken, more of them on one rank.
-    """
-    whole, parts = _step(serial.samples, 0), [_step(one.samples, 0) for one in several]
+    """Find samples that several ranks had, or none."""
+    whole, parts = serial.samples, [one.samples for one in several]
     together, every = sum(parts, Counter[int]()), tuple(range(len(several)))
     missing, again = (whole - together).total(), (together - whole).total()
     if whole and all(part == whole for part in parts):
@@ -159,7 +152,7 @@ def _gradients(serial: _Training, several: Sequence[_Training]) -> Iterator[Sile
     differing = [name for name in names if any(_far(one.gradients[name], serial.gradients[name], least) for one in several)]
     if differing:
         kind, said = _pattern(_joined(serial, differing), [_joined(one, differing) for one in several])
-        sizes = [_step(one.samples, 0).total() for one in several]
+        sizes = [one.samples.total() for one in several]
         if kind is FaultKind.OTHER_GRADIENTS and len(set(sizes)) > 1:
             kind, said = FaultKind.UNEQUAL_PARTS, f"{said}; the ranks had {listed(sizes)} samples"
         which = "all gradients" if len(differing) == len(names) else f"the gradients of {listed(differing, most=MOST_NAMES)}"
@@ -190,7 +183,7 @@ def _joined(training: _Training, names: Sequence[str]) -> NDArray[np.float64]:
 
 
 def _far(one: NDArray[np.float64], other: NDArray[np.float64], least: float = 0.0) -> bool:
-    """Whether two sketches differ by more than rounding does, relative to the second, or to `least` if that is smaller."""
+    """Whether two sketches differ by more than rounding does, relative to the second one's size, or to `least`."""
     return bool(np.linalg.norm(one - other) > ROUNDING * max(float(np.linalg.norm(other)), least))
 
 
@@ -201,7 +194,7 @@ def _in_words(serial: _Training, several: Sequence[_Training], *, same: bool) ->
     worst = float(np.max(apart, initial=0.0))
     differ = f"differ by {worst:.1g} of their size" if math.isfinite(worst) else "are not finite"
     ends = f"After {counted(serial.steps, 'step')}, parameters {differ}"
-    samples = f"the {_step(serial.samples, 0).total()} samples and " if serial.samples else ""
+    samples = f"the {serial.samples.total()} samples and " if serial.samples else ""
     if worst <= DRIFT:
         return f"the same as one rank: {samples}the gradients of the first step. {ends}."
     return f"{samples}the gradients of the first step are the same as on one rank. {ends}."
