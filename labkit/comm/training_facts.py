@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class TrainingFacts:
     def __init__(self) -> None:
         self._no_sync: list[Any] = []  # the models in whose `no_sync` the rank is
         self._epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by sampler, the calls of `set_epoch`
+        self._wrapped: WeakSet[Any] = WeakSet()  # modules of DistributedDataParallel
         self.begin_run(check=False)
 
     def begin_run(self, *, check: bool) -> None:
@@ -82,6 +83,8 @@ class TrainingFacts:
         self._reduced: dict[str, Fact] = {}  # the facts of kind `NO_SYNC` by line
         self._called: dict[int, Any] = {}  # by id, DDP models with a forward pass since the latest backward pass
         self._synced: set[int] = set()  # those of which that pass arranges reductions
+        self._bypassed: WeakKeyDictionary[Any, Fact] = WeakKeyDictionary()  # of that kind by module
+        self._unfed: WeakKeyDictionary[Any, Fact | None] = WeakKeyDictionary()  # by optimizer, of kind `NO_GRADIENTS`
         self._reductions: list[int] = []  # of the models in `_no_sync`, before the current backward pass
 
     def take(self) -> list[Fact]:
@@ -96,7 +99,8 @@ class TrainingFacts:
         ends = [*(begun for begun, _ in self._passes[1:]), self._steps + self._backwards]
         for (begun, fact), end in zip(self._passes, ends, strict=False):
             fact.values["trained"] = end - begun
-        self._note(FactKind.RUN, {"threads": torch.get_num_threads(), "compared": len(self._looked)})
+        run = {"threads": torch.get_num_threads(), "compared": len(self._looked), "backward passes": self._backwards}
+        self._note(FactKind.RUN, run)
         for number, optimizer in enumerate(self._optimizers):
             self._note_parameters(optimizer, number, FactKind.LAST_PARAMETERS)
             self._note_sketches(optimizer, number, FactKind.LAST_VALUES)
@@ -105,6 +109,7 @@ class TrainingFacts:
         """Wrap the functions of torch that are no phase of training."""
         when_imported("torch.utils.data.distributed", self._watch_samplers)
         original, inside = DistributedDataParallel.no_sync, self._no_sync
+        create, wrapped = DistributedDataParallel.__init__, self._wrapped
 
         @contextlib.contextmanager
         def no_sync(model: Any) -> Iterator[None]:
@@ -115,8 +120,14 @@ class TrainingFacts:
             finally:
                 inside.remove(model)
 
+        @functools.wraps(create)
+        def create_noted(model: Any, *args: Any, **kwargs: Any) -> None:
+            create(model, *args, **kwargs)
+            wrapped.add(model.module)
+
         no_sync.__doc__ = original.__doc__
         DistributedDataParallel.no_sync = no_sync  # type: ignore[assignment, method-assign]
+        DistributedDataParallel.__init__ = create_noted  # type: ignore[assignment, method-assign]
 
     def _watch_samplers(self, module: ModuleType) -> None:
         iterate, set_epoch = module.DistributedSampler.__iter__, module.DistributedSampler.set_epoch
@@ -152,6 +163,7 @@ class TrainingFacts:
         values = {
             "epoch": sampler.epoch, "shuffle": sampler.shuffle, "samples": sampler.total_size, "size": len(sampler.dataset),
             "evaluates": not torch.is_grad_enabled(), "complete": False, "set_epoch": self._epochs.get(sampler, 0),
+            "seed": sampler.seed,
         }  # fmt: skip
         fact = self._note(FactKind.SAMPLER, values, f"sampler {_number_of(sampler, self._samplers)}")
         self._passes.append((self._steps + self._backwards, fact))
@@ -170,10 +182,20 @@ class TrainingFacts:
         grad = torch.is_grad_enabled()
         if grad and isinstance(model, DistributedDataParallel):
             self._calls(model)
+        elif grad:
+            self._note_bypassed(model)
         if self._due():
             self._note_inputs(model, inputs, trains=grad and model.training)
 
+    @_apart
+    def _note_bypassed(self, module: Any) -> None:
+        if module in self._wrapped and module not in self._bypassed:
+            self._bypassed[module] = self._note(FactKind.BYPASSED, {"steps": 0, "called": False})
+
     def _calls(self, ddp: Any) -> None:
+        if ddp.module not in self._bypassed:
+            self._bypassed[ddp.module] = Fact(FactKind.BYPASSED, self._steps, "")
+        self._bypassed[ddp.module].values["called"] = True
         self._called[id(ddp)] = ddp
         if ddp.require_backward_grad_sync:
             self._synced.add(id(ddp))
@@ -232,6 +254,9 @@ class TrainingFacts:
     @_apart
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
+        for module, fact in self._bypassed.items():
+            if not fact.values["called"] and _optimizes(optimizer, module):
+                fact.values["steps"] += 1
         if self.checking:
             number = self._number_of_optimizer(optimizer)
             if number == len(self._optimizers) < MOST_OPTIMIZERS:
@@ -243,10 +268,21 @@ class TrainingFacts:
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Note that an optimizer has stepped."""
+        self._note_unfed(optimizer)
         due = self._due()
         self._steps += 1
         if due:
             self._note_stepped(optimizer)
+
+    @_apart
+    def _note_unfed(self, optimizer: Any) -> None:
+        fed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if optimizer not in self._unfed:
+            self._unfed[optimizer] = None if fed else self._note(FactKind.NO_GRADIENTS, {"steps": 0, "others": False})
+        fact = self._unfed[optimizer]
+        if fact is not None:
+            fact.values["steps"] += 1
+            fact.values["others"] |= fed
 
     @_apart
     def _note_stepped(self, optimizer: Any) -> None:
@@ -260,12 +296,16 @@ class TrainingFacts:
 
     def _note_parameters(self, optimizer: Any, number: int, kind: FactKind = FactKind.PARAMETERS) -> None:
         averaging = [ddp for model in self._living_models() for ddp in _ddp_inside(model) if not _has_hook(ddp)]
-        averaged = {id(p): tuple(_ranks_of(ddp.process_group)) for ddp in averaging for p in _averaged_by(ddp).values()}
+        groups = [(ddp, tuple(_ranks_of(ddp.process_group))) for ddp in averaging]
+        averaged = {id(p): ranks for ddp, ranks in groups if len(ranks) > 1 for p in _averaged_by(ddp).values()}
         digests: dict[tuple[int, ...], dict[str, Any]] = {}
         for name, parameter in self._unsharded(optimizer).items():
             digests.setdefault(averaged.get(id(parameter), ()), {})[name] = _digest(parameter)
         for ranks, of_ranks in digests.items():
             self._note(kind, of_ranks, f"{'averaged ' if ranks else ''}optimizer {number}", ranks)
+            if ranks and kind is FactKind.PARAMETERS:
+                rates = {f"group {i}": float(group.get("lr", 0)) for i, group in enumerate(optimizer.param_groups)}
+                self._note(FactKind.RATES, rates, f"optimizer {number}", ranks)
 
     def _note_sketches(self, optimizer: Any, number: int, kind: FactKind) -> None:
         of_gradients = kind is FactKind.FIRST_GRADIENTS
@@ -329,20 +369,15 @@ def _digest(tensor: Tensor) -> Any:
 
     For a tensor on a GPU, it is a tensor, read later.
     """
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return None  # what a tensor of another type does is not known: it may communicate
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    if tensor.device.type == "cpu":
-        size = tensor.numel() * tensor.element_size()
-        if tensor.untyped_storage().nbytes() < size + tensor.storage_offset() * tensor.element_size():
-            return None  # the program has freed it
+    plain = _readable(tensor)
+    if plain is None:
+        return None
+    if plain.device.type == "cpu":
+        size = plain.numel() * plain.element_size()
         # Not `Tensor.numpy`, after which the program can no longer resize the tensor.
-        return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    words = tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
+        return zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr())) if size else 0
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    words = plain.reshape(-1).view(INTEGERS[plain.element_size()])
     rows = len(words) // COLUMNS
     columns = words[: rows * COLUMNS].view(rows, COLUMNS).sum(0, dtype=torch.int64)
     columns[: len(words) - rows * COLUMNS] += words[rows * COLUMNS :]
@@ -350,13 +385,27 @@ def _digest(tensor: Tensor) -> Any:
 
 
 def _sketch(tensor: Tensor) -> Any:
-    """Return sums of a tensor's elements with fixed weights, one for each part of it; None if it is no plain tensor."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.is_floating_point():
+    """Return sums of a tensor's elements with fixed weights, one for each part of it; None if there are none."""
+    plain = _readable(tensor)
+    if plain is None or not plain.is_floating_point():
         return None
-    elements = tensor.detach().reshape(-1)
-    weights = torch.arange(min(max(len(elements), 1), COLUMNS), dtype=elements.dtype, device=tensor.device).cos()
+    elements = plain.reshape(-1)
+    weights = torch.arange(min(max(len(elements), 1), COLUMNS), dtype=elements.dtype, device=elements.device).cos()
     rows = nn.functional.pad(elements, (0, -len(elements) % len(weights))).view(-1, len(weights))
     return torch.stack([part.sum(dtype=torch.float64) for part in (rows * weights).reshape(-1).tensor_split(SKETCH)])
+
+
+def _readable(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's elements on this rank, one after the other; None for a tensor that has none to be read."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None  # what a tensor of another type does is not known: it may communicate
+    last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
+        return None  # the program has freed it, as FSDP2 does
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _is_constant(tensor: Tensor) -> bool:
@@ -376,6 +425,11 @@ def _collectives(model: Any) -> int:
 
 def _ddp_inside(model: Any) -> list[Any]:
     return [module for module in nn.Module.modules(model) if isinstance(module, DistributedDataParallel)]
+
+
+def _optimizes(optimizer: Any, module: Any) -> bool:
+    own = {id(p) for p in nn.Module.parameters(module)}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _has_hook(ddp: Any) -> bool:

@@ -32,6 +32,10 @@ _HINTS: Final = {
         "A parameter is sharded here. FSDP2 gathers parameters for forward() only; for another method that computes with them, "
         "call torch.distributed.fsdp.register_fsdp_forward_method(model, 'method')."
     ),
+    "is not part of group": "src and dst are ranks of the whole world. A group's own number goes to group_src or group_dst.",
+    "invalid output tensor list at index 0": (
+        "Each rank of the group needs one tensor in the list. Without `group=`, the group is that of all ranks."
+    ),
     "Can't pickle local object": "RPC sends functions by name: define them with `def` at the top of a cell, not inside another.",
     "unable to allocate shared memory(shm) for file </torch_": _SHARED_MEMORY_FULL,
     "unable to write to file </torch_": _SHARED_MEMORY_FULL,  # older versions of torch

@@ -23,11 +23,16 @@ class FactKind(Enum):
     LAST_VALUES = "an optimizer's parameters after the run: their sketches"
     BUFFERS = "DistributedDataParallel's running means: their means, and the standard deviations of what they are means of"
     OPERAND = "what a rank has given to an all-gather or all-reduce: its digest; without a line in a backward pass"
-    SAMPLER = "a pass over a DistributedSampler: its epoch and sizes, and how often the rank has trained until the next pass"
+    RATES = "the learning rates of an optimizer whose gradients DistributedDataParallel averages, by group of parameters"
+    BYPASSED = "a training forward pass of a DistributedDataParallel's `module`: steps for it, and whether DDP was called, too"
+    NO_GRADIENTS = "an optimizer's first step without any gradient: such steps, and whether others had gradients"
+    SAMPLER = (
+        "a pass over a DistributedSampler: its seed, epoch and sizes, and how often the rank has trained until the next pass"
+    )
     NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
     LOSS = "a loss that is not finite"
     LOADER = "a DataLoader over which the rank has iterated: its number of workers"
-    RUN = "at the end: with how many threads an operator of torch computes, and in how many steps tensors were noted"
+    RUN = "at the end: the threads of an operator of torch, the steps in which tensors were noted, and backward passes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from labkit.errors.lists import counted, listed
 from labkit.recording.group_keys import ranks_of
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, MEASURED, OPTIMIZER, UNWAITED
-from labkit.tracing.overlapping import in_backward
+from labkit.tracing.overlapping import BACKWARD, in_backward
 from labkit.tracing.trace import Scalar, Trace
 
-__all__ = ["FaultKind", "SilentFault", "at", "faults_in", "may_have_own_tasks"]
+__all__ = ["FaultKind", "SilentFault", "at", "exchanges_by_hand", "faults_in", "may_have_own_tasks"]
 
 METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters
 MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END, Traffic.PAIRWISE})
@@ -41,6 +41,10 @@ class FaultKind(Enum):
         "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: leave it "
         "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too."
     )
+    BYPASSED = "Call the DistributedDataParallel itself: only its forward pass arranges that the backward pass averages."
+    NO_GRADIENTS = "Make the optimizer of the parameters that the model has, after DistributedDataParallel or fully_shard."
+    OTHER_RATES = "Compute learning rates from what is the same on all ranks, as the number of steps."
+    OTHER_SEEDS = "Give all ranks' samplers the same seed: only then do they divide one order of the data."
     SAME_DATA = "Give each rank its own part of the data, for example by a DistributedSampler."
     SAME_INPUTS = "If the model does not divide them itself, give each rank its own part, as by a DistributedSampler.", False
     OTHER_BATCH_SIZES = (
@@ -161,6 +165,15 @@ def _steps_of_some_ranks(trace: Trace) -> Iterator[SilentFault]:
     sentence = f"The optimizer{at(line)} stepped {listed(times)}, and nothing made the ranks' parameters equal afterwards."
     kind = FaultKind.OPTIMIZER_STEPS if len(np.intersect1d(reductions, within)) else FaultKind.OPTIMIZER_STEPS_BY_HAND
     yield SilentFault(kind, tuple(called), line, sentence)
+
+
+def exchanges_by_hand(trace: Trace) -> bool:
+    """Whether the ranks exchange, after a first backward pass and outside of others, what may be gradients."""
+    data = trace.columns.data
+    backward = data[(data["kind"] == COMPUTE) & (data["name"] == trace.columns.name_id(BACKWARD))]
+    since_ns = backward["start_ns"].min() if len(backward) else 0
+    large = (data["kind"] == COMMUNICATION) & (data["nbytes"] > METRICS_BYTES) & (data["start_ns"] > since_ns)
+    return bool(len(np.setdiff1d(np.flatnonzero(large), in_backward(trace))))
 
 
 def _after_reductions(reductions: Any, steps: Any, rank: int) -> Any:

@@ -6,7 +6,7 @@ import html
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -17,7 +17,7 @@ from labkit.errors.wrong_calls import public_api
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.rank_facts import Fact, FactKind
 from labkit.tracing.run_argument import trace_of
-from labkit.tracing.silent_faults import FaultKind, SilentFault, at, faults_in, may_have_own_tasks
+from labkit.tracing.silent_faults import FaultKind, SilentFault, at, exchanges_by_hand, faults_in, may_have_own_tasks
 from labkit.tracing.trace import Trace
 
 __all__ = ["Verdict", "faults_of", "verdict"]
@@ -89,14 +89,16 @@ def verdict(run: CheckedRun) -> Verdict:
 def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
     """Return the faults of a run; without its trace, those that the facts and the results show."""
     facts, ranks = run.facts, run.ranks
-    gradients, shown = list(_gradients(facts, ranks)), [] if trace is None else faults_in(trace)
-    found = [*gradients, *_inputs(facts, ranks), *_buffers(facts, ranks)]
+    gradients, shown = [*_gradients(facts, ranks), *_rates(facts, ranks)], [] if trace is None else faults_in(trace)
+    if trace is not None and not exchanges_by_hand(trace):
+        gradients += _bypassed(facts, ranks)
+    found = [*gradients, *_inputs(facts, ranks), *_buffers(facts, ranks), *_unfed(facts, ranks)]
     if trace is not None and not any(fault.certain for fault in [*gradients, *shown]):
         found += _parameters(facts, ranks, own_tasks=may_have_own_tasks(trace))
     if not any(fault.kind in (FaultKind.SAME_DATA, FaultKind.SAME_INPUTS) for fault in found):
         found += _operands(facts)
     passes = _samplers(facts, averages=trace is not None and _averages(trace))
-    return [*found, *shown, *passes, *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
+    return [*found, *shown, *passes, *_seeds(facts), *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
 
 
 def _averages(trace: Trace) -> bool:
@@ -145,6 +147,52 @@ def _gradients(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
             )
             yield SilentFault(FaultKind.GRADIENTS_DIFFER, tuple(together), line, sentence, tuple(names))
             return
+
+
+def _rates(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    for together in _aligned(facts, FactKind.RATES):
+        if names := _differing(together):
+            rates = listed(f"{fact.values[names[0]]:.6g}" for fact in together.values())
+            steps = _first(together).step
+            when = f"After {counted(steps, 'step')}" if steps else "Before the first step"
+            sentence = f"{when}, the learning rates of {_of(together, ranks)} differ: {rates}."
+            yield SilentFault(FaultKind.OTHER_RATES, tuple(together), "", sentence)
+            return
+
+
+def _bypassed(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    """Find models that were trained through the `module` of their DistributedDataParallel, so that nobody averages."""
+    found = _by_line(facts, FactKind.BYPASSED, lambda values: values["steps"] and not values["called"])
+    for line, of_line in found.items():
+        sentence = (
+            f"The forward pass{at(line)} called the module inside DistributedDataParallel on {_of(of_line, ranks)}, so "
+            "that nothing averaged the gradients."
+        )
+        yield SilentFault(FaultKind.BYPASSED, tuple(of_line), line, sentence)
+
+
+def _unfed(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    """Find optimizers that never had a gradient, although the program trains."""
+    passes = {rank: f.values["backward passes"] for rank, own in facts.items() for f in own if f.kind is FactKind.RUN}
+    found = _by_line(facts, FactKind.NO_GRADIENTS, lambda values: values["steps"] > 1 and not values["others"])
+    for line, of_line in found.items():
+        if all(passes.get(rank) for rank in of_line):
+            steps, backward = counted(_first(of_line).values["steps"], "time"), passes[min(of_line)]
+            sentence = (
+                f"The optimizer{at(line)} stepped {steps} on {_of(of_line, ranks)}, and its parameters never had a gradient, "
+                f"although there were {backward} backward passes."
+            )
+            yield SilentFault(FaultKind.NO_GRADIENTS, tuple(of_line), line, sentence)
+
+
+def _by_line(facts: Facts, kind: FactKind, wanted: Callable[[dict[str, Any]], Any]) -> dict[str, dict[int, Fact]]:
+    """Return the facts of a kind whose values are wanted, by line and rank."""
+    found: dict[str, dict[int, Fact]] = defaultdict(dict)
+    for rank, own in facts.items():
+        for fact in own:
+            if fact.kind is kind and wanted(fact.values):
+                found[fact.line][rank] = fact
+    return found
 
 
 def _inputs(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
@@ -241,9 +289,25 @@ def _samplers(facts: Facts, *, averages: bool) -> Iterator[SilentFault]:
             yield SilentFault(FaultKind.PADDED_EVALUATION, tuple(facts), line, sentence)
 
 
+def _seeds(facts: Facts) -> Iterator[SilentFault]:
+    """Find samplers that shuffle with another seed on each rank, and so divide different orders of the data."""
+    of_samplers: dict[tuple[str, str, int], dict[int, Fact]] = defaultdict(dict)
+    for rank, own in facts.items():
+        for fact in own:
+            if fact.kind is FactKind.SAMPLER and fact.values["shuffle"] and fact.values["trained"]:
+                of_samplers[fact.of, fact.line, fact.values["size"]].setdefault(rank, fact)
+    for (_, line, _), together in of_samplers.items():
+        seeds = [fact.values["seed"] for fact in together.values()]
+        if len(together) == len(facts) and len(set(seeds)) > 1:
+            sentence = (
+                f"The ranks' DistributedSamplers{at(line)} have the seeds {listed(seeds)}: some samples come twice in an epoch, "
+                "others never."
+            )
+            yield SilentFault(FaultKind.OTHER_SEEDS, tuple(together), line, sentence)
+
+
 def _no_sync(facts: Facts) -> Iterator[SilentFault]:
-    for line in dict.fromkeys(fact.line for own in facts.values() for fact in own if fact.kind is FactKind.NO_SYNC):
-        of_line = {rank: f for rank, own in facts.items() for f in own if f.kind is FactKind.NO_SYNC and f.line == line}
+    for line, of_line in _by_line(facts, FactKind.NO_SYNC, bool).items():
         reductions = counted(_first(of_line).values["reductions"], "all-reduce")
         sentence = (
             f"Inside no_sync(){at(line)}, {reductions} of gradients took place all the same: the forward pass ran outside of it."
@@ -283,10 +347,12 @@ def _has_nan(value: Any, depth: int = 0) -> bool:
 def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
     """Return what was compared, in words."""
     every = [fact for own in facts.values() for fact in own]
-    kinds = {fact.kind for fact in every}
-    words = listed(word for kind, word in COMPARED.items() if kind in kinds)
+    words = listed(word for kind, word in COMPARED.items() if any(_aligned(facts, kind)))
     if not words:
-        return "No parameters, gradients or inputs were compared: that needs check=True, and an optimizer of torch."
+        return (
+            "No parameters, gradients or inputs were compared: that needs check=True, several ranks that train one model, and an "
+            "optimizer of torch."
+        )
     runs = [fact for fact in every if fact.kind is FactKind.RUN]
     steps = max((fact.step for fact in runs), default=0)
     looked = max((fact.values["compared"] for fact in runs), default=0)

@@ -180,6 +180,45 @@ def global_rank_in_a_group() -> None:
     dist.broadcast(torch.ones(4), group_src=dist.get_rank(mine) * 0 + dist.get_global_rank(mine, 0), group=mine)
 
 
+def goes_around_ddp() -> None:
+    train(DistributedDataParallel(net()).module)
+
+
+def averages_over_one_rank() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    train(DistributedDataParallel(net(), process_group=groups[dist.get_rank()]))
+
+
+def learning_rate_of_its_own() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / (20 + 5 * dist.get_rank()))
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seeds_of_their_own() -> None:
+    data = TensorDataset(torch.arange(32.0))
+    sampler = DistributedSampler(data, seed=dist.get_rank())
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    for (x,) in DataLoader(data, batch_size=4, sampler=sampler):
+        model(x[:, None]).square().mean().backward()
+
+
+def optimizes_what_was_sharded_later() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model)
+    model(torch.randn(4, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # of the gathered parameters, which are freed
+    for _ in range(3):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("program", "kind", "certain", "words"),
     [
@@ -202,6 +241,16 @@ def global_rank_in_a_group() -> None:
         (padded_evaluation, FaultKind.PADDED_EVALUATION, False, ["10 samples, for a data set of 9: 1 sample came twice"]),
         (forward_outside_of_no_sync, FaultKind.NO_SYNC, True, ["3 all-reduces"]),
         (loss_is_nan, FaultKind.LOSS, True, ["nan on rank 1 after 0 steps"]),
+        (goes_around_ddp, FaultKind.BYPASSED, True, ["called the module inside DistributedDataParallel on rank 0 and rank 1"]),
+        (averages_over_one_rank, FaultKind.PARAMETERS_DIFFER, False, ["differ after 1 step"]),
+        (learning_rate_of_its_own, FaultKind.OTHER_RATES, True, ["After 1 step", "rank 0 and rank 1 differ: 0.0095 and 0.0096"]),
+        (seeds_of_their_own, FaultKind.OTHER_SEEDS, True, ["the seeds 0 and 1", "same seed"]),
+        (
+            optimizes_what_was_sharded_later,
+            FaultKind.NO_GRADIENTS,
+            True,
+            ["stepped 3 times on rank 0 and rank 1", "never had a gradient, although there were 3 backward passes"],
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -316,10 +365,10 @@ def local_sgd() -> None:
                 parameter.data /= dist.get_world_size()
 
 
-def pipeline_of_equal_stages() -> None:
+def pipeline_of_equal_stages(lr: float = 0.01) -> None:
     torch.manual_seed(0)
     stage, rank = nn.Linear(8, 8), dist.get_rank()
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
     for _ in range(3):
         if rank == 0:
             out = stage(torch.randn(4, 8))
@@ -402,6 +451,37 @@ def one_rank_does_more() -> None:
     dist.barrier()
 
 
+def around_ddp_with_averages_by_hand() -> None:
+    train(DistributedDataParallel(net()).module, finish=average)
+
+
+def a_teacher_around_ddp() -> None:
+    teacher, student = DistributedDataParallel(nn.Linear(8, 1)), DistributedDataParallel(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        (student(x) - teacher.module(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_before_the_first_gradient() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(4):
+        optimizer.step()  # of the batch before
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        if step == 1:
+            optimizer.zero_grad()
+    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1).step()
+
+
+def learning_rates_of_two_stages() -> None:
+    pipeline_of_equal_stages(lr=0.01 * (1 + dist.get_rank()))
+
+
 def an_encoder_without_sync() -> None:
     encoder, decoder = DistributedDataParallel(nn.Linear(8, 8)), DistributedDataParallel(net())
     train(decoder)
@@ -447,6 +527,7 @@ def samplers_used_in_other_ways() -> None:
 
 
 HEALTHY = [
+    around_ddp_with_averages_by_hand, a_teacher_around_ddp, steps_before_the_first_gradient, learning_rates_of_two_stages,
     one_hot_and_permuted, data_in_a_dict, generator_and_discriminator, one_rank_does_more, an_encoder_without_sync,
     unusual_tensors, traced_gradients, samplers_used_in_other_ways,
     with_ddp, with_no_sync, with_unused_parameters_found, by_hand, with_fsdp2, with_join, two_models, tensor_parallel,
@@ -621,6 +702,7 @@ def passes(*values: dict[str, Any]) -> list[Fact]:
         "size": 8,
         "evaluates": False,
         "complete": True,
+        "seed": 0,
         "trained": 4,
         "set_epoch": 0,
     }
