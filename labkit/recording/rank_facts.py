@@ -24,7 +24,7 @@ class FactKind(Enum):
     BUFFERS = "DistributedDataParallel's running means: their means, and the standard deviations of what they are means of"
     OPERAND = "what a rank has given to an all-gather or all-reduce: its digest; without a line in a backward pass"
     RATES = "the learning rates of an optimizer whose gradients DistributedDataParallel averages, by group of parameters"
-    BYPASSED = "a training forward pass of a DistributedDataParallel's `module`: steps for it, and whether DDP was called, too"
+    BYPASSED = "a training forward pass of a DistributedDataParallel's `module`: an optimizer's steps before DDP was called"
     NO_GRADIENTS = "an optimizer's first step without any gradient: such steps, and whether others had gradients"
     SAMPLER = (
         "a pass over a DistributedSampler: its seed, epoch and sizes, and how often the rank has trained until the next pass"

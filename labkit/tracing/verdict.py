@@ -162,7 +162,7 @@ def _rates(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
 
 def _bypassed(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     """Find models that were trained through the `module` of their DistributedDataParallel, so that nobody averages."""
-    found = _by_line(facts, FactKind.BYPASSED, lambda values: values["steps"] and not values["called"])
+    found = _by_line(facts, FactKind.BYPASSED, lambda values: values["steps"])
     for line, of_line in found.items():
         sentence = (
             f"The forward pass{at(line)} called the module inside DistributedDataParallel on {_of(of_line, ranks)}, so "
