@@ -35,7 +35,7 @@ FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
 FEW_ELEMENTS: Final = 16  # tensors with fewer may well be equal
 MOST_OPTIMIZERS: Final = 4  # are kept until the run ends; a program may make one for each step
-MOST_ROWS: Final = 4096  # of a batch whose samples are noted
+MOST_ROWS: Final = 4096  # are noted as samples of the first step
 LOOKED_AT: Final = 64  # elements of a tensor, to tell whether all are whole numbers, or equal
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 COLUMNS: Final = 1021  # a prime number: no rearrangement of rows leaves the digest on a GPU as it is
@@ -80,6 +80,7 @@ class TrainingFacts:
         self._given: set[int] = set()  # addresses of what was compared: after an all-reduce, it is the same everywhere
         self._finite = True  # whether all losses were
         self._loaders: set[str] = set()  # the lines of the noted ones
+        self._rows = 0  # of inputs before the first step
         self._reduced: dict[str, Fact] = {}  # the facts of kind `NO_SYNC` by line
         self._called: dict[int, Any] = {}  # by id, DDP models with a forward pass since the latest backward pass
         self._synced: set[int] = set()  # those of which that pass arranges reductions
@@ -184,8 +185,11 @@ class TrainingFacts:
             self._calls(model)
         elif grad:
             self._note_bypassed(model)
+        trains = grad and model.training
+        if self.checking and trains and not self._steps:
+            self._note_samples(model, inputs)
         if self._due():
-            self._note_inputs(model, inputs, trains=grad and model.training)
+            self._note_inputs(model, inputs, trains=trains)
 
     @_apart
     def _note_bypassed(self, module: Any) -> None:
@@ -201,6 +205,15 @@ class TrainingFacts:
             self._synced.add(id(ddp))
 
     @_apart
+    def _note_samples(self, model: Any, inputs: Iterable[Any]) -> None:
+        batch = next((value for value in inputs if not isinstance(value, PLAIN)), None)
+        if type(batch) is not Tensor or not batch.dim() or next(nn.Module.parameters(model), None) is None:
+            return
+        self._rows += len(batch)
+        if self._rows <= MOST_ROWS:
+            self._note(FactKind.SAMPLES, {"rows": [_number(_digest(row)) for row in batch]})
+
+    @_apart
     def _note_inputs(self, model: Any, inputs: Iterable[Any], *, trains: bool) -> None:
         if next(nn.Module.parameters(model), None) is None:  # a loss may be a new module in each step
             return
@@ -209,8 +222,6 @@ class TrainingFacts:
             self._calls(ddp)
         ranks = _data_parallel_ranks(model) if trains else []
         data = [value for value in inputs if not isinstance(value, PLAIN)]
-        if trains and self._steps == 0 and data and type(data[0]) is Tensor and data[0].dim() and len(data[0]) <= MOST_ROWS:
-            self._note(FactKind.SAMPLES, {"rows": [_number(_digest(row)) for row in data[0]]}, f"model {number}")
         if ranks and any(type(value) is not Tensor or not _is_constant(value) for value in data):
             digests = {f"input {i}": _digest(value) if type(value) is Tensor else None for i, value in enumerate(data)}
             rows = {"rows": len(data[0])} if type(data[0]) is Tensor and data[0].dim() else {}
@@ -385,9 +396,9 @@ def _digest(tensor: Tensor) -> Any:
 
 
 def _sketch(tensor: Tensor) -> Any:
-    """Return sums of a tensor's elements with fixed weights, one for each part of it; None if there are none."""
+    """Return sums of a tensor's elements with fixed weights, one for each part of it; None if they are too rough."""
     plain = _readable(tensor)
-    if plain is None or not plain.is_floating_point():
+    if plain is None or not plain.is_floating_point() or plain.element_size() < 4:
         return None
     elements = plain.reshape(-1)
     weights = torch.arange(min(max(len(elements), 1), COLUMNS), dtype=elements.dtype, device=elements.device).cos()

@@ -22,7 +22,7 @@ __all__ = ["same_as_serial"]
 
 ROUNDING: Final = 1e-3  # relative to the serial gradient: sums in another order differ by less
 SMALL: Final = 1e-3  # of all gradients: those that are 0 but for rounding, as of a bias before a norm, are anything
-DRIFT: Final = 1e-2  # the same of parameters after several steps
+DRIFT: Final = 1e-3  # the same of parameters after several steps
 TINY: Final = 1e-30
 
 
@@ -104,7 +104,7 @@ def _sketches(facts: Sequence[Fact], kind: FactKind) -> dict[str, Any]:
 def _incomparable(serial: _Training, several: Sequence[_Training]) -> str:
     """Why trainings cannot be compared; "" if they can."""
     if not serial.gradients or not all(one.gradients for one in several):
-        return "not comparable, because no optimizer of torch has stepped with gradients that are not sharded."
+        return "not comparable, because no optimizer of torch began a step with gradients of 32 bits that are not sharded."
     if any(one.before.keys() != serial.before.keys() for one in several):
         return "not comparable, because the optimizer has other parameters than on one rank."
     other = [rank for rank, one in enumerate(several) if one.before != serial.before]

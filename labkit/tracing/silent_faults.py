@@ -74,7 +74,10 @@ class FaultKind(Enum):
     SCALED = "Divide the sum over all ranks by what the loss is a mean of: all samples, or all tokens."
     NOT_AVERAGED = "Average them before the optimizer steps, as DistributedDataParallel does."
     UNEQUAL_PARTS = "If the loss is a mean over samples, weight each rank's gradients by its number of samples.", False
-    OTHER_GRADIENTS = "Dropout and BatchNorm do that, and so do losses that are means over unequal numbers of tokens.", False
+    OTHER_GRADIENTS = (
+        "Possible causes: dropout, BatchNorm, clipping before the average, a loss that is a mean over unequal numbers of tokens.",
+        False,
+    )
     RECORDED = ""
     NOT_FINITE = "", False
 

@@ -88,7 +88,7 @@ def test_a_mistake(mistake: str, kind: FaultKind, words: str) -> None:
         ("grows", "because the batch grows with the ranks (24 samples on one rank, and 48 on 2)"),
         ("other seeds", "because training begins with other parameters on rank 1"),
         ("other data", "because the samples are others than on one rank"),
-        ("FSDP2", "because no optimizer of torch has stepped with gradients that are not sharded"),
+        ("FSDP2", "because no optimizer of torch began a step with gradients of 32 bits that are not sharded"),
     ],
 )
 def test_trainings_that_cannot_be_compared(program: str, reason: str) -> None:
@@ -120,6 +120,21 @@ def classify() -> None:
 
 def test_a_gradient_that_is_rounding_only() -> None:
     assert lab.same_as_serial(classify, ranks=(1, 2)).faults == ()
+
+
+def accumulate(parts: int) -> None:
+    """Four micro-batches in all."""
+    torch.manual_seed(0)
+    model, ranks = DistributedDataParallel(nn.Linear(4, 1)), dist.get_world_size()
+    optimizer = torch.optim.SGD(model.parameters())
+    for micro in range(dist.get_rank(), 4, ranks):
+        batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(micro))
+        (model(batch).square().mean() * ranks / parts).backward()
+    optimizer.step()
+
+
+def test_accumulated_gradients() -> None:
+    assert lab.same_as_serial(accumulate, 4, ranks=(1, 2)).faults == ()
 
 
 def test_later_steps_that_differ() -> None:
