@@ -130,7 +130,8 @@ class Operation:
 
     def dropped(self) -> None:
         """Note that the program no longer has what it would wait for, and has not waited."""
-        if self.group:  # as above
+        self._flags |= UNWAITED
+        if self.end_ns and self.group:  # it may be recorded already, without this flag
             self._ring.write_wait(self.group, self.match, clock(), UNWAITED)
 
     def on_completion(self, future: Any) -> None:
