@@ -109,7 +109,8 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
     plain number is not known, and only a very busy machine is noticed, for times and speed-ups.
 
     Args:
-        predicted: the formula's value, in the quantity's unit; a `labkit.predict` result is converted to it.
+        predicted: the formula's value, in the quantity's unit; a `labkit.predict` result is converted to it. A replayed
+            run, or a tuple of a run and its replay, counts as below.
         ax: where to draw; default: a figure of its own.
         measured: the quantity and what was measured:
 
@@ -135,7 +136,11 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
         given = f"{len(measured)} quantities ({', '.join(measured)})" if measured else "no quantity"
         raise TypeError(f"reveal(): {given}; expected one, as in lab.reveal(step_ms=11.3, predicted=10.8)")
     (name, given), *_ = measured.items()
-    formula = None if predicted is None else _number("reveal", "predicted", _in_unit(name, predicted))
+    formula = None
+    if _holds_runs(predicted):
+        formula = max(_measured(name, predicted).value, 0.0)
+    elif predicted is not None:
+        formula = _number("reveal", "predicted", _in_unit(name, predicted))
     if isinstance(given, Mapping):
         return _smallest(name, given)
     if isinstance(given, str):

@@ -232,7 +232,7 @@ def _beside(outcome: Outcome, value: float) -> str:
 
 
 def _points(value: float) -> str:
-    shown = _digits(value)
+    shown = f"{value:.0f}" if value >= 10 else f"{value:.2g}"
     return f"{shown} point{'s' * (shown != '1')}"
 
 

@@ -152,7 +152,7 @@ def _notes(rows: Sequence[Row], unit: str) -> Iterator[str]:
         warnings = [busy_machine()]
     yield from filter(None, warnings[:1])
     for (name, one), (other, another) in combinations(measured.items(), 2):
-        if one.low < one.high and another.low < another.high and one.too_close(another):
+        if one != another and one.low < one.high and another.low < another.high and one.too_close(another):
             yield f"Too close to call: {name} and {other}. The difference is inside their spread."
 
 

@@ -92,13 +92,12 @@ def busy_machine(run: HasTrace | Trace | None = None) -> str:
 
     It reads "This machine was busy (load 6 on 2 cores): run it again".
     """
+    cores = usable_cores()  # of this machine, as the load: emulated machines share them, and `Trace.cores` is their sum
     if run is None:
-        cores = usable_cores()
         load = load_of_others(machine_load(), cores, MOST_RANKS)
     else:
-        trace = trace_of(run, "busy_machine")
         facts = [fact for of_rank in getattr(run, "facts", {}).values() for fact in of_rank]
         threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
-        cores = trace.cores or usable_cores()
-        load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, len(trace.ranks)))
+        ranks = len(trace_of(run, "busy_machine").ranks)
+        load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, ranks))
     return f"This machine was busy (load {load:.0f} on {counted(cores, 'core')}): run it again" if load else ""

@@ -18,6 +18,7 @@ from labkit.tracing import measurement
 def lesson(tmp_path, monkeypatch):
     """A notebook in a folder of its own; the fixture's value opens another notebook there."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
     monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
 
     def open_notebook(name):
@@ -418,3 +419,9 @@ def test_when_the_answer_changes_the_first_one_is_named():
 def test_a_busy_machine_is_told_for_plain_numbers_that_depend_on_it(monkeypatch, name, busy):
     monkeypatch.setattr(measurement, "machine_load", lambda: 1e6)
     assert reveal(**{name: 30}).get_title(loc="left").startswith("This machine was busy") is busy
+
+
+def test_a_replay_may_be_the_prediction():
+    run = run_of(100, 100)
+    ax = reveal(saves_percent=(run, run_of(68, 68)), predicted=(run, lab.replay(run, faster={"forward": 2})))
+    assert drawn(ax) == pytest.approx({"predicted": 50, "measured": 32})

@@ -44,13 +44,13 @@ class Book:
 
 
 def run_of(*lengths_ms: float, load: float = 0.0) -> SimpleNamespace:
-    """A run on two cores whose steps last so long, after a first one that does not count; a single one is repeated."""
+    """A run whose steps last so long, after a first one that does not count; a single one is repeated."""
     book, at = Book(), 0.0
     for length in (50.0, *lengths_ms * (1 + (len(lengths_ms) == 1))):
         book.whole(0, "step", at, at + length)
         book.compute(0, "forward", at, at + length)
         at += length
-    return SimpleNamespace(trace=Trace(book.spans, ranks=["rank 0"], cores=2), load=load)
+    return SimpleNamespace(trace=Trace(book.spans, ranks=["rank 0"]), load=load)
 
 
 def data_parallel(ranks: int = 4, steps: int = 3, seed: int = 0, slow: int = 1) -> Trace:

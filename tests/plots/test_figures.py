@@ -37,6 +37,7 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.recording.schema import READING
 from labkit.replaying.replay import replay
+from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Span, Trace
@@ -730,7 +731,9 @@ def test_compare_says_how_much_faster_or_slower(second, words):
     assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["10.0 s", words]
 
 
-def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy():
+def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(monkeypatch):
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+
     def said(*runs):
         ax = compare({str(number): run for number, run in enumerate(runs)})
         return [t.get_text().split(", ")[-1] for t in ax.texts if t.get_weight() == "bold"][1:], ax.get_xlabel()

@@ -13,6 +13,7 @@ from synthetic import run_of  # isort: skip
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
     monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
 
 
@@ -89,15 +90,20 @@ def test_invalid_arguments(values, unit, error, words):
 
 def test_runs_have_their_spread_and_rows_may_be_too_close_to_call():
     log, data = run_of(8, 10, 12, 14), [12, 11, 30]
-    table = predictions({"log": (run_of(9), log), "data": (9, data), "other": (40, run_of(40, 41, 42))}, "ms")
+    table = predictions(
+        {"log": (run_of(9), log), "data": (9, data), "other": (40, run_of(40, 41, 42)), "log again": (8, log)}, "ms"
+    )
     assert [row[1:] for row in table.cells()] == [
         ("9.00 ms", "11.0 ms (9.50 ms to 12.5 ms)", "1.22"),
         ("9.00 ms", "12.0 ms (11.0 ms to 30.0 ms)", "1.33"),
         ("40.0 ms", "41.0 ms (40.5 ms to 41.5 ms)", "1.02"),
+        ("8.00 ms", "11.0 ms (9.50 ms to 12.5 ms)", "1.38"),
     ]
-    note = "Too close to call: log and data. The difference is inside their spread."
-    assert repr(table).splitlines()[-2:] == [repr(table).splitlines()[3], note]
-    assert note in table._repr_html_()
+    notes = [
+        f"Too close to call: {pair}. The difference is inside their spread." for pair in ("log and data", "data and log again")
+    ]
+    assert repr(table).splitlines()[5:] == notes
+    assert all(note in table._repr_html_() for note in notes)
 
 
 @pytest.mark.parametrize(("run", "load", "busy"), [(10, 1e6, True), (10, 0, False), (run_of(10, load=6.2), 0, True)])

@@ -14,6 +14,11 @@ from labkit.tracing.measurement import Measurement, busy_machine, measurement_of
 BUSY = "This machine was busy (load 6 on 2 cores): run it again"
 
 
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+
+
 @pytest.mark.parametrize(
     ("given", "unit", "expected"),
     [
@@ -67,5 +72,4 @@ def test_what_was_not_run_was_not_disturbed():
 def test_without_a_run_only_a_very_busy_machine_is_told(monkeypatch, load, busy):
     """So much of the load may be the student's own ranks."""
     monkeypatch.setattr(module, "machine_load", lambda: load)
-    monkeypatch.setattr(module, "usable_cores", lambda: 2)
     assert (busy_machine() != "") is busy
