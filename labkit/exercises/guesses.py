@@ -216,7 +216,7 @@ def _measured(name: str, given: Any) -> Measurement:
     found = measurement_of(given, unit, f"reveal({name}=...)")
     if found is None:
         raise TypeError(f"reveal({name}={given!r}): expected one number from 0, a run, or a list of either")
-    for number in (found.low, found.high):
+    for number in (found.low, found.value, found.high):
         _number("reveal", name, number)
     return found
 
@@ -240,14 +240,15 @@ def _smallest(name: str, given: Mapping[Any, Any]) -> Note:
     measured = {answer: one for answer, one in found.items() if one is not None and math.isfinite(one.value)}
     if len(measured) < max(len(given), 2):
         raise ValueError(f"reveal({name}={given!r}): expected at least two answers, each with a run or a number")
-    first, second, *_ = sorted(measured, key=lambda answer: measured[answer].value)
+    sealed, known = _kept(name, listed(measured, word="or")).guess, [_folded(answer) for answer in measured]
+    if sealed is not None and _folded(sealed) not in known:
+        return Note(f"{_parts(name)[0]}: your guess was {sealed}. Guess {listed(measured, word='or')}, and run this again.", "○")
+    first = min(measured, key=lambda answer: measured[answer].value)
+    close = [answer for answer, one in measured.items() if one.too_close(measured[first])]
     each = ", ".join(f"{answer} {one.in_words(lambda value: f'{value:.3g} {unit}'.strip())}" for answer, one in measured.items())
-    sealed = _kept(name, first).guess
     why = next((one.busy for one in measured.values() if one.busy), "")
-    if not why and measured[first].too_close(measured[second]):
-        why = f"{first} and {second} are too close to call. Run it again"
-    if not why and sealed is not None and not any(_folded(sealed) == _folded(answer) for answer in measured):
-        why = f"your guess was {sealed}; expected {listed(measured, word='or')}"
+    if not why and len(close) > 1:
+        why = f"{listed(close)} are too close to call. Run it again"
     if why:
         stays = " Your guess stays sealed." if sealed is not None else ""
         return Note(f"{_parts(name)[0]}: {why}. Measured: {each}.{stays}", "○")

@@ -165,6 +165,6 @@ def _measurement(name: str, value: Any, unit: str) -> Measurement:
     found = measurement_of(value, unit, f"predictions({name!r}: ...)")
     if found is None:
         raise TypeError(f"predictions({name!r}: {value!r}): expected one number, a run, or a list of either")
-    if not math.isfinite(found.low + found.high):
+    if not math.isfinite(found.low + found.value + found.high):
         raise ValueError(f"predictions({name!r}: {value!r}): expected a finite number")
     return found

@@ -275,6 +275,7 @@ def test_a_small_whole_number_is_hit_or_missed():
         (lambda: reveal(sent_mb=run_of(1)), TypeError, "a run is measured by the time of its steps, which is not in MB"),
         (lambda: reveal(speed_up=run_of(1)), TypeError, "which is not in plain numbers"),
         (lambda: reveal(step_ms=[1, "2"]), TypeError, "expected one number from 0, a run, or a list of either"),
+        (lambda: reveal(step_ms=[1, float("nan")]), ValueError, "reveal(step_ms=nan): expected a number from 0"),
         (lambda: reveal(step_ms=[1, -2]), ValueError, "reveal(step_ms=-2.0): expected a number from 0"),
         (lambda: reveal(fix={"log": run_of(1)}), ValueError, "expected at least two answers, each with a run or a number"),
     ],
@@ -393,7 +394,7 @@ LOG, DATA = run_of(125, 125, 131), run_of(90, 90, 96)
             {"log": LOG, "data": run_of(170, load=6.2)},
             "○ better fix: This machine was busy (load 6 on 2 cores): run it again.",
         ),
-        ("network", {"log": LOG, "data": DATA}, "○ better fix: your guess was network; expected log or data."),
+        ("log", {"log": LOG, "data": DATA, "batch": [5, 99, 150]}, "○ better fix: data and batch are too close to call."),
         ("data", {"log": 127, "data": 90}, "✓ better fix: data."),
     ],
 )
@@ -403,6 +404,13 @@ def test_of_several_answers_the_smallest_is_right_unless_it_is_too_close_to_call
     assert note.startswith(said)
     _, revealed, _ = kept(tmp_path)["02_data_parallel", "better_fix"]
     assert (revealed is None) == note.endswith("Your guess stays sealed.") == note.startswith("○")
+
+
+def test_a_guess_that_is_no_answer_is_named_and_nothing_is_told(tmp_path):
+    guess(better_fix="network")
+    said = "○ better fix: your guess was network. Guess log or data, and run this again."
+    assert repr(reveal(better_fix={"log": LOG, "data": DATA})) == said
+    assert kept(tmp_path)["02_data_parallel", "better_fix"] == ("network", None, None)
 
 
 def test_answers_without_a_guess_are_compared_too():
