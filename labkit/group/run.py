@@ -27,6 +27,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.frames import Frame
 from labkit.launch.resource_usage import Cores, Monitor
+from labkit.recording.cores import machine_load
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
 from labkit.recording.schema import Pending
@@ -62,6 +63,7 @@ class Run:
         output: the printed lines, in rank order.
         ranks: the names of the ranks that called it.
         facts: by rank, what it has noted for `labkit.verdict`.
+        load: the load average of this machine over the minute before the end.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Run:
     ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, output
         self._records, self._profiled, self.facts = records, profiled, facts
+        self.load = machine_load()
         self._trace: Trace | None = None
 
     @property

@@ -17,7 +17,9 @@ from labkit.plots.sharing import sharing_in_words
 from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import View, view_of
 from labkit.plots.waits import waiting_in_words
+from labkit.tracing.measurement import busy_machine
 from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import spread_ns
 from labkit.tracing.trace import Share, Trace
 
 if TYPE_CHECKING:
@@ -90,22 +92,24 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
 
 @public_api
 def compare(
-    runs: Mapping[str, HasTrace | Trace] | None = None,
+    runs: Mapping[str, HasTrace | Trace | Sequence[HasTrace | Trace]] | None = None,
     /,
     *,
     step: int | range | str = "all",
     ax: Axes | None = None,
-    **named: HasTrace | Trace,
+    **named: HasTrace | Trace | Sequence[HasTrace | Trace],
 ) -> Axes:
     """Draw several runs side by side: how long each took compared with the first, and which parts grew or shrank.
 
         lab.compare(naive=a, overlapped=b)
 
     The length of a bar is the run's duration. Its parts are those of `breakdown`, averaged over the ranks, so the
-    difference between two runs is the sum of the differences of their parts.
+    difference between two runs is the sum of the differences of their parts. It is too close to call where the steps of
+    the runs differ by more than the runs do: the quartiles of each run's steps show by how much. Several runs of the
+    same program, given as a list, show it better: the middle one is drawn.
 
     Args:
-        runs: runs or traces by name, for names that are not Python identifiers:
+        runs: runs or traces by name, or a list of them for each name; for names that are not Python identifiers:
             `compare({"2 ranks": a, "4 ranks": b})`.
         step: a step number, a range of steps, "median" for each run's step of median length, or "all" for whole
             runs; the same for every run.
@@ -122,18 +126,23 @@ def compare(
     pyplot()
     if runs is not None and not isinstance(runs, Mapping):
         raise TypeError(f"compare({runs!r}): expected runs by name, as in compare(naive=a, overlapped=b)")
-    given = {**(runs or {}), **named}
+    given: dict[Any, Any] = {**(runs or {}), **named}
     if len(given) < 2:
         raise LabError(f"compare: {len(given)} run given, at least two are needed: compare(naive=a, overlapped=b)")
-    views = [view_of(trace_of(run, "compare"), step, str(name)) for name, run in given.items()]
+    several: list[list[Any]] = [list(runs) if runs and isinstance(runs, list | tuple) else [runs] for runs in given.values()]
+    all_views = [
+        [view_of(trace_of(run, "compare"), step, str(name)) for run in runs] for name, runs in zip(given, several, strict=True)
+    ]
+    views = [sorted(own, key=lambda view: view.shown.duration_ns)[len(own) // 2] for own in all_views]
     lengths = np.array([view.shown.duration_ns for view in views], np.float64)
     unit, unit_ns = unit_of(lengths.max())
     parts = np.array([np.mean([_percent(share) for share in view.shown.shares()], axis=0) for view in views])
     parts *= lengths[:, None] / unit_ns / 100
     y, left, longest = np.arange(len(views), dtype=np.float64), np.zeros(len(views)), lengths / unit_ns
     names = [f"{fill(shortened(view.label, LONGEST), LINE)}\n{_ranks_and_steps(view)}" for view in views]
-    lines, ratios = [name.split("\n") for name in names], _ratios(lengths)
-    shared = sharing_in_words(views)
+    lines, ratios = [name.split("\n") for name in names], _ratios(lengths, [_spread(own) for own in all_views])
+    busy = next(filter(None, (busy_machine(run) for runs in several for run in runs)), "")
+    shared = "\n".join(filter(None, [sharing_in_words(views), busy]))
     with labkit_style(ax):
         if ax is None:
             row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
@@ -170,10 +179,24 @@ def _fitting(texts: Sequence[str], room_in: NDArray[np.float64]) -> list[str]:
     return [text if room > 0.05 + 0.85 * CHARACTER_IN * len(text) else "" for text, room in zip(texts, room_in, strict=True)]
 
 
-def _ratios(lengths_ns: NDArray[np.float64]) -> list[str]:
+def _spread(views: Sequence[View]) -> tuple[float, float]:
+    """Return the shortest and the longest run, divided by the middle one; of one run, the quartiles of its steps."""
+    low, middle, high = spread_ns(views[0].whole)
+    if len(views) > 1:
+        lengths = sorted(view.shown.duration_ns for view in views)
+        low, middle, high = lengths[0], lengths[len(lengths) // 2], lengths[-1]
+    return (low / middle, high / middle) if middle else (1.0, 1.0)
+
+
+def _ratios(lengths_ns: NDArray[np.float64], spreads: Sequence[tuple[float, float]]) -> list[str]:
     """Return each run's duration, and how it compares with the first run's."""
     words = [time_in_words(lengths_ns[0])]
-    for length_ns in lengths_ns[1:].tolist():
+    first_low, first_high = float(lengths_ns[0]) * np.array(spreads[0])
+    for length_ns, (low, high) in zip(lengths_ns[1:].tolist(), spreads[1:], strict=True):
+        known = low < high or first_low < first_high
+        if known and length_ns * low <= first_high and first_low <= length_ns * high:
+            words.append(f"{time_in_words(length_ns)}, too close to call")
+            continue
         faster = float(lengths_ns[0]) / length_ns
         longer = 1 / faster
         ratio = f"{_times(faster)} as fast" if faster >= 1.005 else f"{_times(longer)} as long" if faster <= 0.995 else "as long"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +15,7 @@ from labkit.errors.lists import counted, listed
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.what_helps import in_words
-from labkit.recording.cores import usable_cores
+from labkit.recording.cores import load_of_others, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.replaying.gains import Gain, Questions, like_others, twice_as_fast
@@ -80,7 +79,7 @@ class _Conditions:
 
     Args:
         cores: the cores that its ranks share; None if they are not this machine's.
-        load: the machine's load now, where other programs cause most of it; else 0.
+        load: the machine's load at the end of the run, where other programs cause most of it; else 0.
         threads: with how many threads all ranks together compute; 0 if unknown.
         loaders: the DataLoaders that they iterated over: line and number of workers on each rank.
     """
@@ -161,8 +160,8 @@ def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
     threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
     loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
     cores = trace.cores or usable_cores()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return _Conditions(cores, load if load > cores + max(threads, len(trace.ranks)) else 0.0, threads, tuple(loaders))
+    load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, len(trace.ranks)))
+    return _Conditions(cores, load, threads, tuple(loaders))
 
 
 def _sentences(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> list[str]:

@@ -25,6 +25,9 @@ MEASURED: Final = STYLES["backward"].colour  # as in the scaling figure
 ROW_IN: Final = 0.34
 WIDE: Final = 20.0  # between the smallest and the largest value: from here on the axis is logarithmic
 CLOSE: Final = 2.0  # a guess within this factor of the measurement counts as close
+CLOSE_POINTS: Final = 5.0  # of per cent: a guess within so many points of the measurement was right
+SURE: Final = 1.5  # a spread whose ends differ by a larger factor, or by more than `SURE_POINTS`, decides no guess inside it
+SURE_POINTS: Final = 20.0
 COUNTED: Final = 20  # whole numbers up to this one are counted, not measured: a guess hits them or not
 SHOWN_FACTORS: Final = (1.0, 2.0, 5.0, 10.0, 100.0, 1000.0)
 
@@ -41,6 +44,8 @@ class Outcome:
         guess: the guess that was sealed before the first reveal, in `unit`; None if there was none.
         predicted: the value that a formula gives, in `unit`; None if there is none.
         changed: the guess that was made after the first reveal, if it differs; else None.
+        spread: the measurement's spread: its lowest and its highest value, in `unit`; None if it is not known.
+        busy: a warning that other programs kept the machine busy meanwhile; "" if they did not.
     """
 
     lesson: str
@@ -50,6 +55,22 @@ class Outcome:
     guess: float | None = None
     predicted: float | None = None
     changed: float | None = None
+    spread: tuple[float, float] | None = None
+    busy: str = ""
+
+    @property
+    def undecided(self) -> str:
+        """Why nothing is known about the guess: the machine was busy, or the spread is wide; "" if it is."""
+        if self.busy:
+            return self.busy
+        if self.guess is None or self.spread is None or not self._in_spread(self.guess):
+            return ""
+        low, high = self.spread
+        wide = high - low > SURE_POINTS if self.unit == "%" else high > SURE * low
+        return f"Too close to call: measured {self.spread_in_words()}. Run it again" if wide else ""
+
+    def _in_spread(self, value: float) -> bool:
+        return self.spread is not None and self.spread[0] <= value <= self.spread[1]
 
     @property
     def is_count(self) -> bool:
@@ -59,6 +80,36 @@ class Outcome:
     def in_words(self, value: float) -> str:
         """A value with its unit and three significant digits: "12 ms"."""
         return f"{_digits(value)} {self.unit}".strip()
+
+    def spread_in_words(self) -> str:
+        """The spread: "124 ms to 133 ms"; "" if it is not known."""
+        return " to ".join(self.in_words(value) for value in self.spread or ())
+
+    def verdict(self) -> str:
+        """How good the guess was: "Your guess was 20 % too high"."""
+        if self.undecided:
+            return self.undecided
+        if self.guess is None:
+            return "Revealed without a guess"
+        if self.guess == self.measured:
+            return "Your guess was right"
+        if self.is_count:
+            return f"Your guess was {_digits(self.guess)} instead of {_digits(self.measured)}"
+        if self._in_spread(self.guess):
+            return "Your guess was within the spread"
+        way = "high" if self.guess > self.measured else "low"
+        if self.unit == "%":
+            points = abs(self.guess - self.measured)
+            within = f"within {CLOSE_POINTS:.0f} points"
+            return f"Your guess was {within if points <= CLOSE_POINTS else f'{_points(points)} too {way}'}"
+        if self.guess <= 0 or self.measured <= 0:
+            return "Your guess beside the measurement"
+        factor = max(self.guess / self.measured, self.measured / self.guess)
+        if factor < 1.1:
+            return "Your guess was within 10 %"
+        if factor < 2:
+            return f"Your guess was {percent(abs(self.guess / self.measured - 1))} too {way}"
+        return f"Your guess was too {way} by a factor of {_digits(factor)}"
 
 
 def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
@@ -75,7 +126,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     if outcome.predicted is not None:
         rows.append(("predicted", outcome.predicted, PREDICTED, "s"))
     rows.append(("measured", outcome.measured, MEASURED, "o"))
-    values = [value for _, value, _, _ in rows if value is not None]
+    values = [*(value for _, value, _, _ in rows if value is not None), *(outcome.spread or ())]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
     with labkit_style(ax):
         if ax is None:
@@ -92,7 +143,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlim(left, right)
         ax.axvline(outcome.measured, color=MEASURED, linewidth=0.8, alpha=0.4)
-        for row, (_, value, color, marker) in enumerate(rows):
+        for row, (label, value, color, marker) in enumerate(rows):
             if value is None:
                 ax.text(0.0, row, " none was sealed", transform=ax.get_yaxis_transform(), va="center", color=INK, fontsize=8.5)
                 continue
@@ -100,7 +151,11 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
             start = left if logarithmic else 0.0
             ax.plot([start, value], [row, row], color=color, linewidth=1.4, alpha=0.55)
             ax.plot([value], [row], marker, color=color, markerfacecolor=filled, clip_on=False)
-            ax.text(1.01, row, _beside(outcome, value), transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+            words = _beside(outcome, value)
+            if label == "measured" and outcome.spread is not None:
+                ax.plot(outcome.spread, [row, row], color=color, linewidth=5, alpha=0.4, solid_capstyle="butt")
+                words += f" ({outcome.spread_in_words()})"
+            ax.text(1.01, row, words, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
         ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
         ax.set_ylim(len(rows) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
@@ -108,11 +163,11 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.minorticks_off()
         ax.grid(axis="x")
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
-        ax.set_title(_verdict(outcome))
+        ax.set_title(outcome.verdict())
     each = "; ".join(f"{label} {_beside(outcome, value)}" for label, value, _, _ in rows if value is not None)
     compared = () if outcome.predicted is None else (Row(outcome.quantity, outcome.predicted, outcome.measured),)
     numbers = Predictions(compared, outcome.unit).numbers() if compared else None
-    return describe(ax, f"A guess beside the measurement: {_verdict(outcome)}. {each}.", numbers)
+    return describe(ax, f"A guess beside the measurement: {outcome.verdict()}. {each}.", numbers)
 
 
 def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:
@@ -171,30 +226,18 @@ def _beside(outcome: Outcome, value: float) -> str:
     words = outcome.in_words(value)
     if value == outcome.measured or not outcome.measured or outcome.is_count:
         return words
+    if outcome.unit == "%":
+        return f"{words}, {_points(abs(value - outcome.measured))} too {'high' if value > outcome.measured else 'low'}"
     return f"{words}, {_digits(value / outcome.measured)} × measured"
+
+
+def _points(value: float) -> str:
+    shown = f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{shown} point{'s' * (shown != '1')}"
 
 
 def _digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
-
-
-def _verdict(outcome: Outcome) -> str:
-    if outcome.guess is None:
-        return "Revealed without a guess"
-    if outcome.guess == outcome.measured:
-        return "Your guess was right"
-    if outcome.is_count:
-        return f"Your guess was {_digits(outcome.guess)} instead of {_digits(outcome.measured)}"
-    if outcome.guess <= 0 or outcome.measured <= 0:
-        return "Your guess beside the measurement"
-    ratio = outcome.guess / outcome.measured
-    factor = max(ratio, 1 / ratio)
-    if factor < 1.1:
-        return "Your guess was within 10 %"
-    way = "high" if ratio > 1 else "low"
-    if factor < 2:
-        return f"Your guess was {percent(abs(ratio - 1))} too {way}"
-    return f"Your guess was too {way} by a factor of {_digits(factor)}"
 
 
 def _factor(ratio: float) -> str:

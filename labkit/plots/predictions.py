@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Final
 
 from labkit.costs.prediction import UNITS, Prediction
 from labkit.errors.units import three_digits
-from labkit.errors.wrong_calls import one_number, public_api
+from labkit.errors.wrong_calls import public_api
+from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
 
 __all__ = ["MIME", "Predictions", "Row", "predictions"]
 
@@ -26,11 +28,19 @@ class Row:
         name: what was predicted.
         predicted: in the table's unit.
         measured: in the same unit.
+        measurement: the same with its spread; None if it is not known.
     """
 
     name: str
     predicted: float
     measured: float
+    measurement: Measurement | None = None
+
+    def values(self) -> Iterator[float]:
+        """All its numbers."""
+        yield from (self.predicted, self.measured)
+        if self.measurement is not None:
+            yield from (self.measurement.low, self.measurement.high)
 
     @property
     def ratio(self) -> float:
@@ -45,14 +55,16 @@ class Predictions:
     Args:
         rows: the quantities.
         unit: of all values; "" for plain numbers.
+        notes: lines below the table: that the machine was busy, or that rows are too close to call.
     """
 
     rows: tuple[Row, ...]
     unit: str = ""
+    notes: tuple[str, ...] = ()
 
     def cells(self) -> list[tuple[str, str, str, str]]:
         """The texts of the table, row by row."""
-        whole = all(value == round(value) for row in self.rows for value in (row.predicted, row.measured))
+        whole = all(value == round(value) for row in self.rows for value in row.values())
 
         def shown(value: float) -> str:
             small = 0 < abs(value) < 0.0995  # two decimals would not be three digits
@@ -60,17 +72,23 @@ class Predictions:
             return f"{figures} {self.unit}".strip()
 
         return [
-            (row.name, shown(row.predicted), shown(row.measured), "" if math.isnan(row.ratio) else f"{row.ratio:.2f}")
+            (
+                row.name,
+                shown(row.predicted),
+                row.measurement.in_words(shown) if row.measurement else shown(row.measured),
+                "" if math.isnan(row.ratio) else f"{row.ratio:.2f}",
+            )
             for row in self.rows
         ]
 
     def __repr__(self) -> str:
         table = [HEADINGS, *self.cells()]
         first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-        return "\n".join(
+        lines = [
             "  ".join([name.ljust(first), *(text.rjust(width) for text, width in zip(texts, others, strict=True))])
             for name, *texts in table
-        )
+        ]
+        return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
         def line(row: tuple[str, ...], tag: str) -> str:
@@ -81,7 +99,8 @@ class Predictions:
             return f"<tr>{''.join(cells)}</tr>"
 
         body = "".join(line(row, "td") for row in self.cells())
-        return f"<table><thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>"
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<table><thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": repr(self), "text/html": self._repr_html_(), **self.numbers()}
@@ -100,14 +119,15 @@ def predictions(values: Mapping[str, tuple[Any, Any]], unit: str = "") -> Predic
 
     Args:
         values: for each quantity its predicted and its measured value, numbers in `unit`; a `labkit.predict` result is
-            converted to it.
+            converted to it. A value may also be a run, for `step_ms` of it, or a list of several runs or measurements.
+            The table then shows the spread of what was measured, and says which rows are too close to call.
         unit: of all values: "s", "ms", "µs", "B", "kB", "MB", "GB", "KiB", "MiB", "GiB", "%" or "".
 
     Returns:
         the table, which the notebook shows.
 
     Raises:
-        TypeError: not a mapping of pairs of numbers.
+        TypeError: not a mapping of pairs of numbers, or a run in a table whose unit is not one of time.
         ValueError: no quantity, an unknown unit, a number that is not finite, or a prediction in another unit.
     """
     if unit not in UNITS:
@@ -120,20 +140,31 @@ def predictions(values: Mapping[str, tuple[Any, Any]], unit: str = "") -> Predic
     for name, pair in values.items():
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"predictions({name!r}: {pair!r}): expected a pair, the predicted and the measured value")
-        predicted, measured = (_number(str(name), value, unit) for value in pair)
-        rows.append(Row(str(name), predicted, measured))
-    return Predictions(tuple(rows), unit)
+        predicted, measured = (_measurement(str(name), value, unit) for value in pair)
+        rows.append(Row(str(name), predicted.value, measured.value, measured))
+    return Predictions(tuple(rows), unit, tuple(_notes(rows, unit)))
 
 
-def _number(name: str, value: Any, unit: str) -> float:
+def _notes(rows: Sequence[Row], unit: str) -> Iterator[str]:
+    measured = {row.name: row.measurement for row in rows if row.measurement is not None}
+    warnings = [one.busy for one in measured.values() if one.busy]
+    if not warnings and unit in UNITS_OF_TIME:
+        warnings = [busy_machine()]
+    yield from filter(None, warnings[:1])
+    for (name, one), (other, another) in combinations(measured.items(), 2):
+        if one != another and one.low < one.high and another.low < another.high and one.too_close(another):
+            yield f"Too close to call: {name} and {other}. The difference is inside their spread."
+
+
+def _measurement(name: str, value: Any, unit: str) -> Measurement:
     if isinstance(value, Prediction):
         try:
-            return value.in_unit(unit)
+            value = value.in_unit(unit)
         except ValueError as error:
             raise ValueError(f"predictions({name!r}: ...): {error}") from None
-    number = one_number(value)
-    if number is None:
-        raise TypeError(f"predictions({name!r}: {value!r}): expected one number")
-    if not math.isfinite(number):
+    found = measurement_of(value, unit, f"predictions({name!r}: ...)")
+    if found is None:
+        raise TypeError(f"predictions({name!r}: {value!r}): expected one number, a run, or a list of either")
+    if not math.isfinite(found.low + found.value + found.high):
         raise ValueError(f"predictions({name!r}: {value!r}): expected a finite number")
-    return number
+    return found

@@ -1,4 +1,4 @@
-"""How many cores a process may use, and how long its threads have waited for one."""
+"""How many cores a process may use, how long its threads have waited for one, and how busy other programs keep them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from labkit.errors.control_groups import control_group_folders
 
-__all__ = ["RUN_QUEUE", "ThreadDelay", "no_delays", "thread_delays", "usable_cores"]
+__all__ = ["RUN_QUEUE", "ThreadDelay", "load_of_others", "machine_load", "no_delays", "thread_delays", "usable_cores"]
 
 RUN_QUEUE: Final = "/proc/thread-self/schedstat"  # nanoseconds on a core, nanoseconds in the run queue, time slices
 LONGEST: Final = 64  # bytes of such a line
@@ -40,6 +40,22 @@ def _quota(folder: Path) -> float | None:
     except OSError:
         return None
     return None if quota_us in ("max", "-1") else round(int(quota_us) / int(period_us), 2)
+
+
+def machine_load() -> float:
+    """The load average of this machine over the last minute; 0 where the system does not count it."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def load_of_others(load: float, cores: float, own: int) -> float:
+    """Return a load if other programs cause so much of it that cores are lacking; else 0.
+
+    Args:
+        load: the load average.
+        cores: the cores.
+        own: how many of the student's processes and threads may run at once.
+    """
+    return load if load > cores + own else 0.0
 
 
 class ThreadDelay:

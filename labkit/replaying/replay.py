@@ -22,7 +22,7 @@ from labkit.replaying.graph import END, START, WAIT_END, WAIT_START, Graph, grap
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.run_argument import HasTrace, trace_of
-from labkit.tracing.step_times import step_lengths_ns
+from labkit.tracing.step_times import spread_ns
 from labkit.tracing.trace import Trace
 
 __all__ = ["replay", "replayed", "replayed_steps", "spread_ns"]
@@ -194,15 +194,6 @@ class _Clock:
         after = self.moved[-1] - self.recorded[-1] + time_ns
         found = np.where(time_ns < self.recorded[0], before, np.where(time_ns > self.recorded[-1], after, inside))
         return np.rint(found).astype(np.int64)
-
-
-def spread_ns(trace: Trace) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile of the steps' lengths; zeros without steps."""
-    lengths = step_lengths_ns(trace)
-    if not len(lengths):
-        return 0.0, 0.0, 0.0
-    low, middle, high = np.percentile(lengths, [25, 50, 75]).tolist()
-    return low, middle, high
 
 
 def _spread_in_words(trace: Trace) -> str:

@@ -17,7 +17,7 @@ from labkit.errors.wrong_calls import one_number, public_api
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["best_of", "step_lengths_ns", "step_ms"]
+__all__ = ["best_of", "spread_ns", "step_lengths_ns", "step_ms"]
 
 
 @public_api
@@ -54,6 +54,15 @@ def step_lengths_ns(trace: Trace, rank: int | None = None) -> NDArray[np.int64]:
     count = min(map(len, durations))
     longest: NDArray[np.int64] = np.max([own[:count] for own in durations], axis=0)
     return longest[1:] if count > 2 else longest
+
+
+def spread_ns(trace: Trace) -> tuple[float, float, float]:
+    """Return the lower quartile, the median and the upper quartile of the steps' lengths; zeros without steps."""
+    lengths = step_lengths_ns(trace)
+    if not len(lengths):
+        return 0.0, 0.0, 0.0
+    low, middle, high = np.percentile(lengths, [25, 50, 75]).tolist()
+    return low, middle, high
 
 
 @public_api

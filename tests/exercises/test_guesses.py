@@ -6,16 +6,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from synthetic import run_of
 
 import labkit as lab
 from labkit.exercises.guess_file import FILE, entries
 from labkit.exercises.guesses import guess, guesses, reveal
+from labkit.tracing import measurement
 
 
 @pytest.fixture(autouse=True)
 def lesson(tmp_path, monkeypatch):
     """A notebook in a folder of its own; the fixture's value opens another notebook there."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
 
     def open_notebook(name):
         monkeypatch.setenv("JPY_SESSION_NAME", f"some/folder/{name}.ipynb")
@@ -256,6 +260,7 @@ def test_a_small_whole_number_is_hit_or_missed():
         (lambda: guess(step_ms=-1), ValueError, "guess(step_ms=-1): expected a number from 0"),
         (lambda: guess(step_ms=float("nan")), ValueError, "guess(step_ms=nan): expected a number from 0"),
         (lambda: guess(step_ms="12 ms"), TypeError, "guess(step_ms='12 ms'): expected one number, in ms"),
+        (lambda: guess(speed_up="twice"), TypeError, "guess(speed_up='twice'): expected one number, as in guess(speed_up=2)"),
         (lambda: guess(predicted=5), ValueError, "guess(predicted=...): this is the name of an argument of reveal"),
         (lambda: guess(step_ms=1e31), ValueError, "guess(step_ms=1e+31): expected a number from 0 to 1e30"),
         (lambda: guess(step_ms=[1]), TypeError, "guess(step_ms=[1]): expected one number from 0, a text or ..."),
@@ -267,6 +272,12 @@ def test_a_small_whole_number_is_hit_or_missed():
         (lambda: reveal(a=1, b=2), TypeError, "reveal(): 2 quantities (a, b); expected one"),
         (lambda: reveal(step_ms=...), TypeError, "reveal(step_ms=Ellipsis): expected one number from 0"),
         (lambda: reveal(step_ms=1, predicted=-1), ValueError, "reveal(predicted=-1): expected a number from 0"),
+        (lambda: reveal(sent_mb=run_of(1)), TypeError, "a run is measured by the time of its steps, which is not in MB"),
+        (lambda: reveal(speed_up=run_of(1)), TypeError, "which is not in plain numbers"),
+        (lambda: reveal(step_ms=[1, "2"]), TypeError, "expected one number from 0, a run, or a list of either"),
+        (lambda: reveal(step_ms=[1, float("nan")]), ValueError, "reveal(step_ms=nan): expected a number from 0"),
+        (lambda: reveal(step_ms=[1, -2]), ValueError, "reveal(step_ms=-2.0): expected a number from 0"),
+        (lambda: reveal(fix={"log": run_of(1)}), ValueError, "expected at least two answers, each with a run or a number"),
     ],
 )  # fmt: skip
 def test_wrong_calls_are_explained(call, kind, message, tmp_path):
@@ -291,7 +302,7 @@ def test_a_count_has_an_axis_of_whole_numbers():
 def test_a_text_in_place_of_a_revealed_number_is_refused_and_nothing_is_lost(tmp_path):
     guess(steps=5)
     reveal(steps=6)
-    with pytest.raises(lab.LabError, match=r"guess\(steps='fast'\): 6\.0 was measured; compare numbers with numbers"):
+    with pytest.raises(lab.LabError, match=r"guess\(steps='fast'\): 6 was revealed; compare numbers with numbers"):
         guess(steps="fast")
     assert drawn(reveal(steps=6)) == {"your guess": 5, "measured": 6}
     assert labels(guesses()) == ["02_data_parallel · steps"]
@@ -305,3 +316,120 @@ def test_a_rate_says_what_it_counts():
 def test_a_sum_of_predictions_is_converted_too():
     message = lab.predict.message(1e6, lab.Link(gbit_per_s=1, latency_us=0))  # 8 ms
     assert drawn(reveal(step_ms=20, predicted=message + message))["predicted"] == pytest.approx(16)
+
+
+# Measurements with a spread, and busy machines
+
+
+@pytest.mark.parametrize(
+    ("name", "sealed", "measured", "title"),
+    [
+        ("step_ms", 11.5, run_of(9, 10, 10, 11), "Your guess was 15 % too high"),
+        ("step_ms", 10.2, run_of(9, 10, 10, 11), "Your guess was within the spread"),
+        ("step_ms", 10.2, run_of(2, 4, 10, 10, 20, 40), "Too close to call: measured 5.5 ms to 17.5 ms. Run it again"),
+        ("step_ms", 90, run_of(2, 4, 10, 10, 20, 40), "Your guess was too high by a factor of 9"),
+        ("speed_up", 2.5, [2.6, 1.25, 2.77], "Too close to call: measured 1.25 to 2.77. Run it again"),
+        ("speed_up", 2.5, (run_of(50, 50), run_of(20, 20)), "Your guess was right"),
+        (
+            "speed_up",
+            2.5,
+            ([run_of(50), run_of(90)], [run_of(20), run_of(60)]),
+            "Too close to call: measured 0.833 to 4.5. Run it again",
+        ),
+        ("saves_percent", 45, (run_of(100, 100), run_of(68, 68)), "Your guess was 13 points too high"),
+        ("saves_percent", 31, (run_of(100, 100), run_of(68, 68)), "Your guess was within 5 points"),
+        ("saves_percent", 1, (run_of(100), run_of(94)), "Your guess was within 5 points"),
+        ("saves_percent", 30, ([run_of(100), run_of(80)], run_of(68)), "Your guess was within the spread"),
+        (
+            "saves_percent",
+            30,
+            ([run_of(150), run_of(80)], run_of(68)),
+            "Too close to call: measured 15 % to 54.7 %. Run it again",
+        ),
+        ("step_ms", 10, run_of(10, 10, load=6.2), "This machine was busy (load 6 on 2 cores): run it again"),
+        ("speed_up", 2.5, (run_of(50), run_of(20, load=6.2)), "This machine was busy (load 6 on 2 cores): run it again"),
+    ],
+)
+def test_a_guess_is_judged_by_what_the_measurements_decide(name, sealed, measured, title, tmp_path):
+    guess(**{name: sealed})
+    assert reveal(**{name: measured}).get_title(loc="left") == title
+    _, revealed, _ = kept(tmp_path)["02_data_parallel", name]
+    assert (revealed is None) == title.startswith(("Too close", "This machine"))
+
+
+def test_the_figure_shows_the_spread():
+    guess(step_ms=20)
+    ax = reveal(step_ms=run_of(8, 10, 12, 14))
+    assert texts(ax) == ["20 ms, 1.82 × measured", "11 ms (9.5 ms to 12.5 ms)"]
+    assert (9.5, 12.5) in [tuple(line.get_xdata()) for line in ax.lines]
+    assert texts(reveal(saves_percent=[30, 32], predicted=40)) == [
+        " none was sealed",
+        "40 %, 9 points too high",
+        "31 % (30 % to 32 %)",
+    ]
+
+
+def test_a_change_that_saves_nothing_reveals_nothing(tmp_path):
+    guess(saves_percent=30)
+    assert "nothing is saved, since a step takes longer" in repr(reveal(saves_percent=(run_of(50), run_of(60))))
+    assert kept(tmp_path)["02_data_parallel", "saves_percent"] == (30, None, None)
+
+
+LOG, DATA = run_of(125, 125, 131), run_of(90, 90, 96)
+
+
+@pytest.mark.parametrize(
+    ("sealed", "measured", "said"),
+    [
+        ("data", {"log": LOG, "data": DATA}, "✓ better fix: data. Your guess was data. Measured: log 125 ms"),
+        ("log", {"log": LOG, "data": DATA}, "✗ better fix: data. Your guess was log."),
+        ("log", {"log": [LOG, DATA], "data": [LOG, DATA]}, "○ better fix: log and data are too close to call. Run it again."),
+        (
+            "log",
+            {"log": 127, "data": 127},
+            "○ better fix: log and data are too close to call. Run it again. Measured: log 127, data",
+        ),
+        (
+            "log",
+            {"log": LOG, "data": run_of(170, load=6.2)},
+            "○ better fix: This machine was busy (load 6 on 2 cores): run it again.",
+        ),
+        ("log", {"log": LOG, "data": DATA, "batch": [5, 99, 150]}, "○ better fix: data and batch are too close to call."),
+        ("data", {"log": 127, "data": 90}, "✓ better fix: data."),
+    ],
+)
+def test_of_several_answers_the_smallest_is_right_unless_it_is_too_close_to_call(sealed, measured, said, tmp_path):
+    guess(better_fix=sealed)
+    note = repr(reveal(better_fix=measured))
+    assert note.startswith(said)
+    _, revealed, _ = kept(tmp_path)["02_data_parallel", "better_fix"]
+    assert (revealed is None) == note.endswith("Your guess stays sealed.") == note.startswith("○")
+
+
+def test_a_guess_that_is_no_answer_is_named_and_nothing_is_told(tmp_path):
+    guess(better_fix="network")
+    said = "○ better fix: your guess was network. Guess log or data, and run this again."
+    assert repr(reveal(better_fix={"log": LOG, "data": DATA})) == said
+    assert kept(tmp_path)["02_data_parallel", "better_fix"] == ("network", None, None)
+
+
+def test_answers_without_a_guess_are_compared_too():
+    assert repr(reveal(better_fix={"log": LOG, "data": DATA})).startswith("○ better fix: data. Measured: log 125 ms")
+
+
+def test_when_the_answer_changes_the_first_one_is_named():
+    guess(better_fix="log")
+    reveal(better_fix="log")
+    assert "Your guess was log. At the first reveal it was log, which counts." in repr(reveal(better_fix="data"))
+
+
+@pytest.mark.parametrize(("name", "busy"), [("step_ms", True), ("speed_up", True), ("tokens_per_s", True), ("messages", False)])
+def test_a_busy_machine_is_told_for_plain_numbers_that_depend_on_it(monkeypatch, name, busy):
+    monkeypatch.setattr(measurement, "machine_load", lambda: 1e6)
+    assert reveal(**{name: 30}).get_title(loc="left").startswith("This machine was busy") is busy
+
+
+def test_a_replay_may_be_the_prediction():
+    run = run_of(100, 100)
+    ax = reveal(saves_percent=(run, run_of(68, 68)), predicted=(run, lab.replay(run, faster={"forward": 2})))
+    assert drawn(ax) == pytest.approx({"predicted": 50, "measured": 32})

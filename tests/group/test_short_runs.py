@@ -43,6 +43,14 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Frames:
 
 
 @pytest.mark.processes
+def test_a_run_keeps_the_load_of_the_machine_at_its_end(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.group.run.machine_load", lambda: 6.2)
+    run = ranks.run(int)
+    monkeypatch.setattr("labkit.group.run.machine_load", lambda: 0.0)
+    assert run.load == 6.2
+
+
+@pytest.mark.processes
 def test_one_frame_for_each_rank_pickled_once(ranks: lab.Group, sent: Frames) -> None:
     ranks.run(int)  # pytest names the test in a variable, which counts as a change
     sent.clear()

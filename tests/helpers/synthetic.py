@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,16 @@ class Book:
     def trace(self, ranks: int | tuple[str, ...], **window: int) -> Trace:
         names = tuple(f"rank {i}" for i in range(ranks)) if isinstance(ranks, int) else ranks
         return Trace(self.spans, self.scalars, ranks=names, **window)
+
+
+def run_of(*lengths_ms: float, load: float = 0.0) -> SimpleNamespace:
+    """A run whose steps last so long, after a first one that does not count; a single one is repeated."""
+    book, at = Book(), 0.0
+    for length in (50.0, *lengths_ms * (1 + (len(lengths_ms) == 1))):
+        book.whole(0, "step", at, at + length)
+        book.compute(0, "forward", at, at + length)
+        at += length
+    return SimpleNamespace(trace=Trace(book.spans, ranks=["rank 0"]), load=load)
 
 
 def data_parallel(ranks: int = 4, steps: int = 3, seed: int = 0, slow: int = 1) -> Trace:

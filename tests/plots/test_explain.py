@@ -18,8 +18,8 @@ from labkit.tracing.trace import Trace
 class Run:
     """Something with a trace that was made on this machine."""
 
-    def __init__(self, trace: Trace, *facts: Fact) -> None:
-        self.trace, self.facts = trace, dict.fromkeys(range(len(trace.ranks)), facts)
+    def __init__(self, trace: Trace, *facts: Fact, load: float = 0.0) -> None:
+        self.trace, self.facts, self.load = trace, dict.fromkeys(range(len(trace.ranks)), facts), load
 
 
 def test_the_paragraph_has_the_numbers_of_the_trace():
@@ -151,14 +151,13 @@ def test_smaller_pieces_of_work_are_advised_where_cores_are_free(working, cores,
 )
 def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, cores, load, words):
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
-    monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     trace = data_parallel()
     alone = explain(trace).text
-    text = explain(Run(trace)).text
+    text = explain(Run(trace, load=load)).text
     assert text.startswith(words) if load > 9 else text[len(alone) :].strip().startswith(words)
-    assert bool(words) == (explain(Run(trace)).text != alone)
+    assert bool(words) == (text != alone)
     simulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"simulated": 8})
-    assert explain(Run(simulated)).text == explain(simulated).text
+    assert explain(Run(simulated, load=load)).text == explain(simulated).text
 
 
 @pytest.mark.parametrize(
@@ -173,10 +172,9 @@ def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, core
 )
 def test_threads_are_compared_with_cores_before_more_cores_are_advised(monkeypatch, threads, cores, load, words):
     monkeypatch.setattr(module, "usable_cores", lambda: cores)
-    monkeypatch.setattr(module.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     trace = data_parallel()
     monkeypatch.setattr(module, "limit_of", lambda _: dataclasses.replace(limit_of(trace), limit=Limit.COMPUTE))
-    text = explain(Run(trace, Fact(FactKind.RUN, 0, "", values={"threads": threads}))).text
+    text = explain(Run(trace, Fact(FactKind.RUN, 0, "", values={"threads": threads}), load=load)).text
     assert words in text
     assert text.startswith("Other programs keep this machine busy") == (load > 1)
 
@@ -209,10 +207,9 @@ def test_nothing_to_explain():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_on_a_busy_machine_a_late_rank_may_have_lost_its_core(monkeypatch, busy):
-    monkeypatch.setattr(module.os, "getloadavg", lambda: (40.0 if busy else 0.5, 0.0, 0.0), raising=False)
     found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1)
     monkeypatch.setattr(module, "limit_of", lambda _: found)
-    text = explain(Run(data_parallel())).text
+    text = explain(Run(data_parallel(), load=40.0 if busy else 0.5)).text
     assert ("other programs may have taken its core" in text) == busy
     assert ("Find out what it does more, or more slowly, than the others do." in text) == (not busy)
 

@@ -37,11 +37,12 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.recording.schema import READING
 from labkit.replaying.replay import replay
+from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Span, Trace
 
-from synthetic import MS, Book, alone, data_parallel, many, model_parallel  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, many, model_parallel, run_of  # isort: skip
 
 
 def drawn(ax, style):
@@ -728,6 +729,21 @@ def test_compare_takes_the_mean_of_the_ranks():
 def test_compare_says_how_much_faster_or_slower(second, words):
     ax = compare({"1 rank": lasting(10), "2 ranks": lasting(second)})
     assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["10.0 s", words]
+
+
+def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(monkeypatch):
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+
+    def said(*runs):
+        ax = compare({str(number): run for number, run in enumerate(runs)})
+        return [t.get_text().split(", ")[-1] for t in ax.texts if t.get_weight() == "bold"][1:], ax.get_xlabel()
+
+    noisy, clear = run_of(70, 100, 140), run_of(190, 200, 210)
+    assert said(noisy, run_of(80, 110, 130), clear)[0] == ["too close to call", "1.81 × as long"]
+    assert said([run_of(100), run_of(300)], [run_of(200)])[0] == ["too close to call"]
+    assert said([run_of(100), run_of(110)], [run_of(300), run_of(310)])[0] == ["2.48 × as long"]
+    assert "busy" not in said(noisy, clear)[1]
+    assert said(noisy, run_of(190, load=6.2))[1].endswith("This machine was busy (load 6 on 2 cores): run it again")
 
 
 def test_compare_of_the_same_steps_of_each():

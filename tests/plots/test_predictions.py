@@ -6,6 +6,15 @@ import pytest
 from labkit import predict
 from labkit.costs.link import Link
 from labkit.plots.predictions import MIME, predictions
+from labkit.tracing import measurement
+
+from synthetic import run_of  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
 
 
 def test_the_table_as_text():
@@ -77,3 +86,28 @@ def test_zero_predicted_has_no_ratio():
 def test_invalid_arguments(values, unit, error, words):
     with pytest.raises(error, match=words):
         predictions(values, unit)
+
+
+def test_runs_have_their_spread_and_rows_may_be_too_close_to_call():
+    log, data = run_of(8, 10, 12, 14), [12, 11, 30]
+    table = predictions(
+        {"log": (run_of(9), log), "data": (9, data), "other": (40, run_of(40, 41, 42)), "log again": (8, log)}, "ms"
+    )
+    assert [row[1:] for row in table.cells()] == [
+        ("9.00 ms", "11.0 ms (9.50 ms to 12.5 ms)", "1.22"),
+        ("9.00 ms", "12.0 ms (11.0 ms to 30.0 ms)", "1.33"),
+        ("40.0 ms", "41.0 ms (40.5 ms to 41.5 ms)", "1.02"),
+        ("8.00 ms", "11.0 ms (9.50 ms to 12.5 ms)", "1.38"),
+    ]
+    notes = [
+        f"Too close to call: {pair}. The difference is inside their spread." for pair in ("log and data", "data and log again")
+    ]
+    assert repr(table).splitlines()[5:] == notes
+    assert all(note in table._repr_html_() for note in notes)
+
+
+@pytest.mark.parametrize(("run", "load", "busy"), [(10, 1e6, True), (10, 0, False), (run_of(10, load=6.2), 0, True)])
+def test_a_busy_machine_is_told_below_a_table_of_times(monkeypatch, run, load, busy):
+    monkeypatch.setattr(measurement, "machine_load", lambda: load)
+    assert ("This machine was busy" in repr(predictions({"step": (10, run)}, "ms"))) is busy
+    assert "busy" not in repr(predictions({"sent": (10, 10)}, "MB"))
