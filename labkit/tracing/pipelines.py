@@ -91,9 +91,9 @@ def _messages(trace: Trace) -> tuple[dict[Pair, Any], dict[Pair, Any]]:
             for pair in {pair for pair in pairs if pair is not None and rank == pair[kind is RECV]}:
                 chosen = np.array([one == pair for one in pairs])[rows["group"]]
                 chosen &= np.array([one is kind for one in types])[rows["name"]]
-                at_ns = np.sort(rows[field][chosen])
-                per_step = [at_ns[(at_ns >= start) & (at_ns <= end)] for start, end in steps.tolist()]
-                equal = len({len(own) for own in per_step}) == 1
+                own = rows[chosen]
+                per_step = [np.sort(own[field][_begin(own, step)]) for step in steps]
+                equal = len({len(at_ns) for at_ns in per_step}) == 1
                 times[pair] = np.stack(per_step) if equal else np.empty((0, 0))
     return found
 
@@ -109,3 +109,8 @@ def _counts(trace: Trace, rank: int, name: str) -> set[int]:
     """How many passes of this name the steps of a rank have, without the first step."""
     starts = passes(trace, rank, name)[:, 0]
     return {int(((starts >= start) & (starts < end)).sum()) for start, end in trace.step_bounds(rank)[1:].tolist()}
+
+
+def _begin(rows: Any, step: Any) -> Any:
+    """Which operations begin in a step."""
+    return (rows["start_ns"] >= step[0]) & (rows["start_ns"] < step[1])

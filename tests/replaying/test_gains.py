@@ -120,13 +120,17 @@ def test_where_each_rank_had_a_core_nobody_asks_what_one_would_save() -> None:
     assert "a core for each rank" not in saved(blocking())
 
 
-def in_a_row(ranks: int = 2, gap: float = 0.0, nbytes: int = 4_000, lines: tuple[str, str] = ("line 3", "line 3")) -> Trace:
+def in_a_row(
+    ranks: int = 2, gap: float = 0.0, nbytes: int = 4_000, lines: tuple[str, str] = ("line 3", "line 3"), around: str = ""
+) -> Trace:
     """Steps of 1 ms of computing, then two all-reduces of 5 ms each, with some work between them."""
     book, length = Book(), 11 + gap
     for step in range(4):
         for rank in range(ranks):
             at = step * length
             book.compute(rank, "forward", at, at + 1)
+            if around:
+                book.compute(rank, around, at + 1, at + length)
             for number, since in enumerate((at + 1, at + 6 + gap)):
                 key = {"group": "world", "match": 2 * step + number, "nbytes": nbytes, "line": lines[number]}
                 book.travel(rank, "all_reduce", since, since + 5, wait=(since, since + 5), **key)
@@ -142,8 +146,9 @@ def in_a_row(ranks: int = 2, gap: float = 0.0, nbytes: int = 4_000, lines: tuple
         (in_a_row(gap=4), False),  # the second may need what the rank made of the first's result
         (in_a_row(lines=("line 3", "line 4")), False),
         (in_a_row(nbytes=1_000_000), False),  # without a link, nobody knows what their bytes take
-        (tensor_parallel(), False),  # within passes through layers
-        (data_parallel(), False),
+        (in_a_row(around="optimizer"), True),
+        (in_a_row(around="backward"), False),
+        (tensor_parallel(), False),
     ],
 )
 def test_consecutive_collectives_of_one_line_may_be_one_message(trace: Trace, known: bool) -> None:

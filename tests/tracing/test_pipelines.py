@@ -25,7 +25,7 @@ class Stages:
     Args:
         slow: how long a pass of rank 1 takes, in ms.
         sends: messages for each micro-batch.
-        more: a pair of ranks with one more message in each step.
+        more: a pair of ranks with as many more messages in each step.
         early: whether ranks send before they have received, as in the exchange of borders.
     """
 
@@ -47,7 +47,7 @@ class Stages:
                                 self._message(before, rank, ready[rank] if early else here, ready[rank], begin)
                         here = ready[rank] = self.book.compute(rank, name, begin, begin + self.pass_ms[rank])
             end = max(ready)
-            if more:
+            for _ in range(parts if more else 0):
                 self._message(*more, end, end, end)
             for rank in range(ranks):
                 self.book.whole(rank, "step", at, end + 1)
