@@ -20,7 +20,7 @@ from labkit.plots.what_helps import in_words
 from labkit.recording.cores import usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
-from labkit.replaying.gains import Gain, Gains, Questions, better_links, like_others, twice_as_fast
+from labkit.replaying.gains import WITHOUT_COMMUNICATION, Gain, Gains, Questions, better_links, like_others, twice_as_fast
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.overlapping import after_backward, needed_at_once
@@ -37,6 +37,7 @@ OFTEN = 0.5  # of the waiting: the late rank was outside of spans
 MOSTLY = 0.5  # of the time of all operations
 UNEQUAL = 1.25  # a stage that computes so many times as long as the others' mean sets the pace of its pipeline
 
+COMMUNICATES: Final = (Limit.LATENCY, Limit.BANDWIDTH, Limit.OVERHEAD)
 WAITING: Final = (Limit.TURNS, Limit.LATE_RANK, Limit.UNEVEN_RANKS)
 
 
@@ -128,8 +129,8 @@ def explain(run: HasTrace | Trace) -> Explanation:
     advice = _advice(finding, trace.ranks, conditions, _overlap(trace))
     if pipeline is not None:
         advice = _bubble(trace, finding, pipeline)
-    elif finding.limit in (Limit.LATENCY, Limit.BANDWIDTH) and gains is not None and not _network_helps(trace, gains):
-        advice = f"{_limits(finding, 'Communication')}: {_messages(finding)}."
+    elif finding.limit in COMMUNICATES and gains is not None:
+        advice = _unproved(trace, finding, gains) or advice
     found = [*_sentences(finding, trace.ranks, advice), *_predicted(gains)]
     machine = _machine(len(trace.ranks), conditions)
     sentences = [*wrong, machine, *found] if conditions.load else [*wrong, *found, machine]
@@ -176,11 +177,19 @@ def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Itera
                 yield questions.without_communication()
 
 
-def _network_helps(trace: Trace, gains: Gains) -> bool:
-    """Whether twice the bandwidth or half the latency saves noticeable time by replay, if there is an emulated link."""
-    better = {words for words, _ in better_links(trace)}
-    saved = [gain.saved_ns for gain in gains.gains if gain.change in better]
-    return trace.link is None or max(saved, default=0.0) >= NOTICED * gains.step_ns
+def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
+    """What is known of the communication if replay does not confirm that it limits the run by this; else ""."""
+    if not _is_clear(gains, [WITHOUT_COMMUNICATION]):
+        return f"In this run, {_messages(f)}. By replay, without it steps would be shorter by less than they differ anyway."
+    better = [words for words, _ in better_links(trace)]
+    if f.limit is Limit.OVERHEAD or not better or _is_clear(gains, better):
+        return ""
+    return f"{_limits(f, 'Communication')}: {_messages(f)}."
+
+
+def _is_clear(gains: Gains, changes: Sequence[str]) -> bool:
+    """Whether one of these changes saves a noticeable time that steps do not differ by anyway."""
+    return any(g.change in changes and g.saved_ns >= NOTICED * gains.step_ns and not g.in_spread for g in gains.gains)
 
 
 def _predicted(gains: Gains | None) -> Iterator[str]:
@@ -199,7 +208,7 @@ def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
     stages, micro_batches = len(pipeline.chains[0]), pipeline.micro_batches
     few, many = (percent(schedule("gpipe", stages=stages, micro_batches=m).bubble) for m in (micro_batches, 2 * micro_batches))
     shape = f"a pipeline of {stages} stages and {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
-    said = f"This is {shape}: equal stages leave a bubble of {few}; measured are {percent(1 - f.compute)}."
+    said = f"This is {shape}: equal stages leave a bubble of {few}; {percent(1 - f.compute)} were measured."
     rank, ratio = slowest_stage(trace, pipeline)
     if ratio >= UNEQUAL:
         times = f"{ratio:.1f} times as long as the other stages do on average"

@@ -22,7 +22,7 @@ from labkit.replaying.times import Rules, measured, play
 from labkit.tracing.overlapping import BACKWARD, after_backward
 from labkit.tracing.trace import Trace
 
-__all__ = ["Gain", "Gains", "Questions", "better_links", "gains_of", "like_others", "twice_as_fast"]
+__all__ = ["WITHOUT_COMMUNICATION", "Gain", "Gains", "Questions", "better_links", "gains_of", "like_others", "twice_as_fast"]
 
 MOST: Final = 12
 NOTICED: Final = 0.02  # a phase or an operation with a smaller share of the time is not asked about

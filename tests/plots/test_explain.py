@@ -108,6 +108,25 @@ def test_a_link_is_not_blamed_if_a_better_one_saves_nothing():
     assert "Latency" not in text
 
 
+def test_communication_is_not_blamed_if_steps_differ_by_more():
+    """Steps of 4 to 24 ms, in which an all-reduce of 2 ms follows 1 ms of computing and a pause."""
+    book, at = Book(), 0.0
+    for step, pause in enumerate((1, 1, 21, 1, 21, 1, 21)):
+        for rank in range(2):
+            key = {"group": "world", "match": step, "nbytes": 4_000_000}
+            book.compute(rank, "forward", at, at + 1)
+            book.travel(rank, "all_reduce", at + 1, at + 3, wait=(at + 1, at + 3), **key)
+            book.compute(rank, "pause", at + 3, at + 3 + pause / 4)
+            book.whole(rank, "step", at, at + 3 + pause)
+        at += 3 + pause
+    trace = book.trace(2)
+    found = dataclasses.replace(limit_of(trace), limit=Limit.BANDWIDTH)
+    gains = module._gains(trace, found, None)
+    assert "steps would be shorter by less than they differ anyway" in module._unproved(trace, found, gains)
+    even = dataclasses.replace(gains, gains=tuple(dataclasses.replace(gain, in_spread=False) for gain in gains.gains))
+    assert module._unproved(trace, found, even) == ""
+
+
 def test_gradients_sent_after_the_backward_pass_are_advised_to_travel_beside_it():
     """Two all-reduces of 6 follow a backward pass of 5, which can hide 5 of these 12."""
     found, text = limit_of(sent_afterwards()), explain(sent_afterwards()).text
