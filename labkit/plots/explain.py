@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -126,6 +126,8 @@ def explain(run: HasTrace | Trace) -> Explanation:
     wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
     pipeline = pipeline_of(trace) if finding.limit in WAITING else None
     gains = _gains(trace, finding, pipeline)
+    if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
+        finding = replace(finding, limit=Limit.LATE_RANK)
     advice = _advice(finding, trace.ranks, conditions, _overlap(trace))
     if pipeline is not None:
         advice = _bubble(trace, finding, pipeline)
@@ -165,6 +167,8 @@ def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Itera
         case Limit.LATE_RANK:
             yield questions.ask(*like_others(questions.trace, f.late_rank))
         case Limit.LATENCY | Limit.BANDWIDTH | Limit.OVERHEAD:
+            if f.late_share >= MOSTLY:
+                yield questions.ask(*like_others(questions.trace, f.late_rank))
             yield questions.as_one_message()
             for asked in better_links(questions.trace):
                 yield questions.ask(*asked)
@@ -185,6 +189,13 @@ def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
     if f.limit is Limit.OVERHEAD or not better or _is_clear(gains, better):
         return ""
     return f"{_limits(f, 'Communication')}: {_messages(f)}."
+
+
+def _is_straggler(trace: Trace, f: Finding, gains: Gains) -> bool:
+    """Whether the rank that is usually late would save more at the pace of the others than any better network."""
+    change, _ = like_others(trace, f.late_rank)
+    saved = {gain.change: gain.saved_ns for gain in gains.gains}
+    return _is_clear(gains, [change]) and saved[change] > saved.get(WITHOUT_COMMUNICATION, 0.0)
 
 
 def _is_clear(gains: Gains, changes: Sequence[str]) -> bool:
@@ -213,7 +224,8 @@ def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
     if ratio >= UNEQUAL:
         times = f"{ratio:.1f} times as long as the other stages do on average"
         return f"{said} The stage of {trace.ranks[rank]} computes {times}, and sets the pace: divide the layers more evenly."
-    return f"{said} The stages are about equal. With {2 * micro_batches} micro-batches, the bubble would be {many}."
+    more = f"With {2 * micro_batches} micro-batches, it would be {many}, if messages took no time."
+    return f"{said} The stages are about equal. {more}"
 
 
 def _conditions(run: HasTrace, trace: Trace) -> _Conditions:

@@ -95,7 +95,7 @@ def test_equal_stages_are_told_their_bubble() -> None:
     """(4 − 1) / (4 + 4 − 1), and one millisecond of 29 in which nobody computes."""
     text = explain(Stages(4, 4).trace()).text
     assert "This is a pipeline of 4 stages and 4 micro-batches: equal stages leave a bubble of 43 %; 45 % were measured." in text
-    assert "The stages are about equal. With 8 micro-batches, the bubble would be 27 %." in text
+    assert "The stages are about equal. With 8 micro-batches, it would be 27 %, if messages took no time." in text
     assert "cores" not in text
 
 
