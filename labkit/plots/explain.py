@@ -24,7 +24,7 @@ from labkit.replaying.gains import WITHOUT_COMMUNICATION, Gain, Gains, Questions
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.overlapping import after_backward, needed_at_once
-from labkit.tracing.pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.silent_faults import faults_in
 from labkit.tracing.trace import Trace
@@ -224,7 +224,8 @@ def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
     if ratio >= UNEQUAL:
         times = f"{ratio:.1f} times as long as the other stages do on average"
         return f"{said} The stage of {trace.ranks[rank]} computes {times}, and sets the pace: divide the layers more evenly."
-    more = f"With {2 * micro_batches} micro-batches, it would be {many}, if messages took no time."
+    cores = " and each rank had a core" if lacking_cores(trace) >= NOTICED else ""
+    more = f"With {2 * micro_batches} micro-batches, it would be {many}, if messages took no time{cores}."
     return f"{said} The stages are about equal. {more}"
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import labkit as lab
 from labkit.plots.explain import explain
 from labkit.recording.group_keys import pair_key
-from labkit.tracing.pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.trace import Span, Trace
 
 from synthetic import Book  # isort: skip
