@@ -28,7 +28,7 @@ LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates
 LARGE: Final = 1_000_000  # bytes
 SMALL: Final = 4_000
-LESSONS: Final = "## In the lessons"  # the page's last section, by tools/lesson_predictions.py
+SECTIONS: Final = "## "  # the page's other sections, by bench/speed/explained.py and tools/lesson_predictions.py
 Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
 
 
@@ -52,8 +52,8 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.write:
         page = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
-        lessons = page[page.find(LESSONS) :] if LESSONS in page else ""
-        arguments.write.write_text("\n".join([INTRODUCTION, *lines, "", lessons]).rstrip() + "\n", encoding="utf-8")
+        others = page[page.find(SECTIONS) :] if SECTIONS in page else ""
+        arguments.write.write_text("\n".join([INTRODUCTION, *lines, "", others]).rstrip() + "\n", encoding="utf-8")
 
 
 INTRODUCTION: Final = """# Predicted and measured

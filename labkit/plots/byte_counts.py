@@ -20,11 +20,13 @@ def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> fl
     """Return the peak memory of a rank in MB (10⁶ bytes), as `track_memory` recorded it.
 
     For example, `memory_mb(run, "gradients", "optimizer state")` is the most that both together occupied at any time.
+    On a CPU, only the tracked kinds are counted, without temporaries: the real peak is higher. On CUDA, and in a
+    simulation without `measured=True`, "other" includes them.
 
     Args:
         run: a run or a trace.
         kinds: what to count: "parameters", "gathered parameters", "gradients", "buckets", "optimizer state",
-            "activations", "other"; default: everything.
+            "activations", "other"; default: everything that was tracked.
         rank: the rank; default: the one that needs most.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -14,13 +14,16 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
+from labkit.plots.sharing import lacking_cores
 from labkit.plots.what_helps import in_words
 from labkit.recording.cores import load_of_others, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
-from labkit.replaying.gains import Gain, Questions, like_others, twice_as_fast
+from labkit.replaying.gains import WITHOUT_COMMUNICATION, Gain, Gains, Questions, better_links, like_others, twice_as_fast
+from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.overlapping import after_backward, needed_at_once
+from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.silent_faults import faults_in
 from labkit.tracing.trace import Trace
@@ -31,7 +34,11 @@ NOTICED = 0.02  # a smaller share of the time is not worth a sentence
 DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
 OFTEN = 0.5  # of the waiting: the late rank was outside of spans
 MOSTLY = 0.5  # of the time of all operations
-FULL = 0.8  # of the cores: with so many ranks computing on average, none is free
+CROWDED = 2  # processes for each core: with more, these are said before another limit
+UNEQUAL = 1.25  # a stage that computes so many times as long as the others' mean sets the pace of its pipeline
+
+COMMUNICATES: Final = (Limit.LATENCY, Limit.BANDWIDTH, Limit.OVERHEAD)
+WAITING: Final = (Limit.TURNS, Limit.LATE_RANK, Limit.UNEVEN_RANKS)
 
 
 class Overlap(Enum):
@@ -82,12 +89,14 @@ class _Conditions:
         load: the machine's load at the end of the run, where other programs cause most of it; else 0.
         threads: with how many threads all ranks together compute; 0 if unknown.
         loaders: the DataLoaders that they iterated over: line and number of workers on each rank.
+        lacking: the share of the time in which the ranks' functions waited for a core; None if it was not recorded.
     """
 
     cores: float | None = None
     load: float = 0.0
     threads: int = 0
     loaders: tuple[tuple[str, int], ...] = ()
+    lacking: float | None = None
 
 
 @public_api
@@ -99,9 +108,9 @@ def explain(run: HasTrace | Trace) -> Explanation:
     A fault that makes results wrong is said before anything about time.
 
     The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
-    profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency
-    or by bandwidth), a rank that comes late, ranks that work one after another, remote calls that are under way, or
-    time in which nothing was recorded.
+    profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency,
+    by bandwidth or by the overhead of each operation), a rank that comes late, ranks that work one after another, the
+    bubble of a pipeline, remote calls that are under way, or time in which nothing was recorded.
 
     Args:
         run: a run or a trace.
@@ -115,7 +124,16 @@ def explain(run: HasTrace | Trace) -> Explanation:
     conditions = _Conditions() if isinstance(run, Trace) or trace.origin else _conditions(run, trace)
     faults = [fault for fault in faults_in(trace) if fault.certain]
     wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
-    found = [*_sentences(finding, trace.ranks, conditions, _overlap(trace)), _predicted(trace, finding)]
+    pipeline = pipeline_of(trace) if finding.limit in WAITING else None
+    gains = _gains(trace, finding, pipeline)
+    if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
+        finding = replace(finding, limit=Limit.LATE_RANK)
+    advice = _advice(finding, trace.ranks, conditions, _overlap(trace))
+    if pipeline is not None:
+        advice = _bubble(trace, finding, pipeline)
+    elif finding.limit in COMMUNICATES and gains is not None:
+        advice = _unproved(trace, finding, gains) or advice
+    found = [*_sentences(finding, trace.ranks, advice), *_predicted(gains)]
     machine = _machine(len(trace.ranks), conditions)
     sentences = [*wrong, machine, *found] if conditions.load else [*wrong, *found, machine]
     return Explanation(" ".join(filter(None, sentences)), finding)
@@ -131,28 +149,84 @@ def _overlap(trace: Trace) -> Overlap:
     return Overlap.UNKNOWN
 
 
-def _predicted(trace: Trace, f: Finding) -> str:
-    """What the change that fits the limit would save by replay, as `what_helps` says it; "" if that is not known."""
+def _gains(trace: Trace, f: Finding, pipeline: Pipeline | None) -> Gains | None:
+    """What the changes that fit the limit would save by replay; None if that is not known."""
     try:
         questions = Questions(trace, "explain")
-        gains = questions.gains([gain for gain in _asked(questions, f) if gain is not None])
+        return questions.gains([gain for gain in _asked(questions, f, pipeline) if gain is not None])
     except LabError:  # it cannot be replayed
-        return ""
-    said = [f'"{gain.change}" {in_words(gain, gains)}' for gain in gains.gains]
-    return f"Predicted by replay{', per step' if gains.steps else ''}: {listed(said)}." if said else ""
+        return None
 
 
-def _asked(questions: Questions, f: Finding) -> Iterator[Gain | None]:
+def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Iterator[Gain | None]:
     match f.limit:
+        case _ if pipeline is not None:
+            rank, ratio = slowest_stage(questions.trace, pipeline)
+            if ratio >= UNEQUAL:
+                yield questions.ask(*like_others(questions.trace, rank))
         case Limit.LATE_RANK:
             yield questions.ask(*like_others(questions.trace, f.late_rank))
-        case Limit.LATENCY | Limit.BANDWIDTH:
+        case Limit.LATENCY | Limit.BANDWIDTH | Limit.OVERHEAD:
+            if f.late_share >= MOSTLY:
+                yield questions.ask(*like_others(questions.trace, f.late_rank))
+            yield questions.as_one_message()
+            for asked in better_links(questions.trace):
+                yield questions.ask(*asked)
             yield questions.without_communication()
             yield questions.beside_backward()
         case Limit.COMPUTE | Limit.TURNS:
-            for asked in twice_as_fast(questions.graph):
+            for asked in list(twice_as_fast(questions.graph))[:1]:
                 yield questions.ask(*asked)
-                return
+            if f.exposed >= NOTICED:
+                yield questions.without_communication()
+
+
+def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
+    """What is known of the communication if replay does not confirm that it limits the run by this; else ""."""
+    if not _is_clear(gains, [WITHOUT_COMMUNICATION]):
+        return f"In this run, {_messages(f)}. By replay, without it steps would be shorter by less than they differ anyway."
+    better = [words for words, _ in better_links(trace)]
+    if f.limit is Limit.OVERHEAD or not better or _is_clear(gains, better):
+        return ""
+    return f"{_limits(f, 'Communication')}: {_messages(f)}."
+
+
+def _is_straggler(trace: Trace, f: Finding, gains: Gains) -> bool:
+    """Whether the rank that is usually late would save more at the pace of the others than any better network."""
+    change, _ = like_others(trace, f.late_rank)
+    saved = {gain.change: gain.saved_ns for gain in gains.gains}
+    return _is_clear(gains, [change]) and saved[change] > saved.get(WITHOUT_COMMUNICATION, 0.0)
+
+
+def _is_clear(gains: Gains, changes: Sequence[str]) -> bool:
+    """Whether one of these changes saves a noticeable time that steps do not differ by anyway."""
+    return any(g.change in changes and g.saved_ns >= NOTICED * gains.step_ns and not g.in_spread for g in gains.gains)
+
+
+def _predicted(gains: Gains | None) -> Iterator[str]:
+    """Gains in the words of `what_helps`, ideals apart from changes."""
+    for ideal in (False, True):
+        found = gains.gains if gains is not None else ()
+        said = [f'"{gain.change}" {in_words(gain, gains)}' for gain in found if gain.ideal is ideal and gains is not None]
+        each = ", per step" if gains is not None and gains.steps else ""
+        begin = f"Ideals that no change reaches, by replay{each}" if ideal else f"Predicted by replay{each}"
+        if said:
+            yield f"{begin}: {listed(said)}."
+
+
+def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
+    """What a pipeline loses: its bubble, beside that of equal stages."""
+    stages, micro_batches = len(pipeline.chains[0]), pipeline.micro_batches
+    few, many = (percent(schedule("gpipe", stages=stages, micro_batches=m).bubble) for m in (micro_batches, 2 * micro_batches))
+    shape = f"a pipeline of {stages} stages and {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    said = f"This is {shape}: equal stages leave a bubble of {few}; {percent(1 - f.compute)} were measured."
+    rank, ratio = slowest_stage(trace, pipeline)
+    if ratio >= UNEQUAL:
+        times = f"{ratio:.1f} times as long as the other stages do on average"
+        return f"{said} The stage of {trace.ranks[rank]} computes {times}, and sets the pace: divide the layers more evenly."
+    cores = " and each rank had a core" if lacking_cores(trace) >= NOTICED else ""
+    more = f"With {2 * micro_batches} micro-batches, it would be {many}, if messages took no time{cores}."
+    return f"{said} The stages are about equal. {more}"
 
 
 def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
@@ -161,10 +235,11 @@ def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
     loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
     cores = trace.cores or usable_cores()
     load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, len(trace.ranks)))
-    return _Conditions(cores, load, threads, tuple(loaders))
+    lacking = lacking_cores(trace) if trace.columns.data["issue_delay_ns"].any() else None
+    return _Conditions(cores, load, threads, tuple(loaders), lacking)
 
 
-def _sentences(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> list[str]:
+def _sentences(f: Finding, ranks: Sequence[str], advice: str) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
@@ -180,16 +255,18 @@ def _sentences(f: Finding, ranks: Sequence[str], conditions: _Conditions, overla
         median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
         lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
     found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
-    found.append(_advice(f, ranks, conditions, overlap))
-    if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY):
+    found.append(advice)
+    if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY, Limit.OVERHEAD):
         found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
 def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
     cores, busy = conditions.cores, conditions.load > 0
+    if f.limit is not Limit.DATA and (crowded := _crowded(len(ranks), conditions, CROWDED)):
+        return crowded
     match f.limit:
-        case Limit.COMPUTE if cores is not None and conditions.threads > max(cores, len(ranks)):
+        case Limit.COMPUTE | Limit.UNEVEN_RANKS if cores is not None and conditions.threads > max(cores, len(ranks)):
             return (
                 f"The ranks compute with {conditions.threads} threads on {counted(cores, 'core')}, so that threads wait for one "
                 "another. Compare with one thread for each rank: torch.set_num_threads(1), or threads=1 of the group."
@@ -198,8 +275,10 @@ def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: 
             return "What limits the run when the machine is quiet cannot be told from these times."
         case Limit.COMPUTE if not f.messages:
             return "Only faster computing makes this run faster."
+        case Limit.COMPUTE if f.exposed + f.waiting < NOTICED:
+            return "Communication does not limit this run: faster cores, or less to compute, make it faster."
         case Limit.COMPUTE:
-            return "Communication does not limit this run: only faster cores, or more of them, make it faster."
+            return "Computing takes most of the time: faster cores, or less to compute, make this run faster."
         case Limit.DATA:
             return f"{_limits(f, 'Reading data')}. {_prepare_data(len(ranks), conditions)}"
         case Limit.LATE_RANK:
@@ -217,18 +296,14 @@ def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: 
             )
         case Limit.UNEVEN_RANKS:
             return (
-                "The waiting was not for one rank alone: they came late in turns, because the time that each needs varies from "
-                "step to step. A busy machine does that, and so do batches of unequal work."
-            )
-        case Limit.TURNS if cores is not None and 1 < cores < len(ranks) and f.working > FULL * cores:
-            return (
-                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average, which takes nearly all of the "
-                f"{cores:g} cores: on this machine, smaller pieces of work would not make the run faster."
+                "The waiting was not for one rank alone: different ranks came last, each time another one. A busy machine does "
+                "that, and so do batches of unequal work."
             )
         case Limit.TURNS:
             return (
-                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average: the others needed its results first. "
-                "Smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the same time."
+                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average; the others waited. If they need one "
+                "another's results, smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the "
+                "same time."
             )
         case Limit.CALLS:
             large, less = "", ""
@@ -239,9 +314,17 @@ def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: 
                 f"under way. A call{large} took {time_in_words(f.call_ns)} (median). Make fewer calls,{less} or start several "
                 "with rpc_async before you wait for the first."
             )
-        case Limit.LATENCY:
+        case Limit.LATENCY | Limit.OVERHEAD:
+            latency = f.limit is Limit.LATENCY
+            each = f"each takes {time_in_words(f.latency_ns)} (median), however small it is"
+            if not latency:
+                of_link = f", of which the link's latency is {time_in_words(f.latency_ns)}" if f.latency_ns else ""
+                each = f"even a small one takes {time_in_words(f.operation_ns)} (median){of_link}"
+            shared = ""
+            if not latency and cores is not None and cores < len(ranks):
+                shared = f" Each wakes threads of {len(ranks)} ranks on {counted(cores, 'core')}."
             return (
-                f"{_limits(f, 'Latency')}: {_messages(f)}, and even a small one takes {time_in_words(f.latency_ns)} (median). "
+                f"{_limits(f, 'Latency' if latency else 'Overhead')}: {_messages(f)}, and {each}.{shared} "
                 f"{AT_ONCE if overlap is Overlap.EXCLUDED else 'Send fewer and larger messages.'}"
             )
         case Limit.BANDWIDTH:
@@ -263,15 +346,26 @@ def _prepare_data(ranks: int, conditions: _Conditions) -> str:
             "Prepare batches while the ranks compute: `dataset.prefetch` and `map(..., num_parallel_calls=...)` of tf.data, "
             "workers of a DataLoader or PyDataset; or keep them in memory."
         )
-    line, workers = max(conditions.loaders, key=lambda loader: loader[1])
-    which = f"The DataLoader{f' ({line})' if line else ''} has num_workers={workers}"
+    which, workers = _most_workers(conditions)
     if not workers:
         return f"{which}: each rank makes its own batches, and computes nothing meanwhile. Workers make them beside it."
-    if conditions.cores is not None and ranks * (workers + 1) > conditions.cores:
-        processes = f"{ranks * (workers + 1)} processes for {counted(conditions.cores, 'core')}"
-        cure = "Compare with fewer workers: they take cores from the ranks and from one another."
-        return f"{which}, which makes {processes}. {cure}"
-    return f"{which}, which do not keep up: use more of them, or do less for each batch."
+    return _crowded(ranks, conditions) or f"{which}, which do not keep up: use more of them, or do less for each batch."
+
+
+def _most_workers(conditions: _Conditions) -> tuple[str, int]:
+    """The DataLoader with most workers, in words, and their number."""
+    line, workers = max(conditions.loaders, key=lambda loader: loader[1], default=("", 0))
+    return f"The DataLoader{f' ({line})' if line else ''} has num_workers={workers}", workers
+
+
+def _crowded(ranks: int, conditions: _Conditions, most: float = 1) -> str:
+    """That ranks and DataLoaders' workers are more than `most` for each core; "" if they are not."""
+    which, workers = _most_workers(conditions)
+    if not workers or conditions.cores is None or ranks * (workers + 1) <= most * conditions.cores:
+        return ""
+    processes = f"{ranks * (workers + 1)} processes for {counted(conditions.cores, 'core')}"
+    cure = "Compare with fewer workers: where they compute, they take cores from the ranks and from one another."
+    return f"{which}, which makes {processes}. {cure}"
 
 
 def _limits(f: Finding, limit: str) -> str:
@@ -295,5 +389,12 @@ def _machine(ranks: int, conditions: _Conditions) -> str:
         busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(cores, 'core')})"
         return f"{busy}, so all times are longer than usual."
     if cores is not None and cores < ranks:
-        return f"{ranks} ranks share {counted(cores, 'core')}, so all times are longer than with a core for each rank."
+        share = f"{ranks} ranks share {counted(cores, 'core')}"
+        if conditions.lacking is None:
+            return f"{share}, which may make all times longer."
+        return (
+            f"{share}: they waited for one for {percent(conditions.lacking)} of the time."
+            if conditions.lacking >= NOTICED
+            else ""
+        )
     return ""

@@ -30,6 +30,7 @@ COLOURS: Final = dict(
 )
 COLUMNS: Final = 1500  # more than the figure has pixels
 CHARACTER_PT_IN: Final = 0.0082  # width of a character, in inches per point of font size
+UNCOUNTED: Final = "tracked kinds, without temporaries"
 _HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the marker of the peak
 
 
@@ -77,7 +78,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     """Draw what filled each rank's memory over time: parameters, optimizer state, gradients, activations; and the peak.
 
     Only ranks that put `with lab.track_memory(model, optimizer):` around their training loop are shown; `track_memory`
-    documents what is counted.
+    documents what is counted. On a CPU, temporaries are not, as the title says: the real peak is higher.
 
     Args:
         run: a run or a trace.
@@ -100,6 +101,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             "memory: no rank of this run tracked its memory; "
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
+    counted = "" if all(usage.nbytes[-1].any() for usage in found) else UNCOUNTED  # "other" includes temporaries
     shown = f"{ranks_in_words([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
     unit, size = unit_of_bytes(highest)
@@ -131,9 +133,9 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         ax.set_xlabel(f"time since the start of the {'step' if view.zoomed else 'run'} [{time_unit}]")
         ax.set_ylabel(f"memory of a rank [{unit}]")
         ax.tick_params(axis="y", length=0)
-        ax.set_title(f"What fills the memory  ·  {shown}")
+        ax.set_title(f"What fills the memory{counted and f': {counted}'}  ·  {shown}")
         _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
-    return describe(ax, f"What fills the memory: {shown}. {'; '.join(peaks)}.")
+    return describe(ax, f"What fills the memory: {counted and f'{counted}; '}{shown}. {'; '.join(peaks)}.")
 
 
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:

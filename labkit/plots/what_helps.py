@@ -21,15 +21,21 @@ __all__ = ["what_helps"]
 SAVES: Final = STYLES["optimizer"].colour
 COSTS: Final = STYLES["exposed"].colour
 LONGEST: Final = 48  # characters of a change
+TEXT_PT: Final = 10  # on a page of 800 pixels, 12 of them
+APART: Final = 1.0  # the room above the ideals, in rows
 
 
 @public_api
 def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
     """Draw what each of a dozen changes would save per step, the largest first, as `lab.replay` predicts it.
 
-    Only changes that make sense for the run are drawn, such as a phase twice as fast, a slow rank as fast as the others
-    or twice the bandwidth. A gain that is smaller than the recorded steps differ from one another is pale: one cannot
-    count on it. Gains do not add up: after one change, something else may limit the run.
+    Only changes that make sense for the run are drawn, such as a phase twice as fast, a slow rank as fast as the
+    others, twice the bandwidth, half the latency, or consecutive collectives of one line as one message. A gain that is
+    smaller than the recorded steps differ from one another is pale: one cannot count on it. Gains do not add up: after
+    one change, something else may limit the run.
+
+    Ideals, such as communication that takes no time, stand apart below the changes, as empty bars: nobody can make
+    them, and they show what no change exceeds. Do not compare them with changes.
 
     Args:
         run: a run or a trace.
@@ -50,36 +56,46 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
         raise LabError("what_helps: this run has no spans of noticeable length and no communication, whose time could change")
     lasts = ", ".join(filter(None, (_lasts(found), trace.origin)))
     texts = [in_words(gain, found) for gain in found.gains]
+    changes = sum(not gain.ideal for gain in found.gains)
+    rows = [row + APART * gain.ideal for row, gain in enumerate(found.gains)]
     with labkit_style(ax):
         if ax is None:
-            ax = new_axes(figsize=(WIDTH_IN, 0.9 + 0.27 * max(len(texts), 2)), layout="constrained")
+            ax = new_axes(figsize=(WIDTH_IN, 1.0 + 0.31 * max(rows[-1] + 1, 2)), layout="constrained")
         unit, unit_ns = unit_of(found.step_ns)
         saved = [gain.saved_ns / unit_ns for gain in found.gains]
-        rows = range(len(saved))
         colours = [SAVES if value >= 0 else COSTS for value in saved]
-        bars = ax.barh(rows, saved, height=0.7, color=colours)
-        for bar, gain, text in zip(bars, found.gains, texts, strict=True):
-            bar.set_alpha(0.35 if gain.in_spread else 1.0)
+        bars = ax.barh(rows, saved, height=0.7, color=colours, edgecolor=colours)
+        for bar, gain in zip(bars, found.gains, strict=True):
+            bar.set(alpha=0.35 if gain.in_spread else 1.0, fill=not gain.ideal, linestyle="--" if gain.ideal else "-")
             x, y = max(bar.get_x() + bar.get_width(), 0.0), bar.get_y() + bar.get_height() / 2
-            ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+            text = in_words(gain, found, whole=False)
+            ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=TEXT_PT, color=INK)
+        if changes < len(rows):
+            ax.annotate(
+                "Ideals, which no change reaches:", (0, rows[changes] - 0.95), (4, 0), textcoords="offset points",
+                va="center", fontsize=TEXT_PT, color=INK, style="italic",
+            )  # fmt: skip
         ax.axvline(0, color=INK, linewidth=0.6)
         ax.set_yticks(rows, [shortened(gain.change, LONGEST) for gain in found.gains])
-        ax.set_ylim(max(len(saved), 1) - 0.4, -0.6)
+        ax.set_ylim(max(rows[-1] + 1, 1) - 0.4, -0.6)
         low, high = min([0.0, *saved]), max([0.0, *saved])
         ax.set_xlim(1.05 * low, max(high + 0.45 * (high - low), 1e-9))  # room for the texts
-        ax.tick_params(axis="y", length=0)
+        ax.tick_params(axis="y", length=0, labelsize=TEXT_PT)
         ax.spines["left"].set_visible(False)
         ax.set_xlabel(f"saved per {'step' if found.steps else 'run'}, predicted by replay [{unit}]")
         ax.set_title(f"What would help: {lasts}")
-    each = "; ".join(f"{gain.change}: {text}" for gain, text in zip(found.gains, texts, strict=True))
-    return describe(ax, f"What would help, predicted by replay, for {lasts}. {each}.")
+    each = [f"{gain.change}: {text}" for gain, text in zip(found.gains, texts, strict=True)]
+    ideals = f" Ideals, which no change reaches: {'; '.join(each[changes:])}." if changes < len(each) else ""
+    said = f" {'; '.join(each[:changes])}." if changes else ""
+    return describe(ax, f"What would help, predicted by replay, for {lasts}.{said}{ideals}")
 
 
-def in_words(gain: Gain, gains: Gains) -> str:
-    """Return what a change saves, as in "saves 4.1 ms of 21.3 ms"."""
+def in_words(gain: Gain, gains: Gains, *, whole: bool = True) -> str:
+    """Return what a change saves, as in "saves 4.1 ms of 21.3 ms"; without the whole, "saves 4.1 ms"."""
     unit, unit_ns = unit_of(gains.step_ns)
     saved, step = (f"{three_digits(ns / unit_ns)} {unit}" for ns in (abs(gain.saved_ns), gains.step_ns))
-    words = f"saves {saved} of {step}" if gain.saved_ns >= 0 else f"costs {saved}"
+    of_step = f" of {step}" if whole else ""
+    words = f"saves {saved}{of_step}" if gain.saved_ns >= 0 else f"costs {saved}"
     if abs(gain.saved_ns) < 0.005 * unit_ns:
         return "saves nothing"
     return words + (" (within the spread)" if gain.in_spread else "")

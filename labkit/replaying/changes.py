@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,9 +22,15 @@ from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, ST
 from labkit.replaying.graph import ISSUE, WAIT, Graph
 from labkit.replaying.times import Rules
 from labkit.tracing.intervals import length, union
+from labkit.tracing.limits import SMALL_BYTES
 from labkit.tracing.trace import Trace
 
-__all__ = ["AS_RECORDED", "AsRecorded", "Changes", "had_cores", "of_other_threads", "pace_of_others", "rules_for", "shorten"]
+__all__ = [
+    "AS_RECORDED", "AsRecorded", "Changes", "as_one_message", "had_cores", "of_other_threads", "pace_of_others",
+    "rules_for", "shorten",
+]  # fmt: skip
+
+LITTLE: Final = 0.2  # of the time between two operations: with more of the rank's own work, one may need the other's result
 
 
 class AsRecorded(Enum):
@@ -263,6 +269,60 @@ def _one_bucket(graph: Graph, rules: Rules) -> None:
         # operation again, it needs once. Without a link, the bytes take the time in which the backend was busy.
         taken, done = np.array([rules.transfer[row] for row in rows]), graph.done_ns[rows]
         rules.transfer[last] = length(union(done - taken, done)) if rules.link is None else int(taken.max())
+
+
+def as_one_message(graph: Graph, recorded: Rules) -> Rules | None:
+    """Return rules by which consecutive collectives of one line travel with the first of them; None if there are none.
+
+    Nothing but little work happens between them. Whether one needs the result of another is not recorded. Passes
+    through layers do not count: DistributedDataParallel's buckets are `one_bucket`. Without an emulated link, only
+    small operations count, whose bytes are assumed to take no time.
+    """
+    found = _consecutive(graph)
+    rules = recorded.copy()
+    for first, *others in found:
+        rules.instead |= dict.fromkeys(others, first)
+        rules.nbytes[first] += sum(rules.nbytes[row] for row in others)
+        rules.transfer[first] = max(rules.transfer[row] for row in (first, *others))
+    return rules if found else None
+
+
+def _consecutive(graph: Graph) -> list[list[int]]:
+    """Return the collectives that could be one, on each rank in their order."""
+    data = graph.trace.columns.data
+    chosen = (data["nbytes"] > 0) & np.array([kind.collective for kind in graph.types], bool)[data["name"]]
+    chosen &= (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    if graph.trace.link is None:
+        chosen &= data["nbytes"] <= SMALL_BYTES
+    passes = _selected(graph, "forward") | _selected(graph, "backward")
+    keys, matches = data[["name", "group", "line"]].tolist(), data[["group", "match"]].tolist()
+    starts = data["start_ns"].tolist()
+    runs: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
+    between, took = defaultdict[tuple[int, int, int], int](int), defaultdict[tuple[int, int, int], int](int)
+    for thread in graph.threads_of(followed=True):
+        run: list[int] = []
+        for event, (kind, time) in enumerate(zip(thread.kinds, thread.times, strict=True)):
+            row = time >> 2
+            around = graph.parent[row]
+            if kind == ISSUE and chosen[row] and not (around >= 0 and passes[around]):
+                if not run or keys[row] != keys[run[-1]]:
+                    run = []
+                    runs[keys[row]].append(run)
+                else:
+                    between[keys[row]] += thread.gaps[event]
+                    took[keys[row]] += starts[row] - starts[run[-1]]
+                run.append(row)
+            elif kind != WAIT or not run or keys[row] != keys[run[-1]]:
+                run = []
+    together = Counter(matches[row] for row in chosen.nonzero()[0].tolist())
+    alike = Counter(tuple(matches[row] for row in run) for of_line in runs.values() for run in of_line)
+    return [
+        run
+        for key, of_line in runs.items()
+        if between[key] <= LITTLE * took[key]
+        for run in of_line
+        if len(run) > 1 and alike[tuple(matches[row] for row in run)] == together[matches[run[0]]]
+    ]
 
 
 def _own_cores(graph: Graph, rules: Rules) -> None:

@@ -14,7 +14,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
-from labkit.replaying.changes import Changes, pace_of_others, rules_for, shorten
+from labkit.replaying.changes import Changes, as_one_message, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.replay import replayed_steps, spread_ns
@@ -22,7 +22,7 @@ from labkit.replaying.times import Rules, measured, play
 from labkit.tracing.overlapping import BACKWARD, after_backward
 from labkit.tracing.trace import Trace
 
-__all__ = ["Gain", "Gains", "Questions", "gains_of", "like_others", "twice_as_fast"]
+__all__ = ["WITHOUT_COMMUNICATION", "Gain", "Gains", "Questions", "better_links", "gains_of", "like_others", "twice_as_fast"]
 
 MOST: Final = 12
 NOTICED: Final = 0.02  # a phase or an operation with a smaller share of the time is not asked about
@@ -30,6 +30,7 @@ PHASES: Final = 4
 STRAGGLERS: Final = 2
 WITHOUT_COMMUNICATION: Final = "communication takes no time"
 BESIDE_BACKWARD: Final = "gradients travel beside backward, at best"
+AS_ONE_MESSAGE: Final = "consecutive messages as one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,21 @@ class Gain:
         change: the change in words: "backward twice as fast".
         saved_ns: by how much the median step is shorter; negative if it is longer.
         in_spread: whether that is less than recorded steps differ from one another.
+        ideal: whether nobody can make this change; it bounds what others save.
     """
 
     change: str
     saved_ns: float
     in_spread: bool
+    ideal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What several changes save, the largest first.
+    """What several changes save.
 
     Args:
-        gains: what each change saves.
+        gains: what each change saves: first those that one can make, then the ideals, each the largest first.
         step_ns: the median of the recorded steps; of a run without steps, its duration.
         low_ns, high_ns: the quartiles: half of the steps last between them.
         steps: whether the run has steps.
@@ -88,12 +91,13 @@ class Questions:
     def all(self) -> Gains:
         """Return what each change saves that makes sense for the trace."""
         found = [gain for gain in (self.ask(*one) for one in _questions(self.graph, self.recorded)) if gain is not None]
-        found += [gain for gain in [self.beside_backward()] if gain is not None]
-        return self.gains(found)
+        asked = self.without_communication(), self.beside_backward(), self.as_one_message()
+        return self.gains([*found, *(gain for gain in asked if gain is not None)])
 
     def gains(self, found: Sequence[Gain]) -> Gains:
         """Sort gains."""
-        kept = sorted(found, key=lambda gain: -gain.saved_ns)[:MOST]
+        largest = sorted(found, key=lambda gain: -gain.saved_ns)[:MOST]
+        kept = sorted(largest, key=lambda gain: gain.ideal)
         return Gains(tuple(kept), self.step_ns, self.low_ns, self.high_ns, self.steps)
 
     def ask(self, words: str, changes: Changes) -> Gain | None:
@@ -106,7 +110,8 @@ class Questions:
     def without_communication(self) -> Gain | None:
         """Return what is saved if no operation takes any time; None if there are none."""
         took = _took(self.graph, self.recorded)
-        return self.ask(WITHOUT_COMMUNICATION, Changes(free=tuple(took))) if took else None
+        rules = rules_for(self.graph, self.recorded, Changes(free=tuple(took)))
+        return self._gain(WITHOUT_COMMUNICATION, rules, ideal=True) if took else None
 
     def beside_backward(self) -> Gain | None:
         """Return what is saved if gradients travel while the backward pass computes; None if none travel after it.
@@ -120,12 +125,17 @@ class Questions:
         left = max(1 - _work(self.graph)[BACKWARD] / took_ns, 0.0)
         for row in rows.tolist():
             shorten(rules, row, left)
-        return self._gain(BESIDE_BACKWARD, rules)
+        return self._gain(BESIDE_BACKWARD, rules, ideal=True)
 
-    def _gain(self, words: str, rules: Rules) -> Gain:
+    def as_one_message(self) -> Gain | None:
+        """Return what is saved if consecutive collectives of one line travel as one message; None if there are none."""
+        rules = as_one_message(self.graph, self.recorded)
+        return None if rules is None else self._gain(AS_ONE_MESSAGE, rules)
+
+    def _gain(self, words: str, rules: Rules, *, ideal: bool = False) -> Gain:
         after = replayed_steps(self.graph, play(self.graph, rules))
         saved_ns = self.step_ns - (spread_ns(after)[1] if self.steps else after.duration_ns)
-        return Gain(words, saved_ns, abs(saved_ns) <= (self.high_ns - self.low_ns) / 2)
+        return Gain(words, saved_ns, abs(saved_ns) <= (self.high_ns - self.low_ns) / 2, ideal)
 
 
 def gains_of(trace: Trace, function: str) -> Gains:
@@ -181,21 +191,26 @@ def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
     if not took:
         return
     total = trace.duration_ns * len(trace.ranks)
-    yield WITHOUT_COMMUNICATION, replace(nothing, free=tuple(took))
     yield "all gradients in one bucket", replace(nothing, one_bucket=True)
     if trace.link is None:
         for name in sorted(took, key=lambda name: -took[name])[:2]:
             if took[name] > NOTICED * total:
                 yield f"{name} twice as fast", replace(nothing, faster={name: 2})
-    elif isinstance(trace.link, Network):
-        for level in ("inside", "between"):
-            for words, link in _better(getattr(trace.link, level)):
-                where = "inside the nodes" if level == "inside" else "between the nodes"
-                better = replace(trace.link, inside=link) if level == "inside" else replace(trace.link, between=link)
-                yield f"{words} {where}", replace(nothing, link=better)
     else:
-        for words, link in _better(trace.link):
-            yield words, replace(nothing, link=link)
+        yield from better_links(trace)
+
+
+def better_links(trace: Trace) -> Iterator[tuple[str, Changes]]:
+    """Yield the questions what is saved over a link with twice the bandwidth, or with half the latency."""
+    link = trace.link
+    if isinstance(link, Network):
+        for words, better in _better(link.inside):
+            yield f"{words} inside the nodes", Changes(link=replace(link, inside=better))
+        for words, better in _better(link.between):
+            yield f"{words} between the nodes", Changes(link=replace(link, between=better))
+    elif link is not None:
+        for words, better in _better(link):
+            yield words, Changes(link=better)
 
 
 def _better(link: Link) -> list[tuple[str, Link]]:

@@ -69,7 +69,7 @@ def simulate(
         lab.timeline(sim)
 
     Figures say "simulated" in their title. Memory is that of all tensors, as "other", or by kind where the function
-    uses `labkit.track_memory`; with `measured=True`, it is known in the second case only.
+    uses `labkit.track_memory`; with `measured=True`, it is known in the second case only, without temporaries.
 
     Args:
         function: the function that each rank calls.

@@ -37,7 +37,8 @@ class Limit(Enum):
     UNEVEN_RANKS = "ranks wait for each other, each time for a different one"
     TURNS = "ranks wait for what others compute"
     CALLS = "ranks wait for remote calls that are under way"
-    LATENCY = "many small messages"
+    LATENCY = "the latency of many small messages"
+    OVERHEAD = "what each operation takes beside its bytes and the latency of an emulated link"
     BANDWIDTH = "many bytes"
     UNRECORDED = "time that no rank recorded as work"
 
@@ -68,7 +69,8 @@ class Finding:
         under_way: the share of the time in which some rank waited for a remote call and no rank computed.
         call_ns: the median time from a remote call to its result; 0 if there were none.
         call_bytes: the median bytes of a remote call; 0 if there were none.
-        latency_ns: the median time of a small operation, or what the link's latency takes of each; 0 if unknown.
+        operation_ns: the median time of a small operation; of any operation, if there are no small ones.
+        latency_ns: what an emulated link's latency takes of an operation, as a median; 0 without one.
         transfer_ns: the time in which each rank's operations moved data.
     """
 
@@ -96,6 +98,7 @@ class Finding:
     under_way: float
     call_ns: float
     call_bytes: float
+    operation_ns: float
     latency_ns: float
     transfer_ns: float
 
@@ -129,10 +132,9 @@ def limit_of(trace: Trace) -> Finding:
     under_way_ns = length(difference(intersection(_waits(calls), whole), anybody))
     served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
     late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks, part.clock_error_ns)
-    latencies = _latencies(part, rows, transfer)
-    latency_ns = float(np.median(latencies)) if len(rows) else 0.0
-    of_latency = float(np.where(rows["nbytes"] <= SMALL_BYTES, transfer, np.minimum(transfer, latencies)).sum())
-    total_ns = float(transfer.sum())
+    causes, latency_ns = _causes_ns(part, rows, _one_by_one(rows, transfer))
+    small = rows["nbytes"] <= SMALL_BYTES
+    of_operations = transfer[small] if small.any() else transfer
     if not len(rows):
         standing, absent, unrecorded = 0.0, 0.0, idle
         limit = Limit.DATA if data > max(idle, 1 - BUSY) else Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
@@ -145,7 +147,7 @@ def limit_of(trace: Trace) -> Finding:
     elif under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
         limit = Limit.CALLS
     elif exposed - served >= waiting + standing + served:
-        limit = Limit.LATENCY if of_latency >= MOSTLY * total_ns else Limit.BANDWIDTH
+        limit = max(causes, key=lambda cause: causes[cause])
     elif standing + served > waiting or _in_collectives(part) < 1 - MOSTLY:
         limit = Limit.TURNS
     else:
@@ -175,8 +177,9 @@ def limit_of(trace: Trace) -> Finding:
         under_way=under_way_ns / window,
         call_ns=float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0,
         call_bytes=float(np.median(calls["nbytes"])) if len(calls) else 0.0,
+        operation_ns=float(np.median(of_operations)) if len(rows) else 0.0,
         latency_ns=latency_ns,
-        transfer_ns=total_ns / ranks,
+        transfer_ns=float(transfer.sum()) / ranks,
     )
 
 
@@ -235,27 +238,54 @@ def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
     return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
 
 
-def _latencies(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return for each operation what an empty one would take, in ns: by its link's model, else as small ones did."""
-    small = transfer[rows["nbytes"] <= SMALL_BYTES]
-    found = np.full(len(rows), float(np.median(small)) if len(small) else 0.0)
-    if part.link is None:
+def _one_by_one(rows: Any, transfer: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the time of each operation since the one before it on its rank ended, in ns."""
+    order = np.lexsort((rows["end_ns"], rows["rank"]))
+    rank, end_ns = rows["rank"][order], rows["end_ns"][order]
+    before_ns = np.append(0, end_ns)[:-1]
+    before_ns[np.append(True, np.diff(rank) != 0)[: len(rank)]] = 0
+    found = np.empty_like(transfer)
+    found[order] = np.minimum(transfer[order], end_ns - before_ns)
+    return found
+
+
+def _causes_ns(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> tuple[dict[Limit, float], float]:
+    """Divide the time of some operations into what bytes, latency and overhead take, in ns.
+
+    Over an emulated link, its model knows the first two. Without one, overhead is what a small operation takes.
+
+    Returns:
+        the time by its cause; and the median of what the link's latency takes of an operation.
+    """
+    of_link, latency = (np.minimum(transfer, _modelled_ns(part, rows, empty)) for empty in (False, True))
+    small = rows["nbytes"] <= SMALL_BYTES
+    overhead = np.minimum(transfer, np.median(transfer[small]) if small.any() else 0)
+    overhead = np.where(small, transfer, overhead)
+    overhead = np.where(of_link > 0, transfer - of_link, overhead)
+    causes = {Limit.BANDWIDTH: transfer - latency - overhead, Limit.LATENCY: latency, Limit.OVERHEAD: overhead}
+    return {cause: float(took.sum()) for cause, took in causes.items()}, float(np.median(latency)) if len(rows) else 0.0
+
+
+def _modelled_ns(part: Trace, rows: Any, empty: bool) -> NDArray[np.float64]:
+    """Return for each operation what it takes over the run's link by the link's model, in ns; 0 if that is unknown."""
+    found, link = np.zeros(len(rows)), part.link
+    if link is None:
         return found
     names, everybody = part.columns.names, range(part.simulated or len(part.ranks))
-    for name, group in np.unique(rows[["name", "group"]]).tolist():
-        kind, key = type_of(names[name]), names[group]
+    for name, group, nbytes in np.unique(rows[["name", "group", "nbytes"]]).tolist():
+        kind, key, size = type_of(names[name]), names[group], 0 if empty else nbytes
         if kind_of(key) is GroupKind.PAIR:
-            latency_s = link_of_pair(part.link, *ends_of(key)[:2]).latency_s
+            took_s = link_of_pair(link, *ends_of(key)[:2]).seconds("send", size)
         elif kind_of(key) is GroupKind.COLLECTIVE and kind.cost is not None:
-            members, link = ranks_of(key) or everybody, part.link
-            latency_s = (
-                link.seconds(kind.name, 0, members) if isinstance(link, Network) else link.seconds(kind.name, 0, len(members))
-            )
+            members = ranks_of(key) or everybody
+            if isinstance(link, Network):
+                took_s = link.seconds(kind.name, size, members)
+            else:
+                took_s = link.seconds(kind.name, size, len(members))
         else:
             continue
-        found[(rows["name"] == name) & (rows["group"] == group)] = latency_s * 1e9
-    at_most: NDArray[np.float64] = np.minimum(found, transfer)  # the model is a ring's; a tree has fewer rounds
-    return at_most
+        found[(rows["name"] == name) & (rows["group"] == group) & (rows["nbytes"] == nbytes)] = took_s * 1e9
+    return found
 
 
 def _calls(part: Trace, rows: Any) -> Any:

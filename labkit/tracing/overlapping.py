@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.recording.operations import type_of
-from labkit.recording.schema import COMMUNICATION, COMPUTE
+from labkit.recording.schema import COMMUNICATION, COMPUTE, OPTIMIZER
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
-__all__ = ["BACKWARD", "after_backward", "in_backward", "needed_at_once"]
+__all__ = ["BACKWARD", "FORWARD", "after_backward", "in_backward", "needed_at_once", "passes"]
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
@@ -28,9 +28,10 @@ def after_backward(trace: Trace) -> NDArray[np.int64]:
     reduces = _reduces(trace) & ~np.isin(data["group"], _groups_in_forward(trace))
     for rank in range(len(trace.ranks)):
         rows = np.flatnonzero(reduces & (data["rank"] == rank) & (data["wait_end_ns"] > 0))
-        at_ns, forward, backward = data["start_ns"][rows], *(_passes(trace, rank, which) for which in (FORWARD, BACKWARD))
+        at_ns, forward, backward = data["start_ns"][rows], *(passes(trace, rank, which) for which in (FORWARD, BACKWARD))
         steps = trace.step_bounds(rank)
-        since = np.maximum(_last_start(forward, at_ns), _last_start(steps, at_ns))
+        updates = passes(trace, rank, OPTIMIZER)  # what is reduced after one are parameters
+        since = np.max([_last_start(own, at_ns) for own in (forward, steps, updates)], axis=0)
         after = (_last_start(backward, at_ns) >= since) & (len(backward) > 0)
         found.append(rows[after & ~_inside(forward, at_ns) & ~_inside(backward, at_ns)])
     return np.sort(np.concatenate(found))
@@ -41,7 +42,7 @@ def in_backward(trace: Trace) -> NDArray[np.int64]:
     data, found = trace.columns.data, []
     for rank in range(len(trace.ranks)):
         rows = np.flatnonzero(_travels(trace) & (data["rank"] == rank))
-        found.append(rows[_inside(_passes(trace, rank, BACKWARD), data["start_ns"][rows])])
+        found.append(rows[_inside(passes(trace, rank, BACKWARD), data["start_ns"][rows])])
     return np.concatenate(found)
 
 
@@ -54,8 +55,8 @@ def needed_at_once(trace: Trace) -> NDArray[np.int64]:
     of_groups = _travels(trace) & np.isin(data["group"], _groups_in_forward(trace))
     for rank in range(len(trace.ranks)):
         rows = np.flatnonzero(of_groups & (data["rank"] == rank))
-        passes = [_inside(_passes(trace, rank, which), data["start_ns"][rows]) for which in (FORWARD, BACKWARD)]
-        found.append(rows[passes[0] | passes[1]])
+        forward, backward = (_inside(passes(trace, rank, which), data["start_ns"][rows]) for which in (FORWARD, BACKWARD))
+        found.append(rows[forward | backward])
     return np.sort(np.concatenate(found))
 
 
@@ -65,7 +66,7 @@ def _groups_in_forward(trace: Trace) -> NDArray[Any]:
     reduces = _reduces(trace)
     for rank in range(len(trace.ranks)):
         rows = data[reduces & (data["rank"] == rank)]
-        found.append(rows["group"][_inside(_passes(trace, rank, FORWARD), rows["start_ns"])])
+        found.append(rows["group"][_inside(passes(trace, rank, FORWARD), rows["start_ns"])])
     return np.unique(np.concatenate(found))
 
 
@@ -81,8 +82,8 @@ def _reduces(trace: Trace) -> NDArray[np.bool_]:
     return found
 
 
-def _passes(trace: Trace, rank: int, which: str) -> Intervals:
-    """Return the bounds of a rank's forward or backward passes, in order of their start."""
+def passes(trace: Trace, rank: int, which: str) -> Intervals:
+    """Return the bounds of a rank's passes of this name, such as "backward", in order of their start, in ns."""
     data = trace.columns.data
     # "backward", or with the number of a micro-batch, "backward 3"
     named = np.array([name == which or name.startswith(f"{which} ") for name in trace.columns.names], bool)[data["name"]]

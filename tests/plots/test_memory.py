@@ -418,11 +418,27 @@ def test_the_figure_shows_the_peak_its_parts_and_the_units():
     plt.close(ax.figure)
 
 
+UNCOUNTED = "What fills the memory: tracked kinds, without temporaries"
+
+
+@pytest.mark.parametrize(("kinds", "title"), [(["parameters"], UNCOUNTED), (["parameters", "other"], "What fills the memory")])
+def test_the_title_says_if_temporaries_are_not_counted(kinds, title):
+    """On CUDA and in simulations, "other" includes them."""
+    book = Book()
+    for kind in kinds:
+        book.scalar(0, MEMORY + kind, 1, 4e6)
+    book.whole(0, "call", 0, 3)
+    ax = memory(book.trace(1))
+    assert ax.get_title(loc="left").partition("  ·  ")[0] == title
+    assert ("without temporaries" in ax.figure.alt_text) == (title == UNCOUNTED)
+    plt.close(ax.figure)
+
+
 def test_the_figure_names_the_ranks_that_it_shows():
     """A trace of one rank, and a run in which only some ranks tracked their memory."""
     trace = followed()
     name = trace.ranks[0]
-    assert memory(trace.filter(rank=0)).get_title(loc="left").startswith(f"What fills the memory  ·  {name}, ")
+    assert memory(trace.filter(rank=0)).get_title(loc="left").startswith(f"{UNCOUNTED}  ·  {name}, ")
     book = Book()
     for rank in (0, 2):
         book.scalar(rank, f"{MEMORY}parameters", 1, 4e6)

@@ -98,8 +98,8 @@ def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
 
 def test_many_small_operations():
     found = limit_of(steps(all_reduces(8, 40, 0.5)))
-    assert found.limit is Limit.LATENCY
-    assert (found.messages / found.steps, found.nbytes / found.steps, found.latency_ns) == (8, 320, 500_000)
+    assert found.limit is Limit.OVERHEAD
+    assert (found.messages / found.steps, found.nbytes / found.steps, found.operation_ns) == (8, 320, 500_000)
 
 
 def test_many_bytes():
@@ -108,31 +108,45 @@ def test_many_bytes():
     assert found.nbytes / found.transfer_ns == pytest.approx((8 << 20) / 6e6)
 
 
-def test_a_few_small_operations_beside_large_ones_are_not_to_blame():
+@pytest.mark.parametrize(
+    ("count", "nbytes", "ms", "limit"), [(1, 8 << 20, 6, Limit.BANDWIDTH), (15, 40_000, 0.55, Limit.OVERHEAD)]
+)
+def test_large_operations_beside_a_small_one(count, nbytes, ms, limit):
+    """They take no longer than the small one, or much longer."""
+
     def both(book, ready, number):
         small = all_reduces(1, 40, 0.5)(book, ready, number)
-        return all_reduces(1, 8 << 20, 6)(book, [small, small], 1000 + number)
-
-    assert limit_of(steps(both)).limit is Limit.BANDWIDTH
-
-
-def test_large_operations_that_take_as_long_as_small_ones_are_limited_by_latency():
-    def both(book, ready, number):
-        small = all_reduces(1, 40, 0.5)(book, ready, number)
-        return all_reduces(15, 40_000, 0.55)(book, [small, small], 1000 + number)
+        return all_reduces(count, nbytes, ms)(book, [small, small], 1000 + number)
 
     found = limit_of(steps(both, compute=(2.0, 2.0)))
-    assert (found.limit, found.latency_ns) == (Limit.LATENCY, 500_000)
+    assert (found.limit, found.operation_ns, found.latency_ns) == (limit, 500_000, 0)
 
 
-@pytest.mark.parametrize(("latency_us", "limit"), [(2500, Limit.LATENCY), (500, Limit.BANDWIDTH)])
+@pytest.mark.parametrize(
+    ("gbit_per_s", "latency_us", "limit"), [(2, 2500, Limit.LATENCY), (2, 500, Limit.BANDWIDTH), (20, 500, Limit.OVERHEAD)]
+)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_over_a_link_its_model_tells_latency_from_bandwidth(latency_us, limit, nodes):
+def test_over_a_link_its_model_tells_latency_bandwidth_and_overhead_apart(gbit_per_s, latency_us, limit, nodes):
     trace = steps(all_reduces(2, 1 << 20, 6))  # 6 ms for two rounds
-    link = Link(gbit_per_s=2, latency_us=latency_us)
+    link = Link(gbit_per_s=gbit_per_s, latency_us=latency_us)
     over = link if nodes == 1 else Network(nodes=2, inside=link, between=link, ranks=2)
     found = limit_of(Trace(trace.columns, ranks=trace.ranks, link=over))
     assert (found.limit, found.latency_ns) == (limit, 2 * latency_us * 1000)
+
+
+def test_operations_that_wait_for_one_another_on_a_link_have_no_overhead():
+    """Six at once, each of which takes 2 ms when its turn comes."""
+
+    def at_once(book, ready, number):
+        start, end = max(ready), max(ready) + 12
+        for i in range(6):
+            for rank in range(2):
+                key = {"group": "world", "match": 6 * number + i, "nbytes": 1 << 20}
+                book.travel(rank, "all_reduce", start, start + 2 * (i + 1), wait=(start, end) if i == 5 else None, **key)
+        return end
+
+    trace = steps(at_once, compute=(2.0, 2.0))
+    assert limit_of(Trace(trace.columns, ranks=trace.ranks, link=Link(gbit_per_s=4.5, latency_us=0))).limit is Limit.BANDWIDTH
 
 
 def test_one_rank_comes_late():

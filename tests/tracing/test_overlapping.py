@@ -62,6 +62,17 @@ def test_the_groups_of_data_and_tensor_parallelism_are_told_apart() -> None:
     assert [trace.spans[row].start_ns // 1_000_000 for row in needed_at_once(trace)] == [1, 5]
 
 
+def test_what_is_reduced_after_an_optimizer_step_are_parameters() -> None:
+    book = Book()
+    book.compute(0, "forward", 0, 1)
+    book.compute(0, "backward", 1, 2)
+    book.compute(0, "optimizer", 4, 5)
+    for at in (3, 6):
+        book.travel(0, "all_reduce", at, at + 1, wait=(at, at + 1), group="world")
+    trace = book.trace(1)
+    assert [trace.spans[row].start_ns // 1_000_000 for row in after_backward(trace)] == [3]
+
+
 def averaged_afterwards() -> None:
     model = nn.Linear(8, 8)
     for _ in lab.steps(range(STEPS)):
