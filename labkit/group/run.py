@@ -15,7 +15,7 @@ from labkit.group import breakpoints
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
+from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, late_in_words, serving_for_ever
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
@@ -199,8 +199,8 @@ class Execution:
                     self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
-            stop = Stopped(self._name, [*self._doings_by_rank(time.perf_counter_ns()).values()])
-            self._pool.state.spend()
+            self._pool.state.spend()  # first: Stop may be pressed again
+            stop = Stopped(self._name, self._doings_with_lines())
             stop.run = self._run(self._finish("stopped"))
             raise stop from None
         except BaseException as error:
@@ -260,10 +260,8 @@ class Execution:
         ):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
-            at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
-            doings = [doing + at.get(rank, "") for rank, doing in by_rank.items()]
             headline = f"{self._name} took longer than the group's timeout_s={self._pool.options.timeout_s:g}"
-            raise RunTimeoutError(headline, self._monitor.notice, doings)
+            raise RunTimeoutError(headline, self._monitor.notice, self._doings_with_lines())
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
@@ -501,6 +499,11 @@ class Execution:
             )  # fmt: skip
         return dict(sorted(found.items()))
 
+    def _doings_with_lines(self) -> list[str]:
+        """What each rank is doing; of those that are in no operation, also where."""
+        at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
+        return [doing + at.get(rank, "") for rank, doing in by_rank.items()]
+
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
         doings = self._doings_by_rank(now_ns, closely=True)
@@ -552,7 +555,18 @@ class Execution:
             unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
             usual = self._with_parting(usual, others, sides)
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
+        if not unequal and causes[0].own_limit:
+            hint = self._with_late(causes[0], others)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
+
+    def _with_late(self, failure: RankFailure, others: dict[int, str]) -> str:
+        """Return a hint at the program's own time limit, and add to what others were doing where the late ones were."""
+        ended = self._records.failed(failure.rank)[-1:]
+        late = self._monitor.late(failure.rank, ended[0]) if ended else {}
+        for rank, at in late.items():
+            others[rank] += at
+        words = late_in_words([self._names[rank] for rank in late], ended[0]) if late else ""
+        return " ".join(filter(None, (failure.own_limit, words)))
 
     def _consequence(self, failure: RankFailure) -> str:
         """Return a line about a rank that failed because another one was gone."""
