@@ -15,7 +15,15 @@ from labkit.group import breakpoints
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, late_in_words, serving_for_ever
+from labkit.group.deadlock_words import (
+    deadlock_in_words,
+    disconnected,
+    doing,
+    frozen,
+    late_in_words,
+    left_in_words,
+    serving_for_ever,
+)
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
@@ -27,7 +35,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.frames import Frame
 from labkit.launch.resource_usage import Cores, Monitor
-from labkit.recording.operations import SERVE
+from labkit.recording.operations import RPC, SERVE
 from labkit.recording.rank_facts import Fact
 from labkit.recording.schema import Pending
 from labkit.tracing.missing_names import about_names
@@ -557,6 +565,8 @@ class Execution:
         hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
         if not unequal and causes[0].own_limit:
             hint = self._with_late(causes[0], others)
+        if not unequal and causes[0].cause is Cause.LOST_CONNECTION:
+            hint = self._who_left(causes[0].rank)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
     def _with_late(self, failure: RankFailure, others: dict[int, str]) -> str:
@@ -567,6 +577,16 @@ class Execution:
             others[rank] += at
         words = late_in_words([self._names[rank] for rank in late], ended[0]) if late else ""
         return " ".join(filter(None, (failure.own_limit, words)))
+
+    def _who_left(self, caller: int) -> str:
+        """Return a sentence about the rank that left RPC without answering the call that failed; "" if none has."""
+        call, end_ns = self._records.last_wait(caller) or (None, 0)
+        if call is None or call.type is not RPC:
+            return ""
+        left, replies = self._records.left_rpc(call.peer), self._records.done(call.peer, {(call.group, call.match)})
+        if left is None or left.start_ns > end_ns or any(reply.start_ns < left.start_ns for reply in replies):
+            return ""
+        return left_in_words(self._names[call.peer], left, call, self._records.count_calls(caller, call))
 
     def _consequence(self, failure: RankFailure) -> str:
         """Return a line about a rank that failed because another one was gone."""
