@@ -22,6 +22,7 @@ class FactKind(Enum):
     NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
     LOSS = "a loss that is not finite"
     LOADER = "a DataLoader over which the rank has iterated: its number of workers"
+    EMPTY_REPLICAS = "the replicas of TensorFlow's that have no samples in a batch, after as many batches as steps"
     RUN = "at the end: with how many threads an operator of torch computes, and in how many steps tensors were noted"
 
 

@@ -64,6 +64,10 @@ class FaultKind(Enum):
     )
     NO_SYNC = "Put the forward pass inside no_sync(), too."
     LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
+    EMPTY_REPLICAS = (
+        "A mean over no samples is nan: divide a sum by the samples of all replicas, or batch with drop_remainder=True.",
+        False,
+    )
     RECORDED = ""
     NOT_FINITE = "", False
 
