@@ -15,15 +15,8 @@ from labkit.group import breakpoints
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import (
-    deadlock_in_words,
-    disconnected,
-    doing,
-    frozen,
-    late_in_words,
-    left_in_words,
-    serving_for_ever,
-)
+from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
+from labkit.group.failed_waits import whom_it_awaited
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
@@ -35,7 +28,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.frames import Frame
 from labkit.launch.resource_usage import Cores, Monitor
-from labkit.recording.operations import RPC, SERVE
+from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
 from labkit.recording.schema import Pending
 from labkit.tracing.missing_names import about_names
@@ -562,31 +555,12 @@ class Execution:
             sides = first_mismatch(operations) or unlike_exchange(operations, len(self._members))
             unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
             usual = self._with_parting(usual, others, sides)
-        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
-        if not unequal and causes[0].own_limit:
-            hint = self._with_late(causes[0], others)
-        if not unequal and causes[0].cause is Cause.LOST_CONNECTION:
-            hint = self._who_left(causes[0].rank)
+        if unequal:
+            hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}"
+        else:
+            hint = whom_it_awaited(causes[0], others, self._records, self._monitor, self._names)
+            hint = hint or library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
-
-    def _with_late(self, failure: RankFailure, others: dict[int, str]) -> str:
-        """Return a hint at the program's own time limit, and add to what others were doing where the late ones were."""
-        ended = self._records.failed(failure.rank)[-1:]
-        late = self._monitor.late(failure.rank, ended[0]) if ended else {}
-        for rank, at in late.items():
-            others[rank] += at
-        words = late_in_words([self._names[rank] for rank in late], ended[0]) if late else ""
-        return " ".join(filter(None, (failure.own_limit, words)))
-
-    def _who_left(self, caller: int) -> str:
-        """Return a sentence about the rank that left RPC without answering the call that failed; "" if none has."""
-        call, end_ns = self._records.last_wait(caller) or (None, 0)
-        if call is None or call.type is not RPC:
-            return ""
-        left, replies = self._records.left_rpc(call.peer), self._records.done(call.peer, {(call.group, call.match)})
-        if left is None or left.start_ns > end_ns or any(reply.start_ns < left.start_ns for reply in replies):
-            return ""
-        return left_in_words(self._names[call.peer], left, call, self._records.count_calls(caller, call))
 
     def _consequence(self, failure: RankFailure) -> str:
         """Return a line about a rank that failed because another one was gone."""
