@@ -12,6 +12,7 @@ from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
+    from labkit.comm.time_limits import OwnLimit
 
 __all__ = ["Batch", "Operation", "Ready"]
 
@@ -40,8 +41,8 @@ class Operation:
 
     __slots__ = (
         "_delay_ns", "_flags", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "backend_ns",
-        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
-        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "blocking", "booking", "end_ns", "future", "group", "has_future", "limit", "line", "match", "name", "nbytes", "peer",
+        "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +70,7 @@ class Operation:
         self.booking: Booking | None = None  # on an emulated link
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self.timed = False  # whether waits for it end after a time limit that the program has set
+        self.limit: OwnLimit | None = None  # this limit, if it is that of a process group
         self._ready = ready
         # Also whether the waiting thread serves a remote call, once one waits.
         self._flags = (ring.thread_flags() & OWN_THREAD) | (THROUGH_HOST if ready is not None else 0)
@@ -176,9 +178,11 @@ class Operation:
                 self.wait_end_ns, self._wait_delay_ns = self.end_ns, self._delay_ns()
             self._write()
 
-    def failed(self) -> None:
-        """Note that it will never complete, because it or the wait for it has raised."""
+    def failed(self, error: BaseException | None = None) -> None:
+        """Note that it will never complete, because it or the wait for it has raised an error."""
         now = clock()
+        if error is not None and self.limit is not None:
+            self.limit.note(error, self.start_ns)
         self.end_ns = self.end_ns or now
         if self.wait_start_ns:
             self.wait_end_ns = now
@@ -264,7 +268,7 @@ class Batch:
         for operation in self.operations:
             operation.completed()
 
-    def failed(self) -> None:
-        """Note that none will ever complete."""
+    def failed(self, error: BaseException | None = None) -> None:
+        """Note that none will ever complete, because they or the wait for them have raised an error."""
         for operation in self.operations:
-            operation.failed()
+            operation.failed(error)

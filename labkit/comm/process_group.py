@@ -27,7 +27,7 @@ from labkit.comm.futures import Futures
 from labkit.comm.host_copy import HostCopy
 from labkit.comm.members import Numbering, check_peer, numbers_of
 from labkit.comm.operation import Batch, Operation
-from labkit.comm.time_limits import backends_limit, ends_by_itself
+from labkit.comm.time_limits import OwnLimit, backends_limit, ends_by_itself
 from labkit.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
 from labkit.recording.group_keys import pair_key
@@ -79,6 +79,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._silent: set[str] = set()  # operations whose completion the backend does not report
         self._gpu_backend: str | None = None  # a cache of `gpu_backend`
         self._limit_s = self._message_limit_s = 0.0  # not known yet
+        self._created_at = student_line()
+        self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
 
     @classmethod
     def around(cls, real: Any) -> _WatchedGroup:
@@ -148,6 +150,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Set the time limit of all operations but messages."""
         assert self.message_limit_s  # as above
         self._limit_s = 0.0
+        self._set_at[timeout.total_seconds()] = student_line()
         self._real.set_timeout(timeout)
 
     @property
@@ -183,10 +186,17 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             ready = device_clock.mark(on_gpu.device.index)
             operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature, root)
-        operation.timed = self.limit_s < math.inf
+        operation.limit = self._own_limit(self.limit_s)
+        operation.timed = operation.limit is not None
         if number != -1:
             self.backwards.issued(number, operation)
         return operation
+
+    def _own_limit(self, seconds: float) -> OwnLimit | None:
+        if seconds == math.inf:
+            return None
+        created_at = self._created_at if seconds == self.message_limit_s else ""
+        return OwnLimit(seconds, self._set_at.get(seconds, created_at))
 
     def _execute(
         self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
@@ -217,6 +227,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
                 backend_ns = clock()
                 booking.hold()
             flags = 0
+        except BaseException as error:
+            if (limit := self._own_limit(self.limit_s)) is not None:
+                limit.note(error, start_ns)
+            raise
         finally:
             end_ns, wait_delay_ns = clock(), delay_ns()
             ring.write_communication(
@@ -273,7 +287,8 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         else:
             name = RECV.name
         operation = self._issue(name, (tensors,), group, match, tensor_in_words(tensors), peer=peer)
-        operation.timed = self.message_limit_s < math.inf
+        operation.limit = self._own_limit(self.message_limit_s)
+        operation.timed = operation.limit is not None
         if group:
             self._book_message(operation)
         copy = None

@@ -20,7 +20,8 @@ from labkit.comm.torch_internals import RPC_START, RPC_TRANSPORTS
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.operations import RPC_SHUTDOWN
-from labkit.recording.record import Recorder
+from labkit.recording.record import Recorder, clock, student_line
+from labkit.recording.schema import UNSHOWN
 
 __all__ = ["TRANSPORTS", "RpcInitialization", "RpcOptions"]
 
@@ -194,6 +195,8 @@ class RpcInitialization:
             with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, self._workers, timed):
                 shutdown(graceful, *args, **kwargs)
         else:
+            now, name = clock(), RPC_SHUTDOWN.name  # no span: it waits for nobody
+            self._ring.write_communication(name, now, now, line=student_line(), flags=UNSHOWN)
             shutdown(graceful, *args, **kwargs)
         self._ring.serving(0)
 

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from labkit.comm.torch_internals import TIME_LIMITS
+from labkit.ipc.tracebacks import OWN_LIMIT
+from labkit.recording.record import clock
 
-__all__ = ["backends_limit", "ends_by_itself"]
+__all__ = ["OwnLimit", "backends_limit", "ends_by_itself"]
 
 # NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
 # limit.
 RESPECTED: Final = timedelta(minutes=10)
+
+
+class OwnLimit(NamedTuple):
+    """A time limit that the program has set for the operations of a group.
+
+    Args:
+        seconds: the limit.
+        line: the student's line that set it, or "".
+    """
+
+    seconds: float
+    line: str
+
+    def note(self, error: BaseException, start_ns: int) -> None:
+        """Note in an operation's error that this limit ended it, if it had lasted so long.
+
+        Args:
+            error: the error that the student's code gets.
+            start_ns: when the operation was issued.
+        """
+        if clock() - start_ns >= self.seconds * 1e9:
+            where = f" ({self.line})" if self.line else ""
+            setattr(error, OWN_LIMIT, f"{self.seconds:g} s is the program's own time limit{where}.")
 
 
 def ends_by_itself(limit: timedelta | float | None) -> bool:

@@ -63,8 +63,8 @@ class WatchedWork(Work):
         try:
             result: bool = self._work.wait(timeout)
             operation.hold()
-        except BaseException:
-            operation.failed()
+        except BaseException as error:
+            operation.failed(error)
             raise
         operation.wait_ends()
         return result
@@ -173,7 +173,7 @@ class WatchedMessage(WatchedWork):
             else:
                 self._time_is_up(timeout)
         if self._error is not None:
-            operation.failed()
+            operation.failed(self._error)
             raise self._error
         operation.wait_ends()
         self._waited = True

@@ -66,6 +66,7 @@ class RankFailure:
         last: a sentence on what the rank was doing, if it died without a report.
         broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
         in_python: whether Python code raised it and no operation of the framework, as for arguments of a wrong type.
+        own_limit: a sentence on the program's own time limit, if that ended the operation that failed.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankFailure:
     own: bool = False
     broken: bool = False
     in_python: bool = False
+    own_limit: str = ""
 
     @property
     def consequence(self) -> bool:

@@ -10,6 +10,7 @@ _SHARED_MEMORY_FULL: Final = (
     "/dev/shm is full: a container has 64 MiB of it by default. lab.doctor() says how much there is, and how to get more; "
     "a DataLoader with num_workers=0 needs none."
 )
+_ONE_DEVICE: Final = 'This rank has one CPU device. lab.Group(..., devices_per_rank=2) gives each rank two, "CPU:0" and "CPU:1".'
 # A part of the error's text, and the usual mistake behind it.
 _HINTS: Final = {
     "Collective ops must be configured at program startup": (
@@ -28,6 +29,9 @@ _HINTS: Final = {
         "Inside strategy.run, apply_gradients waits for all replicas, and tf.cond excludes that. Decide outside of strategy.run, "
         "or let the optimizer count: gradient_accumulation_steps."
     ),
+    "CPU:1 unknown device": _ONE_DEVICE,
+    "device:CPU:1'. enable_soft_placement=0": _ONE_DEVICE,
+    "devices for spec /device:CPU:1": _ONE_DEVICE,
     "got mixed torch.Tensor and DTensor": (
         "A parameter is sharded here. FSDP2 gathers parameters for forward() only; for another method that computes with them, "
         "call torch.distributed.fsdp.register_fsdp_forward_method(model, 'method')."

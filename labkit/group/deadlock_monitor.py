@@ -9,7 +9,7 @@ from typing import Final
 
 from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock, find_deadlock
+from labkit.group.deadlock import Deadlock, find_deadlock, missing
 from labkit.group.deadlock_words import origin_in_words
 from labkit.group.member import Member
 from labkit.group.parting import Side, frames_at, parting_in_words, source_of
@@ -182,6 +182,12 @@ class DeadlockMonitor:
         late = [i for i in self._on if i not in self._results and not self._members[i].process.status().frozen]
         threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
+
+    def late(self, rank: int, operation: Pending) -> dict[int, str]:
+        """Of the ranks that have not entered an operation, which has failed on a rank: what `lines` returns."""
+        states = [self._state_of(m, m.reader.pending(), set()) for m in self._members]
+        lines = self.lines()
+        return {i: lines[i] for i in missing(states, rank, operation) if i in lines}
 
     def parting(self, waits: Sequence[tuple[int, Pending]], returned: int | None = None) -> tuple[str, dict[int, str]]:
         """Where ranks parted, and what torch made their operations of, in sentences; and source lines by rank.

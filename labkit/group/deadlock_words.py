@@ -14,8 +14,8 @@ from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
 __all__ = [
-    "deadlock_in_words", "disconnected", "doing", "frozen", "mismatch_in_words", "operation_in_words", "origin_in_words", "place",
-    "serving_for_ever",
+    "deadlock_in_words", "disconnected", "doing", "frozen", "late_in_words", "left_in_words", "mismatch_in_words",
+    "operation_in_words", "origin_in_words", "place", "serving_for_ever",
 ]  # fmt: skip
 
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
@@ -158,6 +158,27 @@ def disconnected(name: str) -> str:
 def serving_for_ever(names: Sequence[str]) -> tuple[str, str]:
     """A sentence about ranks that serve others for ever, while no other rank was called, and a hint."""
     return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called", SERVES_OTHERS
+
+
+def late_in_words(names: Sequence[str], operation: Pending) -> str:
+    """A sentence about ranks that had not entered an operation when the program's own time limit ended it."""
+    were = "it was" if len(names) == 1 else "they were"
+    return f"{listed(names)} had not entered {operation.in_words}. If {were} only late, this is no deadlock: set a longer limit."
+
+
+def left_in_words(name: str, left: Pending, call: Pending, number: int) -> str:
+    """A sentence about a rank that left RPC without waiting for the others, and a call to it that it did not answer.
+
+    Args:
+        name: the rank's name.
+        left: its shutdown.
+        call: the call.
+        number: which call of this function it is.
+    """
+    when = "while" if call.start_ns < left.start_ns else "before"
+    was = "was unanswered" if when == "while" else "was made"
+    of = f"call {number} of {call.type.function_in(call.name)}"
+    return f"{name} left at {left.in_words}(graceful=False){place(left)}, {when} {of} {was}."
 
 
 def _at(operation: Pending) -> str:

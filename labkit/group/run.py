@@ -16,6 +16,7 @@ from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
+from labkit.group.failed_waits import whom_it_awaited
 from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
@@ -202,8 +203,8 @@ class Execution:
                     self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
         except KeyboardInterrupt:
-            stop = Stopped(self._name, [*self._doings_by_rank(time.perf_counter_ns()).values()])
-            self._pool.state.spend()
+            self._pool.state.spend()  # first: Stop may be pressed again
+            stop = Stopped(self._name, self._doings_with_lines())
             stop.run = self._run(self._finish("stopped"))
             raise stop from None
         except BaseException as error:
@@ -263,10 +264,8 @@ class Execution:
         ):
             return None
         if self._deadline_s is not None and now > self._deadline_s:
-            at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
-            doings = [doing + at.get(rank, "") for rank, doing in by_rank.items()]
             headline = f"{self._name} took longer than the group's timeout_s={self._pool.options.timeout_s:g}"
-            raise RunTimeoutError(headline, self._monitor.notice, doings)
+            raise RunTimeoutError(headline, self._monitor.notice, self._doings_with_lines())
         if now - self._looked_s > LOOK_EVERY_S or self._hurry:
             self._looked_s = now
             self._hurry = max(self._read_output(m) for m in self._members) >= FULL_BYTES
@@ -504,6 +503,11 @@ class Execution:
             )  # fmt: skip
         return dict(sorted(found.items()))
 
+    def _doings_with_lines(self) -> list[str]:
+        """What each rank is doing; of those that are in no operation, also where."""
+        at, by_rank = self._monitor.lines(), self._doings_by_rank(time.perf_counter_ns(), closely=True)
+        return [doing + at.get(rank, "") for rank, doing in by_rank.items()]
+
     def _deadlock_error(self, deadlock: Deadlock) -> LabError:
         now_ns = time.perf_counter_ns()
         doings = self._doings_by_rank(now_ns, closely=True)
@@ -554,7 +558,11 @@ class Execution:
             sides = first_mismatch(operations) or unlike_exchange(operations, len(self._members))
             unequal, usual = mismatch_hint([(self._names[i], p) for i, p in self._records.numbered(sides)])
             usual = self._with_parting(usual, others, sides)
-        hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}" if unequal else library_hint(causes[0].headline)
+        if unequal:
+            hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}"
+        else:
+            hint = whom_it_awaited(causes[0], others, self._records, self._monitor, self._names)
+            hint = hint or library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:

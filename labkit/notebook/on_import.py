@@ -9,7 +9,7 @@ import sys
 from typing import Final
 
 import labkit.ipc.machine_variables  # noqa: F401  # keeps the variables of this moment
-from labkit.notebook.spawn_hint import hint_after
+from labkit.notebook.spawn_hint import SpawnHints
 from labkit.recording.script_folder import VARIABLE
 
 __all__ = ["begin"]
@@ -45,7 +45,9 @@ def begin() -> None:
 
     shell.register_magic_function(ranks, "cell", "ranks")
     shell.register_magic_function(rank, "cell", "rank")
-    shell.events.register("post_run_cell", hint_after)
+    hints = SpawnHints()
+    shell.events.register("pre_run_cell", hints.before)
+    shell.events.register("post_run_cell", hints.after)
     if hasattr(shell, "kernel"):
         from labkit.group.open_groups import warm_up
         from labkit.launch.starters import in_background

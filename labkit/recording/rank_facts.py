@@ -32,6 +32,7 @@ class FactKind(Enum):
     NO_SYNC = "backward passes inside of no_sync that reduced gradients: how many, and the number of reductions"
     LOSS = "a loss that is not finite"
     LOADER = "a DataLoader over which the rank has iterated: its number of workers"
+    EMPTY_REPLICAS = "the replicas of TensorFlow's that have no samples in a batch, after as many batches as steps"
     RUN = "at the end: the threads of an operator of torch, the steps in which tensors were noted, and backward passes"
 
 

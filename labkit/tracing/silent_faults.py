@@ -78,6 +78,10 @@ class FaultKind(Enum):
         "Possible causes: dropout, BatchNorm, clipping before the average, a loss that is a mean over unequal numbers of tokens.",
         False,
     )
+    EMPTY_REPLICAS = (
+        "A mean over no samples is nan: divide a sum by the samples of all replicas, or batch with drop_remainder=True.",
+        False,
+    )
     RECORDED = ""
     NOT_FINITE = "", False
 

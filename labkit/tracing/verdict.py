@@ -98,7 +98,8 @@ def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
     if not any(fault.kind in (FaultKind.SAME_DATA, FaultKind.SAME_INPUTS) for fault in found):
         found += _operands(facts)
     passes = _samplers(facts, averages=trace is not None and _averages(trace))
-    return [*found, *shown, *passes, *_seeds(facts), *_no_sync(facts), *_losses(facts, ranks), *_results(run.results, ranks)]
+    others = [*_seeds(facts), *_no_sync(facts), *_losses(facts, ranks), *_empty_replicas(facts, ranks)]
+    return [*found, *shown, *passes, *others, *_results(run.results, ranks)]
 
 
 def _averages(trace: Trace) -> bool:
@@ -322,6 +323,20 @@ def _losses(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
                 when = f"{_name(ranks, rank)} after {counted(fact.step, 'step')}"
                 sentence = f"The loss{at(fact.line)} was {fact.values['loss']} on {when}."
                 yield SilentFault(FaultKind.LOSS, (rank,), fact.line, sentence)
+
+
+def _empty_replicas(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
+    for rank, own in facts.items():
+        first: dict[str, Fact] = {}  # by line
+        for fact in own:
+            if fact.kind is FactKind.EMPTY_REPLICAS:
+                first.setdefault(fact.line, fact)
+        for line, fact in first.items():
+            empty = listed([f"replica {number}" for number in fact.values["replicas"]], most=MOST_NAMES)
+            sentence = (
+                f"In batch {fact.step + 1} of a distributed dataset{at(line)}, {empty} of {_name(ranks, rank)} got no samples."
+            )
+            yield SilentFault(FaultKind.EMPTY_REPLICAS, (rank,), line, sentence)
 
 
 def _results(results: Sequence[Any], ranks: Sequence[str]) -> Iterator[SilentFault]:

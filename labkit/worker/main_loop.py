@@ -21,7 +21,7 @@ from labkit.ipc.definitions import Received
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import CellRunner
 from labkit.ipc.stdio import reopen_closed
-from labkit.ipc.tracebacks import cause_of, headline, in_students_code, raised_by_student, students_traceback
+from labkit.ipc.tracebacks import OWN_LIMIT, cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
@@ -368,7 +368,7 @@ class _Rank:
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),
             broken=context_error() is not None, own=raised_by_student(error),
-            in_python=self._runtime.raised_in_python(error),
+            in_python=self._runtime.raised_in_python(error), own_limit=getattr(error, OWN_LIMIT, ""),
         )  # fmt: skip
 
     def _flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -361,6 +362,45 @@ def test_the_programs_own_time_limit_is_respected(waits: Callable[[float], str])
             return group.run(waits, limit_s).results[0] in ("RuntimeError", "DistBackendError")
 
     assert some_limit_does(is_over_first, (LATE_S, 10.0, 60.0))
+
+
+def late_for_the_default_group(limit_s: float) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))  # sets it
+    late = dist.get_rank() == 1 and threading.Event().wait()
+    dist.barrier(late)
+
+
+def late_for_an_asynchronous_operation(limit_s: float) -> None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.barrier(group=pair)
+        pair.set_timeout(timedelta(seconds=limit_s))  # sets it
+        late = dist.get_rank() == 1 and threading.Event().wait()
+        dist.all_reduce(torch.ones(1), group=pair, async_op=not late).wait()
+
+
+def late_for_a_message(limit_s: float) -> None:
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=limit_s))  # sets it
+    if dist.get_rank() < 2:
+        late = dist.get_rank() == 1 and threading.Event().wait()
+        dist.recv(torch.ones(1), not late, group=pair)
+
+
+@pytest.mark.parametrize(
+    "late", [late_for_the_default_group, late_for_an_asynchronous_operation, late_for_a_message], ids=lambda f: f.__name__
+)
+def test_a_failure_by_the_programs_own_time_limit_says_so_and_who_was_late(late: Callable[[float], None]) -> None:
+    source, first = inspect.getsourcelines(late)
+    line = first + next(i for i, text in enumerate(source) if text.endswith("# sets it\n"))
+
+    def is_said(limit_s: float) -> bool:  # a group that is not even created within the limit fails otherwise
+        with lab.Group(3, timeout_s=200) as group, pytest.raises(lab.RankError) as caught:
+            group.run(late, limit_s)
+        assert any(": late = dist.get_rank() == 1" in doing for doing in caught.value.others)
+        said = f"{limit_s:g} s is the program's own time limit (test_no_deadlock.py, line {line}). rank 1 "
+        return caught.value.hint.startswith(said)
+
+    assert some_limit_does(is_said, (LATE_S, 10.0, 60.0))
 
 
 @pytest.mark.parametrize("limit", [None, timedelta(minutes=30)])

@@ -21,7 +21,9 @@ def returned(name: str) -> str:
     return doing(name, [], 0, returned=True)
 
 
-def waiting(name: str, operation: str, line: str, names: Sequence[str] = (), peer: int = -1) -> re.Pattern[str]:
+def waiting(
+    name: str, operation: str, line: str, names: Sequence[str] = (), peer: int = -1, signature: str | None = None
+) -> re.Pattern[str]:
     """A pattern for the line about a rank that waits for any time.
 
     Args:
@@ -30,6 +32,9 @@ def waiting(name: str, operation: str, line: str, names: Sequence[str] = (), pee
         line: the student's line that issued it.
         names: the names of all ranks, if the operation has a peer.
         peer: the peer's number.
+        signature: its signature, if the line has the operation's number and signature.
     """
-    pending = Pending(operation, 1, 1, 0, peer, "world", 1, line, "", 0)
-    return re.compile(re.escape(doing(name, [pending], 1, names=names)).replace(r"0\.0", r"\d+\.\d"))
+    pending = Pending(operation, 1, 1, 0, peer, "world", 1, line, signature or "", 0)
+    return re.compile(
+        re.escape(doing(name, [pending], 1, names=names, closely=signature is not None)).replace(r"0\.0", r"\d+\.\d")
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import cells as in_cells
 import pytest
@@ -173,3 +174,30 @@ def test_a_callee_that_dies_is_the_cause_and_its_caller_was_waiting(
     assert len(error.others) == 1
     waited = waiting("master", "rpc_sync die", "<ipython-input-1-test>, line 13", names=ranks.names, peer=1)
     assert waited.fullmatch(error.others[0])
+
+
+@pytest.mark.processes
+def test_a_rank_that_left_without_answering_a_call_is_named(ranks: lab.Group, cells: in_cells.Cells, tmp_path: Path) -> None:
+    cells("""
+        import pathlib, sys, threading, time, traceback
+        def names(thread):
+            return [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread.ident])]
+        def answer(file, number):
+            if number == 3:
+                file.touch()
+                while "shutdown" not in names(threading.main_thread()):
+                    time.sleep(0.01)
+            return number
+        def program(file):
+            if rpc.get_worker_info().id == 0:
+                for number in range(10):
+                    rpc.rpc_sync("shard1", int)
+                    rpc.rpc_sync("shard1", answer, args=(file, number))
+            while not file.exists():
+                time.sleep(0.01)
+            rpc.shutdown(graceful=False)
+    """)
+    with pytest.raises(lab.RankError) as caught:
+        ranks.run(cells.program, tmp_path / "called")
+    left = "shard1 left at rpc.shutdown(graceful=False) (<ipython-input-2-test>, line 18), "
+    assert caught.value.hint == f"{left}while call 4 of answer was unanswered."

@@ -199,8 +199,10 @@ def test_stop_while_ranks_hang_in_a_collective(tmp_path: Path) -> None:
         )
         assert cell.error is not None
         lines = cell.error[2].splitlines()
-        assert doings.waiting("rank 0", "all_reduce", "cell 2, line 4").fullmatch(lines[1].strip())
-        assert doings.waiting("rank 1", "recv", "cell 2, line 6", names=("rank 0", "rank 1"), peer=0).fullmatch(lines[2].strip())
+        zero = doings.waiting("rank 0", "all_reduce", "cell 2, line 4", signature="float32 [1]")
+        one = doings.waiting("rank 1", "recv", "cell 2, line 6", ("rank 0", "rank 1"), 0, "float32 [1]")
+        assert zero.fullmatch(lines[1].strip())
+        assert one.fullmatch(lines[2].strip())
         assert kernel("group.run(g).results").result == "[2.0, 2.0]"
     finally:
         kernel.close()

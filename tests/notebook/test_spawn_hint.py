@@ -10,7 +10,7 @@ pytest.importorskip("ipykernel", reason="needs ipykernel")
 pytest.importorskip("torch", reason="needs torch")
 from kernels import shared_kernel
 
-from labkit.notebook.spawn_hint import NO_RANK, SPAWN
+from labkit.notebook.spawn_hint import FORK, NO_RANK, SPAWN
 
 pytestmark = pytest.mark.processes
 
@@ -40,6 +40,41 @@ def test_a_function_of_the_notebook_leads_to_group_spawn(tmp_path: Path) -> None
         assert exited.error[0] == "ProcessExitedException"
         assert SPAWN not in exited.stderr
         assert kernel("1").stderr == ""
+
+
+FORKS = """
+import os, threading
+import labkit as lab
+import torch.multiprocessing as mp
+from labkit.notebook import spawn_hint
+spawn_hint.LOOK_EVERY_S = spawn_hint.IDLE_S = 0.2
+states, looked = spawn_hint._states, []
+def looks(pids):
+    looked.append(states(pids))
+    if len(looked) == 4:
+        open("enough", "w").close()
+    return looked[-1]
+def compute(rank):
+    while not os.path.exists("enough"):
+        pass
+def hang(rank):
+    threading.Event().wait()
+"""
+
+
+def test_forked_processes_that_hang_lead_to_group_spawn(tmp_path: Path) -> None:
+    with shared_kernel(tmp_path) as kernel:
+        assert kernel(FORKS).error is None
+        computes = kernel("spawn_hint._states = looks\nmp.start_processes(compute, nprocs=1, start_method='fork')")
+        assert computes.error is None
+        assert computes.stderr == ""
+        cell = kernel(
+            "spawn_hint._states = states\nmp.start_processes(hang, nprocs=2, start_method='fork')",
+            when=lambda cell: FORK in cell.stderr,
+            then=kernel.manager.interrupt_kernel,
+        )
+        assert cell.stderr.count(FORK) == 2, "while it hangs, and after Stop"
+        assert FORK not in kernel("raise KeyboardInterrupt").stderr
 
 
 def test_a_cell_without_a_launchers_variables_leads_to_ranks(tmp_path: Path) -> None:

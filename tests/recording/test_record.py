@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
+from labkit.ipc.ranks_cell import cell_filename
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.tracing.perfetto import write_events
@@ -519,6 +520,7 @@ def test_the_students_code_is_recognised_by_its_file(monkeypatch: pytest.MonkeyP
     students = recording.is_students
     assert students(__file__)
     assert students("<stdin>")
+    assert students(cell_filename(3)), "a cell with %%ranks"
     assert students("/home/ada/lesson/train.py")
     assert not students(recording.__file__)
     assert not students(threading.__file__)

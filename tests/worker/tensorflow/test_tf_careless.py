@@ -324,14 +324,44 @@ def late_devices() -> None:
     tf.config.set_logical_device_configuration(cpu, 2 * [tf.config.LogicalDeviceConfiguration()])
 
 
+def missing_device() -> None:
+    import tensorflow as tf
+
+    tf.config.set_soft_device_placement(False)
+    with tf.device("CPU:1"):
+        tf.Variable(1.0)
+
+
+def reduces_in_a_branch() -> None:
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def reduce() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
+
+    def step() -> Any:
+        return tf.cond(tf.constant(1.0) > 0, reduce, lambda: 0.0)
+
+    tf.function(lambda: strategy.run(step))()
+
+
 @pytest.mark.parametrize(
-    ("program", "hint"), [(late_strategy, "create the strategy first"), (late_devices, "`devices_per_rank`")]
-)
+    ("program", "hint"),
+    [
+        (late_strategy, "create the strategy first"), (late_devices, "`devices_per_rank`"),
+        (missing_device, "devices_per_rank=2"), (reduces_in_a_branch, "tf.cond excludes that"),
+    ],
+)  # fmt: skip
 @pytest.mark.processes
-def test_what_must_come_before_the_first_operation_is_named(two: lab.Group, program: Any, hint: str) -> None:
+def test_the_cure_for_an_error_of_tensorflows_is_named(two: lab.Group, program: Any, hint: str) -> None:
     with pytest.raises(lab.RankError) as failed:
         two.run(program)
     assert hint in failed.value.hint
+    whole = failed.value.failures[0].headline.endswith("in `tf.function`.")
+    assert whole or program is not reduces_in_a_branch, "the end of a long message is kept"
     assert failed.value.hint.split()[0] in failed.value.report()
 
 

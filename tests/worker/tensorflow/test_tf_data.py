@@ -13,6 +13,7 @@ import pytest
 import labkit as lab
 from labkit.recording.schema import DATA
 from labkit.tracing.intervals import Intervals, difference, length, union
+from labkit.tracing.silent_faults import FaultKind
 from labkit.worker.runtimes.tensorflow.profiler_events import Role, spans_of
 from labkit.worker.runtimes.tensorflow.session import Event
 
@@ -170,3 +171,27 @@ def test_the_body_of_a_loop_over_a_dataset_is_the_programs(around: str, is_loop:
 def test_operations_of_a_generator_are_not_the_programs() -> None:
     events = [*executor(7, ran("PyFunc:PyFunc", 1, 50)), ran("EagerExecute", 2, 40, eager_op="AddV2")]
     assert found(events) == [("compute", 1, 50)]
+
+
+# A replica without samples
+
+
+def train_on_distributed(samples: int) -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy()
+    data = tf.data.Dataset.from_tensor_slices((tf.ones((samples, 1)), tf.ones(samples))).batch(8)
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset(data):
+            strategy.run(lambda x, y: tf.reduce_sum(x) + tf.reduce_sum(y), args=batch)
+
+
+@pytest.mark.processes
+def test_a_replica_without_samples_is_noted() -> None:
+    with lab.Group(1, runtime="tensorflow", devices_per_rank=2, timeout_s=200) as one:
+        assert lab.verdict(one.run(train_on_distributed, 10)).faults == ()
+        (fault,) = lab.verdict(one.run(train_on_distributed, 9)).faults
+    assert (fault.kind, fault.ranks) == (FaultKind.EMPTY_REPLICAS, (0,))
+    line = train_on_distributed.__code__.co_firstlineno + 6
+    said = f"In batch 2 of a distributed dataset (test_tf_data.py, line {line}), replica 1 of rank 0 got no samples."
+    assert fault.sentence == said

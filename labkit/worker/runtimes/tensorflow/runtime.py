@@ -15,6 +15,7 @@ from labkit.ipc.protocol import Offer
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import MIB, Runtime, has_server, quiet_stderr
 from labkit.worker.runtimes.tensorflow import config, patches, servers, strategies, strategy_checks
+from labkit.worker.runtimes.tensorflow.empty_replicas import EmptyReplicas
 from labkit.worker.runtimes.tensorflow.profiler_events import Role
 from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
 
@@ -142,6 +143,8 @@ class TensorFlow(Runtime):
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
             return []
+        here.recorder.facts = empty_replicas = EmptyReplicas()
+        empty_replicas.install()
         ranks = {job: rank for rank, job in enumerate(self.options.jobs)}
         self._timeline = Timeline(here.recorder, role._replace(ranks=ranks))
         return self._timeline.install()

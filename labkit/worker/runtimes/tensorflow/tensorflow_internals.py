@@ -233,6 +233,13 @@ DEVICE_DATASETS: Final = _TENSORFLOW(
     test="tensorflow/test_tensorflow.py::test_datasets_that_feed_devices_are_not_autotuned",
     listed="deleting a distributed dataset's iterator",
 )
+DISTRIBUTED_BATCHES: Final = _TENSORFLOW(
+    "tensorflow.python.distribute.input_lib:DistributedIteratorBase.__next__",
+    lost="the note on a replica that has no samples in a batch",
+    public="a hook where a program takes a batch",
+    why="a mean over no samples is nan, without a word",
+    test="tensorflow/test_tf_data.py::test_a_replica_without_samples_is_noted",
+)
 LOG: Final = _TENSORFLOW(
     lost="short log messages",
     public="none is needed",
