@@ -302,13 +302,14 @@ class RankPool:
             slow = f"the ranks take {seconds} to start; this machine is busy"
         self._slow_notice.show(f"labkit: {slow}")
 
-    def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
+    def death(self, member: Member, *, at_ns: int = 0, last: str = "", ago_ns: int = 0) -> RankFailure:
         """Explain how a rank's process ended: exit code, OOM killer, location of a C crash, and output not yet shown.
 
         Args:
             member: the rank.
             at_ns: when its end was noticed, on `time.perf_counter_ns`.
-            last: a sentence that says what the rank was doing.
+            last: a sentence that says what the rank was doing at its last report.
+            ago_ns: how long before that was.
         """
         oom_kills = self.oom_kills.recent() if member.process.place is None else ""
         (end,) = self._starter.end([member.process])
@@ -317,7 +318,7 @@ class RankPool:
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
         headline, cause = explain_exit(end.code, oom_kills, end.lost), exit_cause(end.code, oom_kills)
         if end.lost and last:  # it may have gone on since
-            last = f"By its last report, {last[0].lower()}{last[1:]}"
+            last = f"By its last report, {ago_ns / 1e9:.1f} s earlier, {last[0].lower()}{last[1:]}"
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:

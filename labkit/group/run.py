@@ -39,6 +39,7 @@ from labkit.worker.quit_command import quit_failure
 __all__ = ["Execution", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
+SILENT_NS: Final = 1_000_000_000  # a machine that has not reported for so long: it does so four times a second
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
@@ -350,9 +351,14 @@ class Execution:
     def _show(self, picture: Picture) -> None:
         assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._silent(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
+
+    def _silent(self, now_ns: int) -> dict[int, int]:
+        """Return the ranks whose machine does not answer, with the time of its last report."""
+        reported = {m.rank: m.process.reported_ns(now_ns) for m in self._members}
+        return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def _unanswered(self) -> set[int]:
         """Return the ranks that were called and have neither answered nor ended."""
@@ -470,9 +476,11 @@ class Execution:
         if member.rank in self._failures or member.rank in self._pool.lost:
             return
         now_ns = time.perf_counter_ns()
-        failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
+        reported_ns = member.process.reported_ns(now_ns)
+        last = self._last_doing(member, reported_ns)
+        failure = self._pool.death(member, at_ns=now_ns, last=last, ago_ns=now_ns - reported_ns)
         if self._pool.lost.take(failure, self._on):
-            self._records.end(member.rank, now_ns)
+            self._records.end(member.rank, reported_ns)
             self._release_servers()
         else:
             self._breakpoints.close()
@@ -487,6 +495,7 @@ class Execution:
         return count
 
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
+        silent = self._silent(now_ns)
         found = {rank: line for rank, line in self._pool.lost.doings().items() if rank not in self._failures}
         for m in self._members:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
@@ -496,8 +505,8 @@ class Execution:
                 found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
             found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
-                m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
-                closely=closely,
+                m.name, pending, silent.get(m.rank, now_ns), returned=m.rank in self._results,
+                serves=m.rank in self._serving, names=self._names, closely=closely,
             )  # fmt: skip
         return dict(sorted(found.items()))
 
@@ -565,7 +574,7 @@ class Execution:
         return doing(failure.name, [operation], end_ns, names=self._names)
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
-        """Return a sentence about what a rank was doing when it died; "" if it was idle."""
+        """Return a sentence about what a rank was doing when it died, or reported last; "" if it was idle."""
         pending = member.reader.pending()
         if member.rank in self._breakpoints.texts or (member.rank in self._breakpoints.stopped and not pending):
             return "It was at a breakpoint."
@@ -579,10 +588,11 @@ class Execution:
 
     def _finish(self, stopped: str = "") -> str:
         now_ns = time.perf_counter_ns()
+        silent = self._silent(now_ns)
         if self._pool.state.spent:
             self._pool.kill()  # first, since drawing the picture takes a moment
         if stopped:
-            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
+            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on], list(silent.items()))
         for member in self._members:
             if member.rank not in self._results or stopped:  # otherwise its output was read with its answer
                 self._read_output(member)

@@ -345,9 +345,10 @@ class _Timeline:
         from matplotlib.transforms import ScaledTranslation
 
         waiting = waiting_in_words(view.whole for view in self.views)
-        of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
+        names = list(STYLES)
+        lower = names.index("exposed")
         lines: dict[float, Legend] = {}  # by their distance below the axis, in inches
-        for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
+        for upper, styles in ((True, names[:lower]), (False, names[lower:])):
             handles: list[Any] = []
             for style in styles:
                 if style in self.drawn:
