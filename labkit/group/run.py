@@ -66,10 +66,10 @@ class Run:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]],
+        self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: list[list[Any]],
         facts: Mapping[int, Sequence[Fact]],
     ) -> None:  # fmt: skip
-        self._name, self.ranks, self.results, self.output = name, ranks, results, output
+        self._name, self.ranks, self.results, self.output = name, ranks, results, ""
         self._records, self._profiled, self.facts = records, profiled, facts
         self._trace: Trace | None = None
 
@@ -202,38 +202,33 @@ class Execution:
         except KeyboardInterrupt:
             stop = Stopped(self._name, [*self._doings_by_rank(time.perf_counter_ns()).values()])
             self._pool.state.spend()
-            stop.run = self._run(self._finish("stopped"))
+            stop.run = self._finish("stopped")
             raise stop from None
         except BaseException as error:
             self._pool.state.spend()
-            text = self._finish("stopped by an error")
+            run = self._finish("stopped by an error")
             if isinstance(error, RunError):
-                error.run = self._run(text)
+                error.run = run
             raise
         if self._failures:
             failed = self._error()
-            failed.run = self._run(self._finish("stopped by an error"))
+            failed.run = self._finish("stopped by an error")
             raise failed
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
             mismatch = mismatch_error(unequal, self._monitor.parting(sides)[0])
             self._pool.state.spend()
-            mismatch.run = self._run(self._finish("stopped by an error"))
+            mismatch.run = self._finish("stopped by an error")
             raise mismatch
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
-        text = self._finish()
+        run = self._finish(profile=profile)
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        run = self._run(text, self._pool.profiled() if profile else [])
         self.faults = faults_of(run, run.trace if self._communicated or self._unfinished else None)
         return run
-
-    def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:
-        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        return Run(self._name, names, results, text, self._records, profiled or [], dict(sorted(self._facts.items())))
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
@@ -586,7 +581,7 @@ class Execution:
         span = self._records.last_span(member.rank)
         return f"{words}; its last span was {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
 
-    def _finish(self, stopped: str = "") -> str:
+    def _finish(self, stopped: str = "", *, profile: bool = False) -> Run:
         now_ns = time.perf_counter_ns()
         silent = self._silent(now_ns)
         if self._pool.state.spent:
@@ -597,6 +592,10 @@ class Execution:
             if member.rank not in self._results or stopped:  # otherwise its output was read with its answer
                 self._read_output(member)
         self._records.freeze()
+        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
+        profiled = self._pool.profiled() if profile else []
+        run = Run(self._name, names, results, self._records, profiled, dict(sorted(self._facts.items())))
         if self._picture is not None:
-            self._picture.end(self._records.trace(), stopped)
-        return self._output.finish()
+            self._picture.end(run.trace, stopped)
+        run.output = self._output.finish()
+        return run
