@@ -577,6 +577,16 @@ def test_the_parts_add_up_to_one_hundred(trace):
     assert (np.diff(lefts, axis=0) >= -1e-9).all()
 
 
+def test_the_legend_lists_only_kinds_that_can_be_seen():
+    b = book()
+    b.whole(0, "call", 0, 20)
+    b.compute(0, "forward", 0, 10)
+    b.compute(0, "forward", 10.001, 20)  # a microsecond of the function is in no span
+    said = [text.get_text() for text in timeline(b.done()).findobj(mpl.text.Text)]
+    assert "forward" in said
+    assert "in the function, in no span" not in said
+
+
 def test_the_time_in_which_a_machine_does_not_answer_is_a_part_of_its_own():
     b = book()
     b.compute(0, "forward", 0, 5)
