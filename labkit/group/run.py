@@ -472,8 +472,7 @@ class Execution:
             return
         now_ns = time.perf_counter_ns()
         reported_ns = member.process.reported_ns(now_ns)
-        last = self._last_doing(member, reported_ns)
-        failure = self._pool.death(member, at_ns=now_ns, last=last, ago_ns=now_ns - reported_ns)
+        failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, reported_ns), ago_ns=now_ns - reported_ns)
         if self._pool.lost.take(failure, self._on):
             self._records.end(member.rank, reported_ns)
             self._release_servers()

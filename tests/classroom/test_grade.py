@@ -458,7 +458,10 @@ def test_ranks_that_a_notebook_opens_are_watched_as_the_notebook_itself(tmp_path
         "anna": (group, "def f():\n    open('mine', 'w').close()\ngroup.run(f)", "%%ranks group\nx = [f()]", RIGHT_RATE),
         "ben": (group, f"def f():\n    return open({str(judge)!r}).read()\nprint(group.run(f).results)", RIGHT_RATE),
         "cem": (group, "%%ranks group\nimport os\nos.system('true')", RIGHT_RATE),
-        "dora": (f"import os\ndel os.environ['LABKIT_PRELOAD'], os.environ['LABKIT_CONFINEMENT']\n{starts}{group}.run(f)", RIGHT_RATE),
+        "dora": (
+            f"import os\ndel os.environ['LABKIT_PRELOAD'], os.environ['LABKIT_CONFINEMENT']\n{starts}{group}.run(f)",
+            RIGHT_RATE,
+        ),
         "eva": (f"{starts}lab.Group(1, runtime='bare', start='spawn').run(f)", RIGHT_RATE),
     }.items():
         notebook(tmp_path / "class" / f"{student}.ipynb", IMPORTS, *cells)
