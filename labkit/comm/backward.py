@@ -51,7 +51,8 @@ class Backwards:
         operations.append(operation)
 
     def _end(self, number: int) -> None:
-        waited_for = [operation for operation in self._passes.pop(number) if operation.has_future]
+        # A pass inside another one, as of `checkpoint(..., use_reentrant=True)`, may have dropped the outer one.
+        waited_for = [operation for operation in self._passes.pop(number, []) if operation.has_future]
         for operation in waited_for:  # waits for the student's own operations are recorded elsewhere
             operation.wait_begins_in_torch()
         if waited_for:

@@ -100,9 +100,9 @@ class Phases:
         """
         threads, thread = self._threads[phase], get_ident()
         outermost = thread not in threads
-        end = self._begin(phase, named)
-        threads.add(thread)
         recorder = _recorder()
+        end = self._begin(recorder, phase, named)
+        threads.add(thread)
         noted = named is None and in_backward() == -1 and recorder is not None and thread == recorder.ring.main_thread
         try:
             if noted and phase == FORWARD and args:
@@ -132,9 +132,8 @@ class Phases:
             for threads in quiet:
                 threads.discard(thread)
 
-    def _begin(self, phase: str, named: tuple[str, str] | None = None) -> Callable[[], None]:
+    def _begin(self, recorder: Recorder | None, phase: str, named: tuple[str, str] | None = None) -> Callable[[], None]:
         """Begin a span, and return what ends it."""
-        recorder = _recorder()
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
         recorder.optimizer_steps.working()
@@ -165,7 +164,7 @@ class Phases:
         if recorder is not None:
             recorder.optimizer_steps.optimizer_begins(optimizer)
             self.facts.optimizer_begins(optimizer)
-        self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(OPTIMIZER))
+        self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(recorder, OPTIMIZER))
 
     def _optimizer_ends(self, optimizer: Any) -> None:
         if is_dynamo_compiling():

@@ -66,18 +66,20 @@ class Records:
         """Mark that a rank's process ended, and the others went on."""
         self._ended.append(Scalar(rank, ENDED, at_ns, 1.0))
 
-    def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]]) -> None:
+    def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]], silent: Sequence[tuple[int, int]]) -> None:
         """Add the calls and operations that were still running when the run was stopped.
 
         Args:
             start_ns: start of the run.
             end_ns: when it was stopped.
             calls: the ranks that called the function, each with the function's name.
+            silent: the ranks whose machine does not answer, each with the time of its last report.
         """
         self.drain()
         under_way = [(rank, name) for rank, name in calls if not any((c["kind"] == CALL).any() for c in self._chunks[rank])]
         pending = [r.pending() for r in self._readers]
-        self._interrupted = {"start_ns": start_ns, "end_ns": end_ns, "calls": under_way, "pending": pending}
+        others = {"calls": under_way, "pending": pending, "silent": silent}
+        self._interrupted = {"start_ns": start_ns, "end_ns": end_ns, **others}
 
     def freeze(self) -> None:
         """Read for the last time, before the next run uses the same rings."""

@@ -130,6 +130,8 @@ class Group:
         self._turn = threading.Lock()  # protects `_holder`
         self._holder: object | None = None  # the current run, or `close`
         self._announced: set[str] = set()
+        self._machines: set[str] = set()  # on which any ranks of this group have been
+        self._returns = 0  # `on.returns` when the current ranks were started
         self._sent = Sent()
         self.last_run: Run | None = None
         self.profiling = False  # whether `lab.profile` records the runs with torch's profiler
@@ -248,8 +250,10 @@ class Group:
             written = assigned(compile(tree, filename, "exec", dont_inherit=True))
         self._check()
         pickling.install_source(filename, source.splitlines(keepends=True))
-        members = self._pool.members if self._pool is not None and self._pool.state.phase is Phase.IDLE else []
-        names = CellNames(home.__dict__, read, written, label, [members[i] for i in on] if members else [])
+        pool = self._pool
+        kept = pool is not None and pool.state.phase is Phase.IDLE and not self._may_regain_machine(pool)
+        members = [pool.members[i] for i in on] if pool is not None and kept else []
+        names = CellNames(home.__dict__, read, written, label, members)
         payload = pickling.pack(Names(names.to_send), home=home, sent=self._sent, label="the notebook's names")
         all_called = len(on) == len(self)
 
@@ -421,19 +425,27 @@ class Group:
 
     def _usable_pool(self, request: Request) -> RankPool:
         """The processes; new ones if there are none that may serve this run."""
-        if self._pool is not None and not self._pool.may_serve(request):
+        if self._pool is not None and (self._may_regain_machine(self._pool) or not self._pool.may_serve(request)):
             self._end(graceful=False)
         if self._pool is None:
+            self._returns = self.on.returns if self.on is not None else 0
             starter = notebook.starter(self.runtime, self._options.start, self.on)
             self._pool = pool = RankPool(self._options, self._kind, starter, self._sent, starts_rpc=request.starts_rpc)
             self._finalizer = weakref.finalize(self, _end_unreferenced, pool, self._owner)
             self._finalizer.atexit = False
             pool.start()
+            self._machines |= pool.machines
+            if self._machines - pool.machines:
+                self._announced.difference_update(pool.notes)  # a machine may be lost more than once
             for note in pool.notes:
                 self._announce(note)
         if self._closed:
             raise LabError("the group was closed in another thread while its ranks started")
         return self._pool
+
+    def _may_regain_machine(self, pool: RankPool) -> bool:
+        """Whether the ranks lack a machine that this group had before, and one has come back since they started."""
+        return self.on is not None and self.on.returns > self._returns and bool(self._machines - pool.machines)
 
     def _install(self, pool: RankPool, payload: pickling.Payload) -> None:
         """Install in the ranks what they must have before any of them starts to call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from labkit.launch.resource_usage import Load
@@ -20,8 +20,13 @@ class Picture(Protocol):
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
         """The run starts; the ranks with the numbers `called` call the function, the others serve."""
 
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load]) -> None:
-        """Receive newly completed spans, and per rank its pending operations and its resource usage."""
+    def update(
+        self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load], silent: Mapping[int, int]
+    ) -> None:
+        """Receive newly completed spans, per rank its pending operations and its resource usage.
+
+        `silent` has the ranks whose machine does not answer, with the time of its last report.
+        """
 
     def hold(self, asking: Collection[int]) -> None:
         """The student is asked for a command for one of these ranks: no update follows while the student thinks."""

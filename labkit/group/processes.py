@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import OOMKillCounters, exit_cause, explain_exit
-from labkit.errors.lists import listed
+from labkit.errors.lists import counted, listed
 from labkit.group.lost_ranks import LostRanks
 from labkit.group.member import Member
 from labkit.group.message_loop import MessageLoop
@@ -41,8 +41,9 @@ __all__ = ["SLOW_S", "RankPool"]
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
-# A start that takes longer says what it waits for, and a run that shows nothing for so long says where its ranks are.
-SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))  # the variable is for tests of programs' output
+# A run that shows nothing for so long says where its ranks are. The variable is for tests of programs' output.
+SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))
+STARTING_S: Final = SLOW_S if "LABKIT_SLOW_S" in os.environ else 3.0  # a start that takes longer says what it waits for
 LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
@@ -103,6 +104,11 @@ class RankPool:
             print(f"labkit: {left.before_a_run()}")
         return left is None
 
+    @property
+    def machines(self) -> set[str]:
+        """The names of the machines that the ranks are on; empty for this one."""
+        return {member.process.place.machine for member in self.members if member.process.place is not None}
+
     def start(self) -> None:
         """Start the processes and set them up.
 
@@ -111,7 +117,7 @@ class RankPool:
             RankError: a rank failed during setup.
         """
         self._copied = ProcessState.now()
-        self._slow_s = time.monotonic() + SLOW_S
+        self._slow_s = time.monotonic() + STARTING_S
         try:
             self._start_and_set_up()
         finally:
@@ -120,7 +126,7 @@ class RankPool:
 
     def _start_and_set_up(self) -> None:
         started = in_background(self._start)
-        if not started.acquire(timeout=SLOW_S):
+        if not started.acquire(timeout=STARTING_S):
             self._tell_slow_start()
             started.acquire()
         started.release()
@@ -293,22 +299,19 @@ class RankPool:
 
     def _tell_slow_start(self) -> None:
         self._slow_s = float("inf")
-        package, seconds = self.kind.package, f"more than {SLOW_S:.0f} s"
-        if self._starter.waiting_for:
-            slow = f"the ranks take {seconds} to start: {self._starter.waiting_for}"
-        elif package and self._starter.importing:
-            slow = f"importing {package} for the ranks takes {seconds}; the first time, from disk, it may take a minute"
-        else:
-            slow = f"the ranks take {seconds} to start; this machine is busy"
-        self._slow_notice.show(f"labkit: {slow}")
+        doing = self._starter.waiting_for
+        if not doing and self.kind.package and self._starter.importing:
+            doing = f"importing {self.kind.package}, which may take a minute the first time"
+        self._slow_notice.show(f"labkit: starting {counted(len(self.options.names), 'rank')}{doing and f': {doing}'} ...")
 
-    def death(self, member: Member, *, at_ns: int = 0, last: str = "") -> RankFailure:
+    def death(self, member: Member, *, at_ns: int = 0, last: str = "", ago_ns: int = 0) -> RankFailure:
         """Explain how a rank's process ended: exit code, OOM killer, location of a C crash, and output not yet shown.
 
         Args:
             member: the rank.
             at_ns: when its end was noticed, on `time.perf_counter_ns`.
-            last: a sentence that says what the rank was doing.
+            last: a sentence that says what the rank was doing at its last report.
+            ago_ns: how long before that was.
         """
         oom_kills = self.oom_kills.recent() if member.process.place is None else ""
         (end,) = self._starter.end([member.process])
@@ -317,7 +320,7 @@ class RankPool:
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
         headline, cause = explain_exit(end.code, oom_kills, end.lost), exit_cause(end.code, oom_kills)
         if end.lost and last:  # it may have gone on since
-            last = f"By its last report, {last[0].lower()}{last[1:]}"
+            last = f"By its last report, {ago_ns / 1e9:.1f} s earlier, {last[0].lower()}{last[1:]}"
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:

@@ -41,6 +41,7 @@ from labkit.worker.quit_command import quit_failure
 __all__ = ["Execution", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
+SILENT_NS: Final = 1_000_000_000  # a machine that has not reported for so long: it does so four times a second
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
@@ -68,10 +69,10 @@ class Run:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[str, ...], results: list[Any], output: str, records: Records, profiled: list[list[Any]],
+        self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: list[list[Any]],
         facts: Mapping[int, Sequence[Fact]],
     ) -> None:  # fmt: skip
-        self._name, self.ranks, self.results, self.output = name, ranks, results, output
+        self._name, self.ranks, self.results, self.output = name, ranks, results, ""
         self._records, self._profiled, self.facts = records, profiled, facts
         self.load = machine_load()
         self._trace: Trace | None = None
@@ -205,38 +206,33 @@ class Execution:
         except KeyboardInterrupt:
             self._pool.state.spend()  # first: Stop may be pressed again
             stop = Stopped(self._name, self._doings_with_lines())
-            stop.run = self._run(self._finish("stopped"))
+            stop.run = self._finish("stopped")
             raise stop from None
         except BaseException as error:
             self._pool.state.spend()
-            text = self._finish("stopped by an error")
+            run = self._finish("stopped by an error")
             if isinstance(error, RunError):
-                error.run = self._run(text)
+                error.run = run
             raise
         if self._failures:
             failed = self._error()
-            failed.run = self._run(self._finish("stopped by an error"))
+            failed.run = self._finish("stopped by an error")
             raise failed
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
             mismatch = mismatch_error(unequal, self._monitor.parting(sides)[0])
             self._pool.state.spend()
-            mismatch.run = self._run(self._finish("stopped by an error"))
+            mismatch.run = self._finish("stopped by an error")
             raise mismatch
         if transposed:
             self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
-        text = self._finish()
+        run = self._finish(profile=profile)
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        run = self._run(text, self._pool.profiled() if profile else [])
         self.faults = faults_of(run, run.trace if self._communicated or self._unfinished else None)
         return run
-
-    def _run(self, text: str, profiled: list[list[Any]] | None = None) -> Run:
-        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        return Run(self._name, names, results, text, self._records, profiled or [], dict(sorted(self._facts.items())))
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
@@ -352,9 +348,14 @@ class Execution:
     def _show(self, picture: Picture) -> None:
         assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._silent(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
+
+    def _silent(self, now_ns: int) -> dict[int, int]:
+        """Return the ranks whose machine does not answer, with the time of its last report."""
+        reported = {m.rank: m.process.reported_ns(now_ns) for m in self._members}
+        return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def _unanswered(self) -> set[int]:
         """Return the ranks that were called and have neither answered nor ended."""
@@ -472,9 +473,10 @@ class Execution:
         if member.rank in self._failures or member.rank in self._pool.lost:
             return
         now_ns = time.perf_counter_ns()
-        failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, now_ns))
+        reported_ns = member.process.reported_ns(now_ns)
+        failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, reported_ns), ago_ns=now_ns - reported_ns)
         if self._pool.lost.take(failure, self._on):
-            self._records.end(member.rank, now_ns)
+            self._records.end(member.rank, reported_ns)
             self._release_servers()
         else:
             self._breakpoints.close()
@@ -489,6 +491,7 @@ class Execution:
         return count
 
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
+        silent = self._silent(now_ns)
         found = {rank: line for rank, line in self._pool.lost.doings().items() if rank not in self._failures}
         for m in self._members:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
@@ -498,8 +501,8 @@ class Execution:
                 found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
             found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
-                m.name, pending, now_ns, returned=m.rank in self._results, serves=m.rank in self._serving, names=self._names,
-                closely=closely,
+                m.name, pending, silent.get(m.rank, now_ns), returned=m.rank in self._results,
+                serves=m.rank in self._serving, names=self._names, closely=closely,
             )  # fmt: skip
         return dict(sorted(found.items()))
 
@@ -576,7 +579,7 @@ class Execution:
         return doing(failure.name, [operation], end_ns, names=self._names)
 
     def _last_doing(self, member: Member, now_ns: int) -> str:
-        """Return a sentence about what a rank was doing when it died; "" if it was idle."""
+        """Return a sentence about what a rank was doing when it died, or reported last; "" if it was idle."""
         pending = member.reader.pending()
         if member.rank in self._breakpoints.texts or (member.rank in self._breakpoints.stopped and not pending):
             return "It was at a breakpoint."
@@ -588,16 +591,21 @@ class Execution:
         span = self._records.last_span(member.rank)
         return f"{words}; its last span was {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
 
-    def _finish(self, stopped: str = "") -> str:
+    def _finish(self, stopped: str = "", *, profile: bool = False) -> Run:
         now_ns = time.perf_counter_ns()
+        silent = self._silent(now_ns)
         if self._pool.state.spent:
             self._pool.kill()  # first, since drawing the picture takes a moment
         if stopped:
-            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on])
+            self._records.cut(self._start_ns, now_ns, [(rank, self._name) for rank in self._on], list(silent.items()))
         for member in self._members:
             if member.rank not in self._results or stopped:  # otherwise its output was read with its answer
                 self._read_output(member)
         self._records.freeze()
+        names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
+        profiled = self._pool.profiled() if profile else []
+        run = Run(self._name, names, results, self._records, profiled, dict(sorted(self._facts.items())))
         if self._picture is not None:
-            self._picture.end(self._records.trace(), stopped)
-        return self._output.finish()
+            self._picture.end(run.trace, stopped)
+        run.output = self._output.finish()
+        return run

@@ -127,6 +127,10 @@ class RankProcess:
         except psutil.Error:
             return Status("gone", exiting=True, cpu_s=0.0)
 
+    def reported_ns(self, now_ns: int) -> int:
+        """Return until when its state and its records are known: on this machine, until now."""
+        return now_ns
+
     def _exiting(self) -> bool:
         """Whether it is exiting; only Linux says so before it has ended.
 

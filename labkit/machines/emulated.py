@@ -116,7 +116,10 @@ class EmulatedMachines(Engine):
 
     @public_api
     def plug_in(self, machine: str, after_s: float = 0.0) -> None:
-        """Plug a machine's cable in again; arguments and errors as for `pull`."""
+        """Plug a machine's cable in again; arguments and errors as for `pull`.
+
+        A group that had lost the machine uses it again in its next run, on new ranks.
+        """
         self._ask_later("plug_in", machine, after_s)
 
     def _ask_later(self, request: str, machine: str, after_s: float) -> None:
@@ -126,16 +129,20 @@ class EmulatedMachines(Engine):
             raise LabError(f"there is no cable: {self.missing}")
         check_number(after_s, f"{request}(after_s={after_s!r}): expected seconds from 0", at_least=0, below=MOST_AFTER_S)
 
+        def now() -> None:
+            self._ask(request, machine)
+            self.returns += request == "plug_in"
+
         def later() -> None:
             with contextlib.suppress(LabError):  # the network has ended meanwhile
-                self._ask(request, machine)
+                now()
 
         if after_s:
             timer = threading.Timer(after_s, later)
             timer.daemon = True
             timer.start()
         else:
-            self._ask(request, machine)
+            now()
 
     def _ask(self, request: str, machine: str, limit_s: float = ANSWER_S) -> list[int]:
         try:

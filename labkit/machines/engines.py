@@ -41,12 +41,15 @@ class Engine(ABC):
         connect_limit_s: how long one machine may take to answer once it is asked.
         again_limit_s: the same for a machine that was lost, before each start of ranks.
         ends_machines: whether the machines end with this object, and so the agents; others wait for an equal one.
+        returns: how often a machine has come back, where the engine is told that: a group then tries the machines that
+            it has lost.
     """
 
     ready_limit_s: float = 180.0
     connect_limit_s: float = 30.0
     again_limit_s: float = 10.0
     ends_machines: bool = False
+    returns: int = 0
 
     @property
     @abstractmethod

@@ -441,7 +441,8 @@ class _Relay:
                 self._machines[name] = one
             elif isinstance(one, LostError | LabError):
                 left = listed(m.name for m in self._machines.values() if not m.lost)
-                notes += [f"{name} cannot be used: {one}. All ranks are on {left}; new ranks try {name} again."] * bool(left)
+                hint = f"To try {name} again, make a new group."
+                notes += [f"{name} is not used: {one}. All ranks are on {left}. {hint}"] * bool(left)
                 self._machines[name].lost = str(one)
             else:
                 raise one

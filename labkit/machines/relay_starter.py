@@ -90,6 +90,10 @@ class RelayedRankProcess(RankProcess):
             return Status("gone", exiting=True, cpu_s=0.0)
         return read_state(self.memory)[0].status
 
+    def reported_ns(self, now_ns: int) -> int:
+        """See `RankProcess`."""
+        return (read_state(self.memory)[3] if self.memory >= 0 else 0) or now_ns
+
     def load(self) -> Load:
         """Return the resources that it uses, as its agent has last reported them."""
         return read_state(self.memory)[0].load if self.memory >= 0 else Load()

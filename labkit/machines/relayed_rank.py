@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -65,16 +66,20 @@ class RelayedRank:
     def recorded(self, news: bytes) -> None:
         """Copy what is new in its ring."""
         self._copy.apply(news)
+        self._reported()
 
     def state_is(self, state: RankState) -> None:
         """Its state has changed."""
         self._state = state
-        write_state(self._memory, state, self._offset_ns, self._error_ns)
+        self._reported()
 
     def clock_is(self, offset_ns: int, error_ns: int) -> None:
         """The clock of its machine was read."""
         self._offset_ns, self._error_ns = offset_ns, error_ns
-        write_state(self._memory, self._state, offset_ns, error_ns)
+        self._reported()
+
+    def _reported(self) -> None:
+        write_state(self._memory, self._state, self._offset_ns, self._error_ns, time.perf_counter_ns())
 
     def printed(self, data: bytes) -> None:
         """Pass on what it has printed."""

@@ -13,8 +13,9 @@ from labkit.recording.ring_layout import RING_BYTES
 
 __all__ = ["STATE_BYTES", "UNREPORTED", "RankState", "read_state", "write_state"]
 
-# The word for the state, exiting, CPU seconds, memory in bytes, GPU load, offset and error of the clock in ns.
-_STATE: Final = struct.Struct("<16s?dqiqq")
+# The word for the state, exiting, CPU seconds, memory in bytes, GPU load; in ns, offset and error of the clock, and the
+# time of the last report.
+_STATE: Final = struct.Struct("<16s?dqiqqq")
 STATE_BYTES: Final = _STATE.size
 
 
@@ -34,7 +35,7 @@ class RankState:
 UNREPORTED: Final = RankState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
 
 
-def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int) -> None:
+def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int, reported_ns: int) -> None:
     """In the relay: store a rank's state.
 
     Args:
@@ -42,22 +43,23 @@ def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int) ->
         state: the state.
         offset_ns: what must be added to a time of the rank's machine now.
         error_ns: a bound on the error of that.
+        reported_ns: when its machine reported last, on this machine's clock.
     """
     status, load = state.status, state.load
     busy = -1 if load.busy is None else load.busy
-    values = status.state.encode(), status.exiting, status.cpu_s, load.nbytes, busy, offset_ns, error_ns
+    values = status.state.encode(), status.exiting, status.cpu_s, load.nbytes, busy, offset_ns, error_ns, reported_ns
     _STATE.pack_into(memory, RING_BYTES, *values)
 
 
-def read_state(memory: int) -> tuple[RankState, int, int]:
-    """In the notebook: return a rank's state, the offset of its clock and the error of that, both in ns.
+def read_state(memory: int) -> tuple[RankState, int, int, int]:
+    """In the notebook: return a rank's state, offset and error of its clock, and when its machine reported last, in ns.
 
     Args:
         memory: the file descriptor of its memory.
     """
     data = os.pread(memory, _STATE.size, RING_BYTES)
     if len(data) < _STATE.size:  # the relay has not mapped it yet
-        return UNREPORTED, 0, 0
-    word, exiting, cpu_s, nbytes, busy, offset_ns, error_ns = _STATE.unpack(data)
+        return UNREPORTED, 0, 0, 0
+    word, exiting, cpu_s, nbytes, busy, offset_ns, error_ns, reported_ns = _STATE.unpack(data)
     status = Status(word.rstrip(b"\0").decode(), exiting, cpu_s)
-    return RankState(status, Load(nbytes, None if busy < 0 else busy)), offset_ns, error_ns
+    return RankState(status, Load(nbytes, None if busy < 0 else busy)), offset_ns, error_ns, reported_ns

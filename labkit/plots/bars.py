@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from labkit.errors.units import bytes_in_words
 from labkit.recording.group_keys import axis_of
 from labkit.recording.operations import SERVE, type_of
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNWAITED
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNKNOWN, UNWAITED
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 
@@ -63,6 +63,7 @@ STYLES: Final[dict[str, Style]] = {
     "optimizer": Style("#009E73", 1, "", "optimizer"),
     "compute": Style("#7C93C9", 1, "", "compute"),
     "unlabelled": Style("#8A93A5", 0.33, "", "in the function, in no span"),
+    "unknown": Style("#8A93A5", 0.1, "//////", "unknown: its machine does not answer"),
     "exposed": Style(_COMMUNICATION_COLOUR, 1, "", "exposed communication"),
     # Less vivid than "exposed", and of medium lightness: less striking on white pages and on dark ones.
     "hidden": Style("#B08968", 1, "", "hidden behind compute"),
@@ -73,7 +74,8 @@ STYLES: Final[dict[str, Style]] = {
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
-IMPORTANCE: Final = {"unlabelled": 0, "issued": 1, "waiting": 2}  # 3 for others; hairlines may cover less important styles
+# 3 for others; hairlines may cover less important styles.
+IMPORTANCE: Final = {"unlabelled": 0, "unknown": 0, "issued": 1, "waiting": 2}
 _ACTIVE: Final = np.array([IMPORTANCE.get(name, 3) == 3 for name in STYLES])
 HAIRLINE_PX: Final = 0.7  # the minimum width of a bar, if there is space
 SLIVER_PX: Final = 8  # a bar below this width divides another one without making two of it
@@ -150,7 +152,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     rest = _clip(_flatten(data["start_ns"], data["end_ns"], calls), taken, inside=False)
     by_name = np.array([_NUMBER[style_of(name)] for name in columns.names] or [0], np.uint8)
     labelled.style[:] = by_name[data["name"][labelled.span]]
-    rest.style[:] = _NUMBER["unlabelled"]
+    rest.style[:] = np.where(data["name"][rest.span] == columns.name_id(UNKNOWN), _NUMBER["unknown"], _NUMBER["unlabelled"])
 
     computing = labelled if rank in trace.labelled else _merge(labelled, rest)
     busy = union(computing.start_ns, computing.end_ns)

@@ -40,6 +40,7 @@ _PARTS: Final = {
     "compute that hides communication": [("compute", 0.0, 0.6), ("hidden", 0.6, 0.4)],
     "exposed communication": [("exposed", 0.0, 1.0)],
     WAITING: [("waiting", 0.0, 1.0)],
+    "unknown": [("unknown", 0.0, 1.0)],
     "idle": [],
 }
 
@@ -49,7 +50,8 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
     """Draw where the time went, per rank and for all ranks; the parts of each bar add up to 100 %.
 
     The parts are compute, waiting for data, compute that hides communication, exposed communication, waiting for
-    another rank (or for another device of the same rank), and idle time. `Trace.shares` defines them.
+    another rank (or for another device of the same rank), idle time, and what is unknown since a machine does not
+    answer. `Trace.shares` defines them.
 
     Args:
         run: a run or a trace.
@@ -222,9 +224,9 @@ def _ranks_and_steps(view: View) -> str:
 def _percent(share: Share) -> NDArray[np.float64]:
     """Return the parts in the order of `_PARTS`, in % of the trace's window."""
     computing = share.compute_ns - share.overlap_ns
-    rest = share.idle_ns - share.waiting_ns
-    parts = np.array([computing, share.data_ns, share.overlap_ns, share.exposed_ns, share.waiting_ns, rest], np.float64)
-    return 100 * parts / share.window_ns
+    rest = share.idle_ns - share.waiting_ns - share.unknown_ns
+    parts = [computing, share.data_ns, share.overlap_ns, share.exposed_ns, share.waiting_ns, share.unknown_ns, rest]
+    return 100 * np.array(parts, np.float64) / share.window_ns
 
 
 def _draw_part(
@@ -240,7 +242,7 @@ def _draw_part(
     for row in (i for i, text in enumerate(texts) if text):
         ax.text(
             left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8,
-            color=INK if part == "idle" else INKS["dark"], bbox=CHIP if part == WAITING else None,
+            color=INK if part == "idle" else INKS["dark"], bbox=CHIP if part in (WAITING, "unknown") else None,
         )  # fmt: skip
 
 
@@ -260,6 +262,6 @@ def _legend_of_parts(ax: Axes, parts: list[str], views: Sequence[View]) -> None:
         patches = [Patch(**_look(style)) for style, _, _ in _PARTS[part]] or [Patch(facecolor="none", edgecolor=INK)]
         handles.append(tuple(patches))
     names = [waiting if part == WAITING else part for part in parts]
-    columns = len(parts) if len(parts) < len(_PARTS) else len(parts) // 2  # all of them are wider than the figure
+    columns = len(parts) if len(parts) < 6 else (len(parts) + 1) // 2  # more are wider than the figure
     handler_map = {tuple: HandlerTuple(ndivide=None, pad=0)}
     ax.figure.legend(handles, names, loc="outside lower left", ncols=columns, handler_map=handler_map)

@@ -45,6 +45,7 @@ __all__ = ["figure_of", "timeline"]
 
 TEXT_PT: Final = 7.0  # inside bars
 NOTE_PT: Final = 8.5  # below the legend
+VISIBLE_PX: Final = 0.3  # a kind whose widest bar is narrower is not in the legend
 GAP_PX: Final = 0.7  # after a wide bar
 STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
 END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}
@@ -218,7 +219,6 @@ class _Timeline:
 
     def _row(self, trace: Trace, row: Row, y: float) -> None:
         for bars, (top, height) in zip(row.lanes(trace), LANES, strict=True):
-            self.drawn.update(np.array(list(STYLES))[np.unique(bars.style)])
             if len(bars) > 1.5 * self.width_px:
                 self._mixed_bars(bars, trace, y + top, height)
                 continue
@@ -232,6 +232,8 @@ class _Timeline:
                 of_style = bars.style == number
                 if of_style.any():
                     a, b = left[of_style], right[of_style]
+                    if (b - a).max() * self._px_per_unit() > VISIBLE_PX:
+                        self.drawn.add(style)
                     corners = np.stack(
                         [np.stack([a, b, b, a], 1), np.broadcast_to([y + top] * 2 + [y + top + height] * 2, (len(a), 4))], 2
                     )
@@ -265,6 +267,7 @@ class _Timeline:
 
     def _mixed_bars(self, bars: Bars, trace: Trace, top: float, height: float) -> None:
         """Draw more bars than pixels as an image that mixes their colours in each pixel."""
+        self.drawn.update(np.array(list(STYLES))[np.unique(bars.style)])
         count = max(int(2 * self.width_px * trace.duration_ns / self.longest_ns), 1)
         edges = np.linspace(trace.start_ns, trace.end_ns, count + 1).astype(np.int64)
         pixels = blend(coverage(bars, edges), trace.duration_ns / count)
@@ -345,9 +348,10 @@ class _Timeline:
         from matplotlib.transforms import ScaledTranslation
 
         waiting = waiting_in_words(view.whole for view in self.views)
-        of_compute = ["data", "forward", "backward", "optimizer", "compute", "unlabelled"]
+        names = list(STYLES)
+        lower = names.index("exposed")
         lines: dict[float, Legend] = {}  # by their distance below the axis, in inches
-        for upper, styles in ((True, of_compute), (False, [style for style in STYLES if style not in of_compute])):
+        for upper, styles in ((True, names[:lower]), (False, names[lower:])):
             handles: list[Any] = []
             for style in styles:
                 if style in self.drawn:

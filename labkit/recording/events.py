@@ -24,6 +24,7 @@ from labkit.recording.schema import (  # fmt: skip
     OPEN,
     PENDING_FIELDS,
     SERVED,
+    UNKNOWN,
     Field,
     Flag,
     Pending,
@@ -201,6 +202,7 @@ def under_way(
     *,
     calls: Iterable[tuple[int, str]] = (),
     pending: Sequence[Sequence[Pending]] = (),
+    silent: Iterable[tuple[int, int]] = (),
 ) -> Any:
     """Return an array of `COLUMNS` with everything that is still in progress, as if it ended now.
 
@@ -210,8 +212,10 @@ def under_way(
         number: returns a string's index in `Columns.names`.
         calls: the ranks whose function has not returned, each with the function's name.
         pending: for each rank, its pending operations.
+        silent: the ranks whose machine does not answer, each with the time of its last report: what was in progress
+            ends there, and the rest is unknown.
     """
-    began = list(calls)
+    began, reported_ns = list(calls), dict(silent)
     found = [(rank, *one) for rank, operations in enumerate(pending) for one in shown(operations)]
     rows = blank(len(began) + len(found))
     first, rest = rows[: len(began)], rows[len(began) :]
@@ -221,10 +225,15 @@ def under_way(
         rest[field.name] = _as_numbers(field, (getattr(p, field.name) for _, p, _, _ in found), number)
     rest["rank"], rest["kind"] = [rank for rank, *_ in found], [kind for *_, kind, _ in found]
     rest["flags"] = [flags for *_, flags in found]
-    rows["end_ns"] = np.maximum(rows["start_ns"], now_ns)
+    until = np.array([reported_ns.get(rank, now_ns) for rank in rows["rank"].tolist()], np.int64)
+    rows["end_ns"] = np.maximum(rows["start_ns"], until)
     waits = rows["wait_start_ns"] != 0
-    rows["wait_end_ns"][waits] = np.maximum(rows["wait_start_ns"][waits], now_ns)
-    return rows
+    rows["wait_end_ns"][waits] = np.maximum(rows["wait_start_ns"], until)[waits]
+    rows["match"][until < now_ns] = -1  # it is not known to be in the others' operation any more, so they wait
+    unknown = blank(len(reported_ns))
+    unknown["rank"], unknown["start_ns"] = list(reported_ns), list(reported_ns.values())
+    unknown["name"], unknown["kind"], unknown["flags"], unknown["end_ns"] = number(UNKNOWN), CALL, OPEN, now_ns
+    return np.concatenate([rows, unknown])
 
 
 def shown(operations: Sequence[Pending]) -> Iterator[tuple[Pending, int, int]]:

@@ -25,7 +25,7 @@ from labkit.recording.operations import OperationType, type_of
 __all__ = [
     "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
     "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OPTIMIZER", "OWN_THREAD", "PENDING_FIELDS", "READING",
-    "SCALAR", "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNSHOWN", "UNSIZED", "UNWAITED",
+    "SCALAR", "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNKNOWN", "UNSHOWN", "UNSIZED", "UNWAITED",
     "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
 ]  # fmt: skip
 
@@ -52,6 +52,7 @@ READING: Final = "reading TensorFlow's profiler"  # labkit's own compute span
 DATA: Final = "data"  # a compute span in which the rank waits for its next batch
 OPTIMIZER: Final = "optimizer"  # a compute span: an optimizer's step
 STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
+UNKNOWN: Final = "unknown: its machine does not answer"  # a call span in which nothing is known of a rank
 ENDED: Final = "process ended"  # the scalar that marks the end of a rank without which the others went on
 MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", "gathered parameters", "activations", "other")

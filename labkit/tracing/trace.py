@@ -31,6 +31,7 @@ from labkit.recording.schema import (
     MEMORY,
     SCALAR,
     STEP,
+    UNKNOWN,
     UNSHOWN,
     UNWAITED,
     WAIT,
@@ -60,7 +61,7 @@ class Share:
 
     The parts `compute_ns`, `data_ns` (waiting for the next batch), `exposed_ns` and `idle_ns` add up to `window_ns`.
     `overlap_ns` is the part of `compute_ns` that overlaps communication; `waiting_ns` the part of `idle_ns` in which
-    the rank was blocked until a peer arrived.
+    the rank was blocked until a peer arrived, `unknown_ns` the part in which its machine did not answer.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Share:
     idle_ns: int
     waiting_ns: int
     data_ns: int = 0
+    unknown_ns: int = 0
 
     @property
     def exposed_ns(self) -> int:
@@ -467,14 +469,21 @@ class Trace:
     def _computing(self, rank: int) -> Any:
         """Return the spans that count as compute: compute spans; if the program recorded none, its calls, too."""
         computes = self._is(rank, COMPUTE)
-        return self.columns.data[computes if rank in self.labelled else computes | self._is(rank, CALL)]
+        calls = self._is(rank, CALL) & ~self._is_unknown(rank)
+        return self.columns.data[computes if rank in self.labelled else computes | calls]
+
+    def _is_unknown(self, rank: int) -> NDArray[np.bool_]:
+        named: NDArray[np.bool_] = self.columns.data["name"] == self.columns.name_id(UNKNOWN)
+        return self._is(rank, CALL) & named
 
     def _share(self, rank: int) -> Share:
         parts = self.activity(rank)
         compute, data, communication = (length(parts[name]) for name in ("compute", "data", "communication"))
         overlap = length(intersection(parts["compute"], parts["communication"]))
         idle = self.duration_ns - compute - data - communication + overlap
-        return Share(rank, self.duration_ns, compute, communication, overlap, idle, length(parts["waiting"]), data)
+        rows = self.columns.data[self._is_unknown(rank)]
+        unknown = length(union(np.maximum(rows["start_ns"], self.start_ns), np.minimum(rows["end_ns"], self.end_ns)))
+        return Share(rank, self.duration_ns, compute, communication, overlap, idle, length(parts["waiting"]), data, unknown)
 
 
 def from_records(
@@ -484,6 +493,7 @@ def from_records(
     *,
     calls: Sequence[tuple[int, str]] = (),
     pending: Sequence[Sequence[Pending]] = (),
+    silent: Sequence[tuple[int, int]] = (),
     dropped: Sequence[int] = (),
     start_ns: int | None = None,
     end_ns: int | None = None,
@@ -498,6 +508,7 @@ def from_records(
         calls: the ranks whose function has not returned, each with the function's name; their spans last until
             `end_ns`.
         pending: per rank, the operations that have not completed; they last until `end_ns`.
+        silent: the ranks whose machine does not answer, each with the time of its last report.
         dropped: lost records per rank.
         start_ns: start of the trace's window; default: the first span's start.
         end_ns: end of the window; default: the last span's end.
@@ -529,9 +540,9 @@ def from_records(
             if isinstance(field.place, Head | Tail):
                 part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]
         parts.append(part)
-    if calls or any(pending):
+    if calls or any(pending) or silent:
         assert end_ns is not None and (start_ns is not None or not calls), "since when, and until when?"
-        parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending))
+        parts.append(under_way(start_ns or 0, end_ns, number, calls=calls, pending=pending, silent=silent))
     data = np.concatenate(parts)
     is_step, found = data["kind"] == STEP, data["flags"] & AUTOMATIC != 0
     if (is_step & ~found).any():

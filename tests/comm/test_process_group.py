@@ -271,6 +271,12 @@ def test_a_rank_waits_visibly_at_the_end_of_its_backward_pass(pair: Group) -> No
     assert reduced.start_ns <= reduced.wait_start_ns < of_the_other.start_ns < reduced.wait_end_ns == reduced.end_ns
 
 
+def test_backward_passes_that_fail_and_nest(pair: Group) -> None:
+    run = pair.run(cases.backward_passes_that_fail_and_nest)
+    assert run.results == [("the student's own", [4.0] * 3)] * 2  # twice the sum over two ranks
+    assert names(run) == ["all_reduce"] * 3
+
+
 def test_gradients_reduced_by_hand(pair: Group) -> None:
     run = same_as_torchs_own(pair, cases.gradients_by_hand)
     assert names(run) == ["all_reduce"] * 8

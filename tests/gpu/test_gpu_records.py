@@ -178,7 +178,7 @@ class Loads:
     def begin(self, *_: Any) -> None:
         pass
 
-    def update(self, _now_ns: int, _new: Trace, _pending: Any, loads: Sequence[Load]) -> None:
+    def update(self, _now_ns: int, _new: Trace, _pending: Any, loads: Sequence[Load], _silent: Any) -> None:
         self.seen.append(loads)
 
     def end(self, *_: Any) -> None:

@@ -668,7 +668,7 @@ class StopWhenBlocked:
     def begin(self, *_: Any) -> None:
         """Nothing."""
 
-    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], _loads: Any) -> None:
+    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], *_: Any) -> None:
         if sum(any(p.wait_start_ns for p in of_rank) for of_rank in pending) == self._count:
             self._count = -1  # once
             signal.raise_signal(signal.SIGINT)

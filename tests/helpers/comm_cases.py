@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from labkit.recording.record import here
 from labkit.recording.ring_buffer import RingReader
@@ -292,6 +293,39 @@ def backward_beside_a_late_rank() -> list[bool]:
     if dist.get_rank() == 0:
         watcher.join()
     return seen
+
+
+class _SumOfGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        work = dist.all_reduce(gradient, async_op=True)
+        assert work is not None
+        work.wait()
+        return gradient
+
+
+def backward_passes_that_fail_and_nest() -> tuple[str, list[float]]:
+    """A hook of the student's fails after a collective; then an operation is issued in a pass inside another pass."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("the student's own")
+
+    x = torch.ones(3, requires_grad=True)
+    failing, said = x * 1, ""
+    failing.register_hook(fail)
+    try:
+        _SumOfGradients.apply(failing).sum().backward()
+    except ValueError as error:
+        said = str(error)
+    inner = checkpoint(_SumOfGradients.apply, x, use_reentrant=True)
+    _SumOfGradients.apply(inner).sum().backward()
+    assert x.grad is not None
+    return said, x.grad.tolist()
 
 
 def gradients_by_hand(group: Any) -> list[torch.Tensor]:

@@ -112,7 +112,7 @@ class UntilBlocked:
     def begin(self, *_: Any) -> None:
         """Nothing."""
 
-    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], _loads: Any) -> None:
+    def update(self, _now_ns: int, _new: Any, pending: Sequence[Sequence[Pending]], *_: Any) -> None:
         if self.stacks is None and any(p.wait_start_ns for of_rank in pending for p in of_rank):
             thread = threading.Thread(target=self._look)
             thread.start()

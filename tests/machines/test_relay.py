@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ import labkit as lab
 from labkit.errors.causes import Cause
 from labkit.group.open_groups import notebook
 from labkit.machines.relay_starter import survey
+from labkit.recording.schema import UNKNOWN
 
 pytestmark = pytest.mark.processes
 
@@ -197,6 +199,12 @@ def test_a_machine_that_is_silent_is_lost(four: lab.Group) -> None:
         agent.kill()
     assert {f.rank for f in caught.value.failures} == {0, 1}
     assert {f.cause for f in caught.value.failures} == {Cause.LOST_MACHINE}
+    assert re.search(r"By its last report, [4-9]\.\d s earlier, it was computing", str(caught.value))
+    trace = caught.value.run.trace
+    calls = trace.filter(kind="call").spans
+    since = {s.rank: s.start_ns for s in calls if s.name == UNKNOWN}
+    assert since.keys() == {0, 1}
+    assert {s.rank: s.end_ns for s in calls if s.name == "sleep"} == {2: trace.end_ns, 3: trace.end_ns} | since
     assert four.run(int).results == [0] * 4
 
 

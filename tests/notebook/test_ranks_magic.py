@@ -344,6 +344,7 @@ def test_a_cell_leaves_its_run(shell: Shell, cells: in_cells.Cells) -> None:
 
 def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
+    traces: list[lab.Trace] = []
 
     class Picture:
         interval_s = 100.0
@@ -355,6 +356,7 @@ def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pyt
 
         def end(self, trace: lab.Trace, stopped: str) -> None:
             reported.append((sorted({s.name for s in trace}), stopped))
+            traces.append(trace)
 
     monkeypatch.setattr(lab.Group, "picture", Picture)
     shell("group", "import labkit as lab\nwith lab.span('forward'): pass")
@@ -362,6 +364,7 @@ def test_a_cell_is_watched(shell: Shell, cells: in_cells.Cells, monkeypatch: pyt
     shell("group --watch --on 0,2 --run mine", "with lab.span('forward'): pass")
     assert reported == [(("a", "b", "c"), "the cell on 2 ranks"), (["cell", "forward"], "")]
     assert cells.mine.ranks == ("a", "c")
+    assert cells.mine.trace is traces[-1], "it is made once"
 
 
 # Mistakes

@@ -35,7 +35,7 @@ from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
-from labkit.recording.schema import READING
+from labkit.recording.schema import READING, UNKNOWN
 from labkit.replaying.replay import replay
 from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
@@ -571,11 +571,30 @@ def test_breakdown_shows_what_hides_communication():
 def test_the_parts_add_up_to_one_hundred(trace):
     ax = breakdown(trace)
     outlines = [c for c in ax.containers if c.get_label().startswith("_") and c[0].get_facecolor()[3] == 0]
-    assert len(outlines) == 6
+    assert len(outlines) == 7
     totals = np.sum([[patch.get_width() for patch in container] for container in outlines], axis=0)
     assert totals == pytest.approx(np.full(len(trace.ranks) + 1, 100))
     lefts = np.array([[patch.get_x() for patch in container] for container in outlines])
     assert (np.diff(lefts, axis=0) >= -1e-9).all()
+
+
+def test_the_legend_lists_only_kinds_that_can_be_seen():
+    b = book()
+    b.whole(0, "call", 0, 20)
+    b.compute(0, "forward", 0, 10)
+    b.compute(0, "forward", 10.001, 20)  # a microsecond of the function is in no span
+    said = [text.get_text() for text in timeline(b.done()).findobj(mpl.text.Text)]
+    assert "forward" in said
+    assert "in the function, in no span" not in said
+
+
+def test_the_time_in_which_a_machine_does_not_answer_is_a_part_of_its_own():
+    b = book()
+    b.compute(0, "forward", 0, 5)
+    trace = b.done()
+    trace = Trace([*trace.spans, Span(0, UNKNOWN, "call", 5 * MS, 20 * MS, done=False)], ranks=trace.ranks)
+    assert parts_of(breakdown(trace))["unknown"] == pytest.approx([75, 75])
+    assert "unknown: its machine does not answer" in [text.get_text() for text in timeline(trace).findobj(mpl.text.Text)]
 
 
 def test_breakdown_of_one_step():

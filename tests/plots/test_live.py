@@ -253,6 +253,25 @@ def test_operations_under_way_reach_up_to_now():
     assert "send" in texts(page)
 
 
+def test_a_rank_of_a_silent_machine_is_unknown_since_its_last_report():
+    album, recv = Album(), pending("recv", 100, 100, group="a")
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    for now_ms in (200, 400):
+        live.update(now_ms * MS, part(step(0, 0, now_ms / 2)), [[recv], [recv]], silent={1: 200 * MS})
+    page = album.pages[-1]
+    (waits, other), (unknown,) = boxes(page, "waiting"), boxes(page, "unknown")
+    assert waits[2] + 0.7 == pytest.approx(3 * (other[2] + 0.7), abs=0.15)
+    assert unknown[0] == pytest.approx(other[0] + other[2] + 0.7, abs=0.15)
+    assert "unknown · 200 ms" in texts(page)
+    assert [row.blocked for row in album.frames[-1].rows] == [True, False]
+    compute, _ = live._recent.binned(1)
+    assert [compute[list(STYLES).index(style)].sum() for style in ("unlabelled", "unknown")] == [200 * MS, 0]
+    live.update(600 * MS, part(step(0, 200, 600)), [[recv], [recv]], silent={1: 200 * MS})
+    compute, _ = live._recent.binned(1)
+    assert [compute[list(STYLES).index(style)].sum() for style in ("unlabelled", "unknown")] == [200 * MS, 200 * MS]
+
+
 def test_an_operation_of_a_mesh_names_its_axis():
     album = Album()
     live = Live(album, lambda: 0)
@@ -772,6 +791,20 @@ def test_steps_rate_time_left_and_values():
     assert progress.in_words() == "2 of 10 steps  ·  2 steps/s  ·  4 s left  ·  loss 0.75"  # the slowest rank, the mean value
     assert progress.done == 2
     assert progress.fraction == 0.2
+
+
+@pytest.mark.parametrize(
+    ("length", "now_ms", "said"),
+    [
+        (10, 2900, ("1 of 10 steps", "2 steps/s", "4 s left")),
+        (10, 4000, ("1 of 10 steps", "no step for 4 s", "")),  # seven times as long as a step
+        (1, 4000, ("1 of 1 step", "2 steps/s", "0 s left")),  # the loop is over
+    ],
+)
+def test_without_a_step_for_long_there_is_neither_a_rate_nor_a_time_left(length, now_ms, said):
+    progress = Progress(1)
+    progress.add(part(step(0, 0, 500), scalars=[loop(0, 0, length)], ranks=1))
+    assert progress.parts(now_ms * MS) == said
 
 
 def test_ranks_without_steps_do_not_delay_the_others():

@@ -18,7 +18,7 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent, blank
 from labkit.recording.ring_layout import record_dtype
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, WAIT, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, UNKNOWN, WAIT, Pending
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
@@ -584,6 +584,22 @@ def test_pending_operations_last_until_now() -> None:
         Span(0, "isend", "communication", 15, 50, peer=1, group="0 to 1", match=1, done=False),
     )
     assert trace.shares()[0] == Share(0, 50, 10, 0, 0, 40, waiting_ns=38)
+
+
+def test_after_the_last_report_of_a_silent_machine_its_rank_is_unknown_and_the_others_wait() -> None:
+    none, waits = blank(0, record_dtype()), [Pending("all_reduce", 20, 20, 400, match=1, group="default")]
+    trace = from_records(
+        [none, none], [[""], [""]], TWO, calls=[(0, "train"), (1, "train")], pending=[waits, waits], silent=[(1, 30)],
+        start_ns=0, end_ns=100,
+    )  # fmt: skip
+    assert [(s.name, s.start_ns, s.end_ns) for s in trace.filter(rank=1)] == [
+        ("train", 0, 30), ("all_reduce", 20, 30), (UNKNOWN, 30, 100)
+    ]  # fmt: skip
+    assert trace.shares() == (
+        Share(0, 100, compute_ns=20, communication_ns=0, overlap_ns=0, idle_ns=80, waiting_ns=80),
+        Share(1, 100, compute_ns=20, communication_ns=0, overlap_ns=0, idle_ns=80, waiting_ns=10, unknown_ns=70),
+    )
+    assert trace.between(40, 60).shares()[1] == Share(1, 20, 0, 0, 0, 20, 0, unknown_ns=20)
 
 
 # Trace files.

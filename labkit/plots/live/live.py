@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TextIO
 
 from labkit.errors.units import time_in_words
@@ -86,7 +87,10 @@ class Live:
         self._failed = False
         self._safely(lambda: self._first_frame(ranks))
 
-    def update(self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = ()) -> None:
+    def update(
+        self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = (),
+        silent: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Show the state of the run.
 
         Args:
@@ -94,7 +98,9 @@ class Live:
             new: the spans completed since the last update.
             pending: per rank, its pending operations.
             loads: per rank, its resource usage.
+            silent: the ranks whose machine does not answer, with the time of its last report.
         """
+        self._recent.silent = silent
         self._loads = tuple(loads) or self._loads
         self._safely(lambda: self._next_frame(now_ns, new, pending))
 
@@ -150,6 +156,8 @@ class Live:
             if rank in asking:
                 status, blocked = "breakpoint", False
             row = LiveRow(name, status, blocked, self._loads[rank])
+            if rank in recent.silent:
+                row = LiveRow(name, f"unknown{SINCE}{time_in_words(now_ns - recent.silent[rank])}", False)
             if rank in recent.ended_ns:
                 row = LiveRow(name, ENDED_HERE, False, ended_ns=recent.ended_ns[rank] - self._start_ns)
             rows.append(row)
@@ -158,7 +166,7 @@ class Live:
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.complete_ns
         curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
         return LiveFrame(
-            self._title, elapsed_ns, self._progress.fraction, self._progress.parts(), rows, self._past,
+            self._title, elapsed_ns, self._progress.fraction, self._progress.parts(now_ns), rows, self._past,
             self._detail_at(now_ns, pending), curve, held=bool(asking),
         )  # fmt: skip
 

@@ -15,6 +15,8 @@ from labkit.tracing.trace import Trace
 __all__ = ["Progress"]
 
 KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
+STALLED: Final = 5  # times the longest step so far without the end of a step: rate and time left are no longer true
+STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step for which that is said
 NAMES_SHOWN: Final = 4  # the most recorded values in the text
 
 
@@ -23,6 +25,8 @@ class _Steps:
 
     def __init__(self) -> None:
         self.last: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)  # start and end in ns
+        self.ended_ns = 0  # when the last step ended
+        self.longest_ns = 0
         self.count = 0  # in the whole run
         self.in_loop = 0  # in the current loop
         self.loops = 0
@@ -38,6 +42,8 @@ class _Steps:
         for start, count in sums:
             self.count += count
             self.in_loop += count * (start >= since)
+        self.ended_ns = max([self.ended_ns, *(end for _, end in steps), *(start for start, _ in sums)])
+        self.longest_ns = max([self.longest_ns, *(end - start for start, end in steps)])
         for start, end in steps:
             if self.last and start < self.last[-1][1]:
                 continue  # a step of an outer loop
@@ -105,14 +111,22 @@ class Progress:
         """Return the progress as text: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
         return "  ·  ".join(part for part in self.parts() if part)
 
-    def parts(self) -> tuple[str, ...]:
-        """Return texts for steps, rate and time left ("" if unknown), and for each of the last values."""
+    def parts(self, now_ns: int = 0) -> tuple[str, ...]:
+        """Return texts for steps, rate and time left ("" if unknown), and for each of the last values.
+
+        Args:
+            now_ns: the current time: long after the last step, its age takes the place of the rate; 0 for no such text.
+        """
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
             length = slowest.loop_length
             number = length or slowest.count
             steps = (f"{slowest.in_loop} of " if length else "") + counted(number, "step")
-            if per_s := self._steps_per_s(slowest):
+            since_ns = now_ns - slowest.ended_ns
+            going_on = slowest.count and slowest.in_loop != length
+            if going_on and since_ns > max(STALLED * slowest.longest_ns, STALLED_NS):
+                rate = f"no step for {clock_time(since_ns / 1e9)}"
+            elif per_s := self._steps_per_s(slowest):
                 rate = rate_in_words(per_s, "step")
                 if length:
                     left = clock_time((length - slowest.in_loop) / per_s)

@@ -5,7 +5,7 @@ Memory is bounded, and the time per frame is about constant, however many spans 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -50,6 +50,7 @@ class Recent:
         running = range(len(ranks)) if called is None else called
         # When each rank's function returned; None if it is running; the run's start if the rank was not called.
         self.returned_ns = [None if rank in running else start_ns for rank in range(len(ranks))]
+        self.silent: Mapping[int, int] = {}  # by rank, the time of the last report of a machine that does not answer
         self.ended_ns: dict[int, int] = {}  # when processes ended without which the others went on, by rank
 
     @property
@@ -94,7 +95,9 @@ class Recent:
     def trace(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Trace:
         """Return the latest spans; functions and operations that are still running end at `now_ns`."""
         pending = [() if rank in self.ended_ns else of_rank for rank, of_rank in enumerate(pending)]
-        rows = np.concatenate([self._rows, under_way(self.start_ns, now_ns, self._id, calls=self._running(), pending=pending)])
+        silent = self.silent.items()
+        running = under_way(self.start_ns, now_ns, self._id, calls=self._running(), pending=pending, silent=silent)
+        rows = np.concatenate([self._rows, running])
         return Trace(Columns(rows, list(self._ids)), ranks=self.ranks, start_ns=self.start_ns, end_ns=now_ns)
 
     def binned(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -103,10 +106,15 @@ class Recent:
         compute, communication = covered.copy(), covered.copy()
         compute[_TRAVELS], communication[~_TRAVELS] = 0, 0
         returned_ns = self.returned_ns[rank]
-        end_ns = self.complete_ns if returned_ns is None else min(returned_ns, self.complete_ns)
-        called = np.clip(end_ns - self.start_ns - np.arange(BINS) * self.bin_ns, 0, self.bin_ns)
+        reported_ns = min(self.silent.get(rank, self.complete_ns), self.complete_ns)
+        called = self._before(reported_ns if returned_ns is None else min(returned_ns, reported_ns))
         compute[_NUMBER["unlabelled"]] = np.maximum(called - self._occupied(rank), 0)
+        compute[_NUMBER["unknown"]] = self._before(self.complete_ns) - self._before(reported_ns)
         return compute, communication
+
+    def _before(self, end_ns: int) -> NDArray[np.float64]:
+        """Return the time in each bin before a moment."""
+        return np.clip(end_ns - self.start_ns - np.arange(BINS) * self.bin_ns, 0, self.bin_ns)
 
     def _running(self) -> list[tuple[int, str]]:
         """Return the ranks whose function has not returned."""
