@@ -20,7 +20,7 @@ from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, 
 from labkit.recording.schema import Pending
 from labkit.recording.signatures import with_elements
 
-__all__ = ["Deadlock", "Reason", "find_deadlock", "first_mismatch", "missing"]
+__all__ = ["PARTED", "Deadlock", "Reason", "find_deadlock", "first_mismatch", "missing"]
 
 _Who = TypeVar("_Who")  # a rank's number or its name
 
@@ -36,6 +36,9 @@ class Reason(enum.Enum):
     RENDEZVOUS = enum.auto()  # too few ranks come to a rendezvous, or no rank sets a store's key
     CIRCLE = enum.auto()  # each rank waits for the next one
     NO_SENDER = enum.auto()  # nobody will send a message that is received from any rank
+
+
+PARTED: Final = (Reason.MISMATCH, Reason.RETURNED, Reason.CIRCLE)  # in which ranks took different branches
 
 
 @dataclass(frozen=True, slots=True)

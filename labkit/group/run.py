@@ -13,7 +13,7 @@ from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFai
 from labkit.errors.library_hints import library_hint
 from labkit.group import breakpoints
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock, Reason, first_mismatch
+from labkit.group.deadlock import PARTED, Deadlock, Reason, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.failed_waits import whom_it_awaited
@@ -49,12 +49,6 @@ LEFT_S: Final = 1.0  # if a rank has left its prompt for good: it may end by its
 CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may still report the cause
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
-PARTED: Final = (Reason.MISMATCH, Reason.RETURNED, Reason.CIRCLE)  # the deadlocks in which ranks took different branches
-
-NOBODY: Final = (
-    "breakpoint() was skipped: here, nobody can be asked for commands. It works in JupyterLab, Notebook and in a terminal, in a "
-    "run that was started by the main thread."
-)
 
 
 class Run:
@@ -294,7 +288,7 @@ class Execution:
             put(f"labkit: {next(iter(self._failures.values()))}. The run ends when the ranks at breakpoints have continued.\n")
         try:
             text = self._breakpoints.texts[member.rank]
-            line = None if NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
+            line = None if breakpoints.NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
             member.channel.send(protocol.Command(line))
         except OSError:  # a rank has ended, which the loop will report
             return
@@ -305,8 +299,8 @@ class Execution:
                 raise
             return
         self._breakpoints.asked(member.rank)
-        if line is None and NOBODY not in self.notes:
-            self.notes.append(NOBODY)
+        if line is None and breakpoints.NOBODY not in self.notes:
+            self.notes.append(breakpoints.NOBODY)
         self._output.show()
 
     def _any_exiting(self) -> bool:
