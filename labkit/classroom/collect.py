@@ -23,7 +23,6 @@ from labkit.classroom.packed import packed
 from labkit.classroom.statements import Program, Statement, compiled, parsed, without_magics
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
-from labkit.notebook.on_import import begin
 
 __all__ = ["SELECTED", "Job", "main"]
 
@@ -88,7 +87,8 @@ def _namespace(execute: bool) -> tuple[types.ModuleType, Callable[[str], str]]:
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance()
-    begin()  # `%%ranks`: when labkit was imported, there was no shell
+    import labkit  # noqa: F401  # with `%%ranks`
+
     return shell.user_module, shell.transform_cell
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib.util
-import json
 import os
-import platform
 import posixpath
 import shutil
 import signal
@@ -25,7 +23,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from threading import get_ident
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
@@ -33,7 +31,7 @@ from typing import Any, Final
 from labkit.errors.own_code import LABKIT
 from labkit.worker.network_namespace import drop_capabilities, enter_new, system_call
 
-__all__ = ["Confinement", "attempts", "cover", "new_namespaces", "watch", "watch_rank"]
+__all__ = ["Confinement", "attempts", "cover", "new_namespaces", "watch"]
 
 CLONE_NEWNS: Final = 0x00020000
 MS_RDONLY: Final = 1
@@ -67,13 +65,11 @@ _OBJECTS: Final = (
 _FRAMES: Final = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes whose reading is an event
 # What these ask for, their callers have asked for.
 _BESIDE: Final = ("inspect.py", "traceback.py", "ctypes/__init__.py", "linecache.py", "tokenize.py", "pathlib.py", "shutil.py")
-_OPENERS: Final = (*_BESIDE, "IPython/core/interactiveshell.py")  # whose `open` cells have
 _OF_OS: Final = ("/os.py", "<frozen os>")
 # The same for signals.
 _SENDERS: Final = (*_BESIDE, "psutil/__init__.py", "launch/descendants.py", "classroom/confinement.py")
 _SET_OWNER: Final = (8, 15)  # F_SETOWN and F_SETOWN_EX of Linux
 
-_VARIABLE: Final = "LABKIT_CONFINEMENT"  # what ranks must not do that the submission starts
 _IMPORTS: Final = ("importlib._bootstrap>", "importlib._bootstrap_external>")  # an `import` opens files, too
 
 
@@ -161,18 +157,8 @@ def watch(confinement: Confinement) -> None:
     if _state.watched:
         return
     _state.watched = True
-    os.environ |= {_VARIABLE: json.dumps(asdict(confinement)), "LABKIT_PRELOAD": f"{__name__}:{watch_rank.__name__}"}
     signal.pidfd_send_signal = sys.modules["_signal"].pidfd_send_signal = _kill_by_pidfd  # type: ignore[attr-defined]
     vars(_private_copy(__file__))["_watch"](confinement)
-
-
-def watch_rank() -> None:
-    """Watch the ranks of a group that a submission opens, from the server on that forks them."""
-    try:
-        platform.processor()  # now it may start a program
-        watch(Confinement(**json.loads(os.environ[_VARIABLE])))
-    except BaseException:  # noqa: BLE001  # without the guard, nothing runs
-        os._exit(1)
 
 
 def attempts(confinement: Confinement) -> list[str]:
@@ -212,7 +198,6 @@ def _watch(confinement: Confinement) -> None:
     )
     own = os.path.realpath(confinement.log) + os.sep
     writable = tuple(os.path.realpath(folder) + os.sep for folder in (*_writable(confinement), os.devnull, "/dev/tty"))
-    for_ranks = json.dumps(asdict(confinement))
     first = [True]  # one attempt says enough, and a submission may make many
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -221,7 +206,7 @@ def _watch(confinement: Confinement) -> None:
             return
         _state.inside.add(thread)
         try:
-            if (act := _forbidden(event, arguments, hidden, judges, writable, own, for_ranks)) is not None:
+            if (act := _forbidden(event, arguments, hidden, judges, writable, own)) is not None:
                 if first:
                     first.clear()
                     _note(own, act)
@@ -277,28 +262,27 @@ def _forbidden(
     judges: tuple[str, ...],
     writable: tuple[str, ...],
     log: str,
-    for_ranks: str,
 ) -> str | None:
     """Return what an event is if it is forbidden, as the end of a sentence that begins with "it"."""
     if event in _PATHS:
         for path, folder in _paths_in(event, arguments):
             if isinstance(path, (str, bytes)):
                 real = os.path.realpath(os.path.join(folder, _exactly(path))) + os.sep
-                if real.startswith(hidden) or (real.startswith(judges) and _by_submission(sys._getframe(2), _OPENERS + _IMPORTS)):
+                if real.startswith(hidden) or (real.startswith(judges) and _by_submission(sys._getframe(2), _BESIDE + _IMPORTS)):
                     return f"opens {os.path.basename(real[:-1])}, which is not for submissions"
                 changes = event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES)
-                if changes and not real.startswith(writable) and _by_submission(sys._getframe(2), _OPENERS):
+                if changes and not real.startswith(writable) and _by_submission(sys._getframe(2)):
                     return f"changes {os.path.basename(real[:-1])}, which is not in its own folder"
-                if (real.startswith(log) or (changes and log.startswith(real))) and _by_submission(sys._getframe(2), _OPENERS):
+                if (real.startswith(log) or (changes and log.startswith(real))) and _by_submission(sys._getframe(2)):
                     return "changes the list of what it has tried"
                 # What is then opened relative to its descriptor is not seen. `real` ends like a folder.
                 descriptor = event == "os.fwalk" or (event == "open" and arguments[1] is None)
                 if descriptor and os.access(real, os.F_OK) and _by_submission(sys._getframe(2), _OF_OS):
                     return "opens a folder by os.open or os.fwalk"
                 process = real.split("/")[2] if real.startswith("/proc/") else ""
-                if process.isdecimal() and int(process) != os.getpid() and _by_submission(sys._getframe(2), _OPENERS):
+                if process.isdecimal() and int(process) != os.getpid() and _by_submission(sys._getframe(2)):
                     return "looks at other processes"
-            elif path is not None and type(path) is not int and _by_submission(sys._getframe(2), _OPENERS):
+            elif path is not None and type(path) is not int and _by_submission(sys._getframe(2)):
                 return f"opens a file by a {type(path).__name__}"
     elif event in _CODE:
         file = arguments[1] if event != "object.__setattr__" else LABKIT * (arguments[1] == "__code__")
@@ -309,9 +293,7 @@ def _forbidden(
     elif event in _PROGRAMS:
         program = arguments[0] if event != "pty.spawn" else ""
         name = " ".join(_exactly(program).split()) if isinstance(program, (str, bytes)) else ""
-        environment = arguments[3] if event == "subprocess.Popen" else None
-        guarded = environment is None or dict(environment).get(_VARIABLE) == for_ranks
-        return None if guarded and _by_labkit(sys._getframe(2)) else f"starts another program ({name[:MOST_OF_NAME]})"
+        return None if _by_labkit(sys._getframe(2)) else f"starts another program ({name[:MOST_OF_NAME]})"
     elif event == "socket.connect":
         address = arguments[1]
         if isinstance(address, tuple) and not _is_loopback(str(address[0])):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["counted", "listed", "numbers_in_words"]
+__all__ = ["counted", "listed", "numbers_in_words", "these"]
 
 
 def listed(items: Iterable[Any], *, word: str = "and", most: int | None = None, rest: str = "more") -> str:
@@ -34,3 +34,8 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
 def counted(count: float, noun: str) -> str:
     """Join a number and its noun: "1 rank", "3 ranks", "0 ranks", "1.5 cores"."""
     return f"{count:.15g} {noun}" if count == 1 else f"{count:.15g} {noun}s"
+
+
+def these(ranks: Sequence[str]) -> str:
+    """Name a single rank, or count several: "rank 0", "3 ranks"."""
+    return ranks[0] if len(ranks) == 1 else counted(len(ranks), "rank")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from labkit.group.rank_state import RankState
 from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked, unreceived

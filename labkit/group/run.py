@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Final
 from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
 from labkit.errors.library_hints import library_hint
+from labkit.errors.lists import these
 from labkit.group import breakpoints
 from labkit.group.collector import Records
-from labkit.group.deadlock import PARTED, Deadlock, Reason, first_mismatch
+from labkit.group.deadlock import PARTED, Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.failed_waits import whom_it_awaited
@@ -50,7 +51,6 @@ CAUSE_S: Final = 0.4  # if all failures are lost connections: another rank may s
 DEATH_S: Final = 5.0  # if also a process is about to end: its death is certainly the cause
 
 
-
 class Run:
     """A completed run, or, as the attribute `run` of an error, what had happened of a run until then.
 
@@ -79,11 +79,7 @@ class Run:
         return self._trace
 
     def __repr__(self) -> str:
-        return f"<Run of {self._name} on {_these(self.ranks)}>"
-
-
-def _these(ranks: Sequence[str]) -> str:
-    return ranks[0] if len(ranks) == 1 else f"{len(ranks)} ranks"
+        return f"<Run of {self._name} on {these(self.ranks)}>"
 
 
 class Execution:
@@ -182,7 +178,7 @@ class Execution:
             while member.unseen:
                 self._output.take(member.rank, member.unseen.pop(0))
         if self._picture is not None:
-            title = f"{self._name} on {_these([self._names[i] for i in self._on])}"
+            title = f"{self._name} on {these([self._names[i] for i in self._on])}"
             self._picture.begin(tuple(m.label for m in self._members), title, self._start_ns, self._on)
         self._deadline_s = deadline_s
         self._looked_s = self._pictured_s = time.monotonic()
@@ -197,6 +193,7 @@ class Execution:
                 if self._serving or len(self._on) < len(self._members) or self._pool.kind.serving_threads:
                     self._pool.catch_up()  # ranks that serve have sent nothing since their last record
                 self.notes += self._pool.lost.notes(self._start_ns) + self._pool.observe(begin=False)
+                self._check_arguments()
         except KeyboardInterrupt:
             self._pool.state.spend()  # first: Stop may be pressed again
             stop = Stopped(self._name, self._doings_with_lines())
@@ -212,21 +209,21 @@ class Execution:
             failed = self._error()
             failed.run = self._finish("stopped by an error")
             raise failed
-        unequal, transposed = self._records.unequal() if self._communicated else ([], [])
-        if unequal:
-            sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
-            mismatch = mismatch_error(unequal, self._monitor.parting(sides)[0])
-            self._pool.state.spend()
-            mismatch.run = self._finish("stopped by an error")
-            raise mismatch
-        if transposed:
-            self.notes.append(shapes_note(transposed))
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         run = self._finish(profile=profile)
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
         self.faults = faults_of(run, run.trace if self._communicated or self._unfinished else None)
         return run
+
+    def _check_arguments(self) -> None:
+        """Compare what ranks gave to the operations that they have completed together."""
+        unequal, transposed = self._records.unequal() if self._communicated else ([], [])
+        if unequal:
+            sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
+            raise mismatch_error(unequal, self._monitor.parting(sides)[0])
+        if transposed:
+            self.notes.append(shapes_note(transposed))
 
     def pause_s(self) -> float | None:
         """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.

@@ -260,8 +260,7 @@ def guard(fds: list[int], notebook: int) -> NoReturn:
 
 
 def _import_all(names: Sequence[str]) -> None:
-    """Import modules, and call functions, also those that the variable LABKIT_PRELOAD names, as "module:function"."""
-    for name in (*names, *os.environ.get("LABKIT_PRELOAD", "").split()):
+    for name in names:
         module, _, function = name.partition(":")
         with contextlib.suppress(Exception):  # if it is not installed, or raises an error, its first use reports that
             imported = importlib.import_module(module)

@@ -450,32 +450,6 @@ def test_the_reference_solution_is_right_with_other_inputs_and_executed_as_a_who
 
 
 @pytest.mark.processes
-def test_ranks_that_a_notebook_opens_are_watched_as_the_notebook_itself(tmp_path: Path, graded: Any) -> None:
-    judge = ROOT / "labkit" / "exercises" / "data_parallel.py"
-    group = "group = lab.Group(1, runtime='bare')"
-    starts = "def f():\n    import os\n    return os.system('true')\n"
-    for student, cells in {
-        "anna": (group, "def f():\n    open('mine', 'w').close()\ngroup.run(f)", "%%ranks group\nx = [f()]", RIGHT_RATE),
-        "ben": (group, f"def f():\n    return open({str(judge)!r}).read()\nprint(group.run(f).results)", RIGHT_RATE),
-        "cem": (group, "%%ranks group\nimport os\nos.system('true')", RIGHT_RATE),
-        "dora": (
-            f"import os\ndel os.environ['LABKIT_PRELOAD'], os.environ['LABKIT_CONFINEMENT']\n{starts}{group}.run(f)",
-            RIGHT_RATE,
-        ),
-        "eva": (f"{starts}lab.Group(1, runtime='bare', start='spawn').run(f)", RIGHT_RATE),
-    }.items():
-        notebook(tmp_path / "class" / f"{student}.ipynb", IMPORTS, *cells)
-    students = graded(tmp_path / "class", "--execute")
-    said = {student: one["exercises"][RATE]["message"].partition(". ")[0] for student, one in students.items()}
-    assert students["anna"]["points"] == 1, said["anna"]
-    assert said.pop("dora").startswith("Refused: the notebook starts another program")
-    assert list(said.values())[1:] == [
-        "Refused: the notebook opens data_parallel.py, which is not for submissions",
-        *["Refused: the notebook starts another program (true)"] * 2,
-    ]
-
-
-@pytest.mark.processes
 def test_a_misspelt_exercise_does_not_cost_the_others(tmp_path: Path, graded: Any) -> None:
     misspelt = RIGHT_RATE.replace(f"lab.check('{RATE}'", "lab.check('scaled_rate'")
     notebook(tmp_path / "anna.ipynb", IMPORTS, misspelt, RIGHT_RATE)

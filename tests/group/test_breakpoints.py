@@ -20,9 +20,8 @@ from processes import SELDOM_SPAWNED
 
 import labkit as lab
 from labkit.group import breakpoints
-from labkit.group.breakpoints import TURN_S, Breakpoints
+from labkit.group.breakpoints import NOBODY, TURN_S, Breakpoints
 from labkit.group.message_loop import MessageLoop
-from labkit.group.breakpoints import NOBODY
 from labkit.plots.live.frame import LiveFrame
 from labkit.plots.live.live import Live
 from labkit.worker.debugger import Debugger
