@@ -44,6 +44,7 @@ CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, b
 # A run that shows nothing for so long says where its ranks are. The variable is for tests of programs' output.
 SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))
 STARTING_S: Final = SLOW_S if "LABKIT_SLOW_S" in os.environ else 3.0  # a start that takes longer says what it waits for
+SILENT_NS: Final = 1_000_000_000  # a machine that has not reported for so long: it does so four times a second
 LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
@@ -108,6 +109,11 @@ class RankPool:
     def machines(self) -> set[str]:
         """The names of the machines that the ranks are on; empty for this one."""
         return {member.process.place.machine for member in self.members if member.process.place is not None}
+
+    def silent(self, now_ns: int) -> dict[int, int]:
+        """Return the ranks whose machine does not answer, with the time of its last report."""
+        reported = {member.rank: member.process.reported_ns(now_ns) for member in self.members}
+        return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def start(self) -> None:
         """Start the processes and set them up.

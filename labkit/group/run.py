@@ -42,7 +42,6 @@ from labkit.worker.quit_command import quit_failure
 __all__ = ["Execution", "Run"]
 
 LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
-SILENT_NS: Final = 1_000_000_000  # a machine that has not reported for so long: it does so four times a second
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.
 GRACE_S: Final = 0.1  # usually
@@ -339,14 +338,9 @@ class Execution:
     def _show(self, picture: Picture) -> None:
         assert self._resources is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._silent(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._pool.silent(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
-
-    def _silent(self, now_ns: int) -> dict[int, int]:
-        """Return the ranks whose machine does not answer, with the time of its last report."""
-        reported = {m.rank: m.process.reported_ns(now_ns) for m in self._members}
-        return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def _unanswered(self) -> set[int]:
         """Return the ranks that were called and have neither answered nor ended."""
@@ -482,7 +476,7 @@ class Execution:
         return count
 
     def _doings_by_rank(self, now_ns: int, *, closely: bool = False) -> dict[int, str]:
-        silent = self._silent(now_ns)
+        silent = self._pool.silent(now_ns)
         found = {rank: line for rank, line in self._pool.lost.doings().items() if rank not in self._failures}
         for m in self._members:
             if m.rank in found or m.rank in self._failures or m.rank not in self._on:
@@ -584,7 +578,7 @@ class Execution:
 
     def _finish(self, stopped: str = "", *, profile: bool = False) -> Run:
         now_ns = time.perf_counter_ns()
-        silent = self._silent(now_ns)
+        silent = self._pool.silent(now_ns)
         if self._pool.state.spent:
             self._pool.kill()  # first, since drawing the picture takes a moment
         if stopped:
