@@ -42,7 +42,7 @@ class FaultKind(Enum):
         "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too."
     )
     BYPASSED = "Call the DistributedDataParallel itself: only its forward pass arranges that the backward pass averages."
-    NO_GRADIENTS = "Make the optimizer of the parameters that the model has, after DistributedDataParallel or fully_shard."
+    NO_GRADIENTS = "The loss does not reach them: was the optimizer made before fully_shard, or of another model or copy?"
     OTHER_RATES = "Compute learning rates from what is the same on all ranks, as the number of steps."
     OTHER_SEEDS = "Give all ranks' samplers the same seed: only then do they divide one order of the data."
     SAME_DATA = "Give each rank its own part of the data, for example by a DistributedSampler."
