@@ -425,7 +425,9 @@ def test_threads_may_stop_and_processes_may_not(group: lab.Group, typed: Typed, 
         if child == 0:
             counted(times=3)
             os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ended = os.waitpid(child, 0)[1]
+        thread.join()
+        return os.waitstatus_to_exitcode(ended)
 
     prompts = typed("p total", "c")
     assert group.run(f).results == [0, 0]

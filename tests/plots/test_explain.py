@@ -233,7 +233,6 @@ def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, core
 def test_ranks_that_sleep_do_not_share_cores(monkeypatch, lacked_ms, words):
     """What the ranks waited for cores is recorded, between their first operation and their last."""
     monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    monkeypatch.setattr(module.os, "getloadavg", lambda: (0.5, 0.0, 0.0), raising=False)
     trace = data_parallel()
     own = trace.columns.data
     first, last = own["start_ns"].min(), own["start_ns"].max()
