@@ -224,7 +224,7 @@ def _ratio(guess: float, measured: float) -> float:
 
 def _beside(outcome: Outcome, value: float) -> str:
     words = outcome.in_words(value)
-    if value == outcome.measured or not outcome.measured or outcome.is_count:
+    if words == outcome.in_words(outcome.measured) or not outcome.measured or outcome.is_count:
         return words
     if outcome.unit == "%":
         return f"{words}, {_points(abs(value - outcome.measured))} too {'high' if value > outcome.measured else 'low'}"

@@ -367,6 +367,7 @@ def test_the_figure_shows_the_spread():
         "40 %, 9 points too high",
         "31 % (30 % to 32 %)",
     ]
+    assert texts(reveal(saves_percent=62.5, predicted=62.50001))[1:] == ["62.5 %", "62.5 %"], "no 1e-05 points"
 
 
 def test_a_change_that_saves_nothing_reveals_nothing(tmp_path):
