@@ -157,7 +157,7 @@ def main() -> None:
     head = ["program", "step [ms]", "cause said", "cure", "gain said [ms]", "gain measured [ms]", "all tries [ms]"]
     cells = table(head, list(rows(arguments.only, arguments.tries)))
     load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
-    lines = [SECTION, "", INTRODUCTION.strip(), "", *about, load, "", cells, ""]
+    lines = [SECTION, "", INTRODUCTION.strip().format(tries=arguments.tries), "", *about, load, "", cells, ""]
     print("\n".join(lines))
     if arguments.write:
         page = arguments.write.read_text(encoding="utf-8")
@@ -165,9 +165,9 @@ def main() -> None:
         arguments.write.write_text("\n".join([before, "", *lines, NEXT + after]), encoding="utf-8")
 
 
-INTRODUCTION: Final = f"""
+INTRODUCTION: Final = """
 `python -m bench.speed.explained --write docs/predictions.md` writes this section. Each program of
-`bench/speed/slow_programs.py` runs in turns with its cure, {TRIES} times each; times are medians of `lab.step_ms`. "Gain
+`bench/speed/slow_programs.py` runs in turns with its cure, {tries} times each; times are medians of `lab.step_ms`. "Gain
 said" is what `lab.what_helps` says of the same change, or `lab.schedule` of more micro-batches, where they know it.
 Most layers sleep instead of computing, so that ranks do not disturb one another.
 """
