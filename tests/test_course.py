@@ -172,3 +172,17 @@ ASKED = [
 @pytest.mark.parametrize(("stem", "code"), ASKED, ids=lambda value: value)
 def test_what_the_course_was_asked_for_is_run_in_a_lesson(stem, code):
     assert any(code in cell.source for cell in cells_of(NOTEBOOKS / f"{stem}.ipynb", "code"))
+
+
+@lesson
+def test_no_checked_output_depends_on_a_time(path):
+    """`make test` compares these outputs; which run is faster, a busy machine decides."""
+    measured = {"step_ms", "best_of", "perf_counter", "winner", "seconds_of"}
+    checked = [cell for cell in cells_of(path, "code") if "nbval-check-output" in cell.metadata.get("tags", [])]
+    used = {
+        name.id if isinstance(name, ast.Name) else name.attr
+        for cell in checked
+        for name in ast.walk(parsed(cell))
+        if isinstance(name, ast.Name | ast.Attribute)
+    }
+    assert not used & measured

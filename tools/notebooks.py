@@ -81,6 +81,8 @@ def _strip_output(output: Any) -> bool:
     data = output.get("data")
     if data is None:
         return True
+    if not data:  # the line that a group shows while it starts, taken away again
+        return False
     if "image/png" in data and HTML_CLASS in "".join(data.get("text/html", "")):
         del data["text/html"]  # the same image; GitHub shows the PNG, whose metadata has the alternative text
     widget = [data.pop(mime) for mime in WIDGET_MIMES if mime in data]

@@ -42,6 +42,7 @@ def test_volatile_data_is_removed_and_the_rest_is_kept() -> None:
         outputs=[
             v4.new_output("stream", text="hello\n"),
             v4.new_output("display_data", data=picture),
+            v4.new_output("display_data", data={}),
             v4.new_output("display_data", data=view),
             v4.new_output("display_data", data=view | picture),
         ],
