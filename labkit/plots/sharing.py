@@ -18,7 +18,7 @@ SUBSTANTIAL: Final = 0.15  # of the ranks' time: with less, `own_cores` hardly c
 
 
 def lacking_cores(trace: Trace) -> float:
-    """Return the share of the ranks' time in which they could have run but had no core; 0 if it was not recorded.
+    """Return the share of the calls' time in which ranks could have run but had no core; 0 if it was not recorded.
 
     It is recorded where ranks outnumber cores. On a GPU, its kernels determine what a picture shows.
     """
@@ -26,10 +26,10 @@ def lacking_cores(trace: Trace) -> float:
     if (data["device"] == CUDA).any():
         return 0.0
     lacked_ns = recorded_ns = 0
-    functions = data[(data["kind"] == COMMUNICATION) & (data["flags"] & (SERVED | OWN_THREAD) == 0)]
+    functions = data[data["flags"] & (SERVED | OWN_THREAD) == 0]
     for rank in range(len(trace.ranks)):
         own = functions[functions["rank"] == rank]
-        at_ns = np.concatenate([own["start_ns"], own["wait_end_ns"]])
+        at_ns = np.concatenate([own["start_ns"], np.where(own["kind"] == COMMUNICATION, own["wait_end_ns"], own["end_ns"])])
         delay_ns = np.concatenate([own["issue_delay_ns"], own["wait_delay_ns"]])  # each since the thread began
         at_ns, delay_ns = at_ns[delay_ns > 0], delay_ns[delay_ns > 0]
         if len(at_ns):

@@ -49,6 +49,7 @@ class Recorder:
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
         self.facts: Any = None  # set by `labkit.comm`: what is compared with other ranks after a run
         self.optimizer_steps = OptimizerSteps(self.now, self.step)
+        self._begin_delay_ns = 0  # how long the main thread had waited for a core when the call began
 
     def now(self) -> Any:
         """Return the present moment, for `step`: on a GPU, the end of the work enqueued so far."""
@@ -57,7 +58,7 @@ class Recorder:
     def step(self, start: Any, end: Any, flags: int) -> None:
         """Record a step between two moments that `now` returned."""
         if self.device_clock is None:
-            self.ring.write("step", STEP, start, end, flags=flags)
+            self.ring.write_part("step", STEP, start, end, flags=flags)
         else:
             self.device_clock.ended("step", "", start, flags, kind=STEP, end=end)
 
@@ -68,11 +69,12 @@ class Recorder:
             self.facts.begin_run(check=check)
         if self.device_clock is not None:
             self.device_clock.begin_run()
+        self._begin_delay_ns = self.ring.thread_delay()()
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""
         self.optimizer_steps.end_run()
-        self.ring.write(name, CALL, start_ns, end_ns)
+        self.ring.write_part(name, CALL, start_ns, end_ns, begin_delay_ns=self._begin_delay_ns)
 
 
 class _Here:

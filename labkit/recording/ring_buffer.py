@@ -56,6 +56,7 @@ from labkit.recording.ring_layout import (  # fmt: skip
     NAMES_BYTES,
     NO_ROOM,
     NO_ROOM_AT,
+    PART_RECORD,
     PENDING,
     PENDING_AT,
     PENDING_SLOTS,
@@ -91,6 +92,7 @@ from labkit.recording.schema import (  # fmt: skip
 
 __all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
 
+_pack_part = PART_RECORD.pack_into
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
 _pack_pending, _pack_wait = PENDING.pack_into, WAIT_RECORD.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
@@ -171,6 +173,12 @@ class RingWriter:
         line_id = ids[line] if line in ids else self.span_line(line)
         number, at = self.next_slot()
         _pack_span(self.buffer, at, start_ns, end_ns, name_id, line_id, flags, kind, device, number)
+
+    def write_part(self, name: str, kind: int, start_ns: int, end_ns: int, *, flags: int = 0, begin_delay_ns: int = 0) -> None:
+        """Record a step or a call that ends now, and how long this thread has waited for a core until its two ends."""
+        name_id, delay_ns = self.name(name), self.thread_delay()()
+        number, at = self.next_slot()
+        _pack_part(self.buffer, at, start_ns, end_ns, begin_delay_ns, delay_ns, name_id, 0, flags, kind, CPU, number)
 
     def write_scalar(self, name: str, at_ns: int, value: float) -> None:
         """Record one value of a curve."""

@@ -14,7 +14,7 @@ from labkit.recording.schema import FIELDS, PENDING_FIELDS, Flag, Head, OfRank, 
 
 __all__ = [
     "ALIVE_AT", "CAPACITY", "COMMIT_OFFSET", "COMMUNICATION_RECORD", "DTYPES", "HEADER_BYTES", "HEADWAY", "IN_FLIGHT",
-    "LINES_LIMIT", "LONGEST_NAME", "LOST_AT", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PENDING",
+    "LINES_LIMIT", "LONGEST_NAME", "LOST_AT", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PART_RECORD", "PENDING",
     "PENDING_AT", "PENDING_SLOTS", "PENDING_START", "PENDING_WAIT", "RECORDS_AT", "RECORD_BYTES", "RECORD_FIELDS",
     "RING_BYTES", "SCALARS_LIMIT", "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD",
     "TAIL_FIELDS", "UNNOTED_AT", "WAIT_RECORD", "WORD",
@@ -52,6 +52,7 @@ def _struct(codes: Mapping[str, str], given: Collection[str]) -> struct.Struct:
 _RECORD: Final = {name: _CODES[name] for name in RECORD_FIELDS}
 COMMUNICATION_RECORD: Final = _struct(_RECORD, _RECORD.keys() - {"value"})
 SPAN_RECORD: Final = _struct(_RECORD, _IN_ALL)
+PART_RECORD: Final = _struct(_RECORD, _IN_ALL | {"issue_delay_ns", "wait_delay_ns"})
 SCALAR_RECORD: Final = _struct(_RECORD, _IN_ALL | {"value"})
 WAIT_RECORD: Final = _struct(_RECORD, _IN_ALL | {"group", "match"})
 WORD: Final = struct.Struct("<q")

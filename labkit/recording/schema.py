@@ -133,7 +133,9 @@ class Span:
             known: then it is `end_ns`.
         issue_delay_ns: where ranks outnumber cores, how long the thread that issued a communication had waited for a
             core since it began, when it issued it; otherwise 0. Only the difference of two values of one thread counts.
-        wait_delay_ns: the same for the thread that waited for it, at the end of its wait; 0 if none waited.
+            The call of the rank's function has it, too, as of its beginning.
+        wait_delay_ns: the same for the thread that waited for it, at the end of its wait; 0 if none waited. A step and
+            the call of the rank's function have it as of their end.
         own_thread: True if it computed, or was issued, on a thread of its own, such as one that loads data: neither
             that of the rank's function nor one that executes a call from another rank.
         through_host: True for a communication of GPU tensors by gloo: it includes their copies to the host and back.

@@ -19,7 +19,7 @@ from labkit.errors.lists import listed
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import did_you_mean
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, STEP
-from labkit.replaying.graph import ISSUE, WAIT, Graph
+from labkit.replaying.graph import END, ISSUE, START, WAIT, WAIT_END, Graph
 from labkit.replaying.times import Rules
 from labkit.tracing.intervals import length, union
 from labkit.tracing.limits import SMALL_BYTES
@@ -344,8 +344,8 @@ def _own_cores(graph: Graph, rules: Rules) -> None:
     for thread, gaps in zip(graph.threads, rules.gaps, strict=True):
         before, since = 0, 0  # the delay up to the last event with a measurement, and the event after that
         for event, (kind, time) in enumerate(zip(thread.kinds, thread.times, strict=True)):
-            row = time >> 2
-            delay = issued[row] if kind == ISSUE else waited[row] if kind == WAIT else 0
+            row, which = time >> 2, time & 3
+            delay = issued[row] if which == START else waited[row] if which in (END, WAIT_END) else 0
             if not delay:
                 continue
             left = max(delay - before, 0) if before else 0

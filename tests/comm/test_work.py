@@ -171,6 +171,8 @@ def test_delays_are_recorded_where_ranks_outnumber_cores(cores: int, monkeypatch
         cases.asynchronous(None)
         cases.ring_of_messages(None)
         cases.data_parallel(None, "plain")
+        for _ in lab.steps(range(2)):
+            pass
 
     monkeypatch.setattr("labkit.group.processes.usable_cores", lambda: cores)
     with Group(2, timeout_s=200) as group:
@@ -179,9 +181,13 @@ def test_delays_are_recorded_where_ranks_outnumber_cores(cores: int, monkeypatch
     for rank in (0, 1):
         spans = run.trace.filter(rank=rank, kind="communication").spans
         issued = [s.issue_delay_ns for s in spans]
+        (call,) = run.trace.filter(rank=rank, kind="call")
+        ends = [step.wait_delay_ns for step in run.trace.filter(rank=rank, kind="step")]
         if cores == 64 or not os.path.exists(RUN_QUEUE):
-            assert {(s.issue_delay_ns, s.wait_delay_ns) for s in spans} == {(0, 0)}
+            assert {(s.issue_delay_ns, s.wait_delay_ns) for s in [call, *spans]} == {(0, 0)}
+            assert set(ends) == {0}
             continue
+        assert 0 < call.issue_delay_ns <= issued[0] <= issued[-1] <= ends[-2] <= ends[-1] <= call.wait_delay_ns
         assert issued[0] > 0
         assert issued == sorted(issued), "a thread's delay does not shrink"
         waited = [s for s in spans if s.wait_start_ns]

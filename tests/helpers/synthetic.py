@@ -25,8 +25,8 @@ class Book:
         self.spans.append(Span(rank, name, "compute", int(start * MS), int(end * MS), **more))
         return end
 
-    def whole(self, rank: int, kind: str, start: float, end: float) -> None:
-        self.spans.append(Span(rank, "train" if kind == "call" else kind, kind, int(start * MS), int(end * MS)))
+    def whole(self, rank: int, kind: str, start: float, end: float, **more: Any) -> None:
+        self.spans.append(Span(rank, "train" if kind == "call" else kind, kind, int(start * MS), int(end * MS), **more))
 
     def travel(
         self, rank: int, name: str, start: float, end: float, *, wait: tuple[float, float] | None = None, **more: Any

@@ -41,6 +41,21 @@ def test_the_share_of_the_time_in_which_ranks_lacked_a_core():
     assert lacking_cores(sharing(3, device="cuda")) == 0
 
 
+def test_a_program_that_does_not_communicate_lacked_cores_in_its_call_and_its_steps():
+    """Whole calls and steps carry the delays: 3 of 10 ms, of which 2 in the first step."""
+    book = Book()
+    for rank in range(4):
+        for number, delay in enumerate((3, 4)):
+            book.whole(rank, "step", 1 + 5 * number, 6 + 5 * number, wait_delay_ns=delay * MS)
+        book.compute(rank, "forward", 1, 11)
+        book.whole(rank, "call", 1, 11, issue_delay_ns=MS, wait_delay_ns=4 * MS)
+    trace = Trace(book.spans, ranks=[f"rank {rank}" for rank in range(4)], cores=2)
+    assert lacking_cores(trace) == pytest.approx(0.3)
+    own = lab.replay(trace, own_cores=True)
+    assert [step.duration_ns for step in own.filter(rank=0, kind="step")] == [3 * MS, 4 * MS]
+    assert lacking_cores(own) == 0
+
+
 @pytest.mark.parametrize(("lacked_ms", "told"), [(3, True), (1, False)])
 def test_figures_say_it_where_it_matters(lacked_ms, told):
     trace = sharing(lacked_ms)
