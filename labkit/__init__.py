@@ -76,7 +76,7 @@ _MODULES = {
     "load_trace": "tracing.load",
     "best_of": "tracing.step_times",
     "step_ms": "tracing.step_times",
-    "Span": "tracing.trace",
+    "Span": "recording.schema",
     "Trace": "tracing.trace",
     "verdict": "tracing.verdict",
     "device": "worker.runtimes.devices",
@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from labkit.recording.record import record as record
     from labkit.recording.record import span as span
     from labkit.recording.record import steps as steps
+    from labkit.recording.schema import Span as Span
     from labkit.replaying.critical_path import critical_path as critical_path
     from labkit.replaying.replay import replay as replay
     from labkit.simulation.simulate import simulate as simulate
@@ -130,7 +131,6 @@ if TYPE_CHECKING:
     from labkit.tracing.load import load_trace as load_trace
     from labkit.tracing.step_times import best_of as best_of
     from labkit.tracing.step_times import step_ms as step_ms
-    from labkit.tracing.trace import Span as Span
     from labkit.tracing.trace import Trace as Trace
     from labkit.tracing.verdict import verdict as verdict
     from labkit.worker.runtimes.devices import device as device

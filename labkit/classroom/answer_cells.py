@@ -14,8 +14,6 @@ from labkit.classroom.statements import Program, parsed
 from labkit.exercises import LESSONS
 from labkit.ipc.code_names import names_read
 
-__all__ = ["OtterPlugin", "only_answers"]
-
 SKIP: Final = "skip-execution"
 DONE: Final = "labkit_only_answers"  # in the notebook's metadata: nbgrader reads its configuration more than once
 

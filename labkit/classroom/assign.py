@@ -22,8 +22,6 @@ from labkit.classroom.order import Order
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import lessons_named
 
-__all__ = ["main"]
-
 
 def _write_plain(order: Order) -> list[str]:
     for one in order.handouts:

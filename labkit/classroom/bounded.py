@@ -16,8 +16,6 @@ import psutil
 
 from labkit.launch.descendants import adopt_orphans, end_all
 
-__all__ = ["Ended", "Limits", "run_bounded"]
-
 CHECK_EVERY_S: Final = 0.2
 MOST_OUTPUT: Final = 20_000  # characters of what it prints that are kept
 MOST_RESULT: Final = 1 << 26  # bytes of its result

@@ -24,8 +24,6 @@ from labkit.classroom.statements import Program, Statement, compiled, parsed, wi
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
 
-__all__ = ["SELECTED", "Job", "main"]
-
 SELECTED: Final = "Only what the answer seems to need was run; --execute runs the whole notebook."
 
 

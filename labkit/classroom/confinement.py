@@ -31,8 +31,6 @@ from typing import Any, Final
 from labkit.errors.own_code import LABKIT
 from labkit.worker.network_namespace import drop_capabilities, enter_new, system_call
 
-__all__ = ["Confinement", "attempts", "cover", "new_namespaces", "watch"]
-
 CLONE_NEWNS: Final = 0x00020000
 MS_RDONLY: Final = 1
 MS_BIND: Final = 1 << 12

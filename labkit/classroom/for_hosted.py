@@ -22,8 +22,6 @@ from labkit.classroom.handout import Handout, code_cell, markdown_cell, write_no
 from labkit.classroom.order import Order
 from labkit.errors.exceptions import LabError
 
-__all__ = ["data_uri", "write_colab", "write_kaggle"]
-
 KAGGLE_FOLDER: Final = "/kaggle/input/labkit"  # where Kaggle puts the files of a data set called "labkit"
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 LIMIT_S: Final = 60.0  # for the browser to draw a diagram

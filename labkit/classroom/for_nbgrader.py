@@ -16,8 +16,6 @@ from typing import Any, Final
 from labkit.classroom.handout import Exercise, Handout, code_cell
 from labkit.classroom.order import Order
 
-__all__ = ["write_nbgrader"]
-
 REFERENCE: Final = "reference"
 TIMEOUT_S: Final = 240  # for a cell: labkit ends an answer after 60 s, and a test runs one twice
 

@@ -13,8 +13,6 @@ import json
 from labkit.classroom.handout import Exercise
 from labkit.classroom.order import Order
 
-__all__ = ["write_otter"]
-
 
 def write_otter(order: Order) -> list[str]:
     """Write a folder for each lesson.

@@ -14,8 +14,6 @@ from labkit.classroom.handout import Handout
 from labkit.classroom.order import Order
 from labkit.errors.exceptions import LabError
 
-__all__ = ["write_classroom50", "write_gradescope"]
-
 SETUP: Final = """#!/usr/bin/env bash
 # Gradescope runs this once, when it builds the image. AUTOGRADER is another folder only where this is tried elsewhere.
 set -euo pipefail

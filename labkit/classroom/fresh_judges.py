@@ -10,8 +10,6 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["check"]
-
 
 def check(name: str, answer: Any, seed: int = 0) -> Any:
     """Judge an answer as `labkit.check` does, and return its verdict."""

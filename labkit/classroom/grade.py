@@ -24,8 +24,6 @@ from labkit.exercises import LESSONS
 from labkit.launch.descendants import descendants, end_all, end_children
 from labkit.notebook.lessons import lessons_named
 
-__all__ = ["main", "points_given"]
-
 FORMS = {
     "json": "everything: verdicts, points, hints",
     "csv": "the points of each student",

@@ -30,8 +30,6 @@ from labkit.classroom.submissions import Submission, printable
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
-__all__ = ["Graded", "Settings", "grade", "hidden_for", "judges_in"]
-
 # The environment of a submission: nothing else of the teacher's is in it, such as passwords.
 _KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
 CONFINED: Final = "labkit.classroom.confined"

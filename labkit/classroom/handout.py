@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from labkit.classroom.statements import parsed
 
-__all__ = ["Exercise", "Handout", "code_cell", "markdown_cell", "read_handout", "write_notebook"]
-
 GUIDE: Final = "AGENTS.md"  # says how an AI tutor helps without solving
 _PICTURE: Final = re.compile(r"!\[[^\]]*\]\((images/[^)\s]+)\)")
 _LESSON_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([\w.-]+\.ipynb)\)")

@@ -25,8 +25,6 @@ from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, 
 from labkit.exercises.judging import Exercise
 from labkit.launch.descendants import adopt_orphans, end_children
 
-__all__ = ["Judging", "main"]
-
 UNKNOWN: Final = "There is no exercise of this name. (For a course's own exercises: --modules.)"
 # Ranks of RPC import the judge's module, and TensorFlow reads the source of the judge's functions.
 _JUDGES_IN_RANKS: Final = ("07_rpc", "08_rpc_hybrid", "10_tf_data_parallel", "11_tf_model_parallel", "12_tf_hybrid")

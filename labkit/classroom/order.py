@@ -9,8 +9,6 @@ from pathlib import Path
 from labkit.classroom.handout import Exercise, Handout
 from labkit.errors.exceptions import LabError
 
-__all__ = ["Order"]
-
 
 @dataclass(frozen=True)
 class Order:

@@ -14,8 +14,6 @@ from typing import Any
 from labkit.classroom.confinement import Confinement, watch
 from labkit.ipc.pickling import Payload, install_source, pack, shared_memory, source_of, unpack
 
-__all__ = ["Packed", "packed"]
-
 
 @dataclass(frozen=True)
 class Packed:

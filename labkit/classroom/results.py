@@ -17,8 +17,6 @@ from labkit.classroom.grading import Graded
 from labkit.classroom.submissions import printable
 from labkit.errors.exceptions import LabError
 
-__all__ = ["Results", "whole"]
-
 MOST_MISTAKES: Final = 10  # in the table
 MOST_OF_NAME: Final = 40  # characters of a student's or an exercise's name in the table
 _PLACE: Final = re.compile(r" \(cell \d+, line \d+\)")  # differs between notebooks with the same mistake

@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from labkit.ipc.code_names import assigned, names_read
 
-__all__ = ["Program", "Statement", "compiled", "parsed", "without_magics"]
-
 _MAGIC: Final = re.compile(r"(\s*)([%!?]|[\w, ]+=\s*[%!]|.*[\w)\]]\?\??\s*$)")
 _ADDING: Final = ("append", "extend", "insert", "add", "update", "setdefault")  # methods of lists, sets and dictionaries
 _AROUND_PYTHON: Final = ("%%time", "%%capture", "%%prun")

@@ -17,8 +17,6 @@ from labkit.classroom.statements import parsed
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
-__all__ = ["Submission", "exercises_of", "printable", "submissions"]
-
 MOST_BYTES: Final = 1 << 26  # of a notebook; the process that grades the class reads it
 # What browsers, Jupyter and Canvas add to the name of a second copy.
 _COPY: Final = r"(-Copy\d+| ?\(\d+\)|-\d+)?"

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from labkit.comm.operation import Operation
 from labkit.comm.torch_internals import BACKWARD
 
-__all__ = ["Backwards", "at_end_of_pass", "in_backward"]
-
 
 def _unknown() -> int:
     return -1

@@ -15,8 +15,6 @@ from typing import Final, Protocol
 
 from labkit.recording.record import clock
 
-__all__ = ["Attendant", "Attended"]
-
 # No cost for programs that wait at once, as `send` and `recv` do; completions are noticed late by up to this time.
 GRACE_NS: Final = 500_000
 EXIT_LIMIT_S: Final = 0.5  # for threads to notice that their messages have failed

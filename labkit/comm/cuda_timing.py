@@ -24,8 +24,6 @@ from labkit.recording.record import TimedSpan, clock
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import COMPUTE, CPU, CUDA, STREAM
 
-__all__ = ["CudaEvents", "DeviceClock", "DeviceOperation", "Event", "Events", "Mark"]
-
 ANCHOR_LIFE_NS: Final = 1_000_000_000  # clocks drift by about 10 ppm: as much in a second as an anchor's own error
 ANCHOR_TRIES: Final = 5  # the fastest of these tries is the most accurate
 ANCHOR_LIMIT_NS: Final = 1_000_000  # for one try; if other work delays the event longer, the old anchor is more accurate

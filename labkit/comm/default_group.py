@@ -11,8 +11,6 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 
 from labkit.comm.torch_internals import DEFAULT_GROUP
 
-__all__ = ["DefaultGroup"]
-
 # torch's tables of all groups, by group or name. `destroy_process_group` empties them.
 TABLES: Final = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state",

@@ -13,8 +13,6 @@ from labkit.comm.torch_internals import SPARSE
 from labkit.recording.operations import Form, OperationType, Traffic
 from labkit.recording.signatures import of_exchange, of_parts, of_tensor
 
-__all__ = ["first_tensor", "most_nbytes", "nbytes_of", "root_of", "signature_of", "tensor_in_words"]
-
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:
     """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1".

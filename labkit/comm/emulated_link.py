@@ -25,8 +25,6 @@ from labkit.costs.network import Network, link_of_pair
 from labkit.costs.shared_link import Cost, SharedLink
 from labkit.recording.record import clock
 
-__all__ = ["Booking", "SlowLink", "hold_until"]
-
 PR_SET_TIMERSLACK: Final = 29
 EXIT_LIMIT_S: Final = 0.5  # for the threads that complete operations to end
 

@@ -18,8 +18,6 @@ from labkit.comm.operation import Operation
 from labkit.recording.group_keys import call_key
 from labkit.recording.record import clock
 
-__all__ = ["SlowCalls"]
-
 
 class SlowCalls:
     """Delays this rank's calls, and those that it serves.

@@ -26,8 +26,6 @@ from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import TIMED, UNSHOWN
 
-__all__ = ["watch_creation"]
-
 HELPER: Final = "_new_process_group_helper"
 
 

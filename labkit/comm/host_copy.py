@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """The copy of one message. Both directions block the calling thread, and wait for earlier work of the GPU.

@@ -12,8 +12,6 @@ from labkit.comm.rendezvous import Rendezvous
 from labkit.comm.stores import Stores
 from labkit.recording.record import Recorder
 
-__all__ = ["Initialization"]
-
 
 class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.

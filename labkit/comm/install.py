@@ -35,8 +35,6 @@ from labkit.costs.shared_link import SharedLink
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, here
 
-__all__ = ["prepare", "slow_link", "watch_device", "watch_rpc", "watch_script", "watch_torch"]
-
 UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 

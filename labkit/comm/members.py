@@ -17,8 +17,6 @@ import torch.distributed.distributed_c10d as c10d
 
 from labkit.recording.group_keys import of_ranks
 
-__all__ = ["Members", "Numbering", "check_peer", "numbers_of"]
-
 KEY: Final = "labkit: process of rank {}"
 
 

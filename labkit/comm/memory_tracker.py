@@ -22,8 +22,6 @@ from labkit.recording.record import clock, here
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 
-__all__ = ["Tracker", "track_memory"]
-
 APART_NS: Final = 200_000  # minimum spacing of the curve's points, except peaks and valleys, which are all kept
 NEVER_NS: Final = 1 << 62
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from labkit.comm.emulated_link import Booking
     from labkit.comm.time_limits import OwnLimit
 
-__all__ = ["Batch", "Operation", "Ready"]
-
 
 class Ready(Protocol):
     """The time at which a GPU has computed the data to send."""

@@ -11,8 +11,6 @@ from torch.distributed import ProcessGroup  # the original, which `comm.install`
 from labkit.comm.torch_internals import PROCESS_GROUPS
 from labkit.recording.operations import methods
 
-__all__ = ["watched_gloo"]
-
 
 def watched_gloo(group_class: Any) -> Any:
     """Return a subclass of torch's `ProcessGroupGloo` whose collectives and messages use a recorded process group.

@@ -29,8 +29,6 @@ from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, DATA, OPTIMIZER
 
-__all__ = ["BACKWARD", "DATA", "FORWARD", "Phases", "install"]
-
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 RECOMPUTATION: Final = "recomputation"

@@ -17,8 +17,6 @@ from labkit.comm.torch_internals import PIPELINE_STARTS
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import student_line
 
-__all__ = ["Pipelines"]
-
 STAGES: Final = "torch.distributed.pipelining.stage"
 SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PrivateNames", "in_place_of"]
-
 
 class PrivateNames:
     """The private names of a framework that one thing in labkit depends on.

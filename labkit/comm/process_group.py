@@ -35,8 +35,6 @@ from labkit.recording.operations import RECV, SEND, Form, OperationType, methods
 from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import OPEN, TIMED
 
-__all__ = ["watched_process_group"]
-
 # Between a program's call of torch.distributed and the methods below: ours, the function, what logs its errors, and
 # what warns that it is deprecated.
 DISTRIBUTED_FILES: Final = frozenset({__file__, c10d.__file__, c10d_logger.__file__, typing_extensions.__file__})

@@ -24,8 +24,6 @@ from labkit.comm.rendezvous import Address, Rendezvous
 from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE
 
-__all__ = ["ProcessGroupInitialization"]
-
 HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 NOTHING_TO_DO: Final = (
     "init_process_group had nothing to do: the ranks of a group are initialised already, with this rank and world size."

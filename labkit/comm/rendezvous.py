@@ -29,8 +29,6 @@ from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
 
-__all__ = ["LOCAL", "Address", "Rendezvous"]
-
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
 _WAIT: Final = dist.Store.wait  # the original, which is not recorded: this wait is part of a recorded call
 LOCAL: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", ""})  # the last two occur in tutorials

@@ -20,8 +20,6 @@ from labkit.recording.record import clock, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import AUTOMATIC, COMPUTE, OWN_THREAD
 
-__all__ = ["RpcBackwards", "context_id", "tensors_in"]
-
 
 class RpcBackwards:
     """Records the backward passes that this rank starts, and its part in those of other ranks.

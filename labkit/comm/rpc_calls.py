@@ -41,8 +41,6 @@ from labkit.recording.operations import PROMISE, RECEIVED_REPLY, REMOTE, REPLY, 
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
 
-__all__ = ["RpcCalls"]
-
 
 class _NumberedCall(NamedTuple):
     """A function and its arguments as they are sent, like torch's `PythonUDF`, plus the caller and a number."""

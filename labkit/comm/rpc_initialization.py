@@ -23,8 +23,6 @@ from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import UNSHOWN
 
-__all__ = ["TRANSPORTS", "RpcInitialization", "RpcOptions"]
-
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.
 TRANSPORTS: Final = ["uv"]

@@ -8,8 +8,6 @@ from torch.distributed.rpc import PyRRef
 
 from labkit.comm.torch_internals import REMOTE_CALLS
 
-__all__ = ["last_name", "spoken"]
-
 # Internal functions that torch calls because of a call of the student's, with names for the student. All other internal
 # functions only synchronize torch's workers, and are not recorded.
 IN_WORDS: Final = {

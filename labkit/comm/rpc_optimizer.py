@@ -10,8 +10,6 @@ from typing import Any
 
 from labkit.comm.torch_internals import REMOTE_STEPS
 
-__all__ = ["step_in_python"]
-
 
 def step_in_python() -> None:
     """Replace the script function; needed in each process that calls steps."""

@@ -14,8 +14,6 @@ import time
 from queue import SimpleQueue
 from typing import Any, Final
 
-__all__ = ["References"]
-
 SHORTEST_S: Final = 0.002  # between two looks at which references the rank still uses, soon after a change
 LONGEST_S: Final = 0.05  # and when there is none
 OWN: Final = 3  # the counted uses of a reference that has no others: `held`, `rref` and the argument of `getrefcount`

@@ -19,8 +19,6 @@ from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
 
-__all__ = ["Stores"]
-
 SHORTEST_NS: Final = 1_000_000  # shorter waits are not recorded
 STANDARD: Final = (timedelta(seconds=300), default_pg_timeout)  # torch's default time limits of stores and process groups
 

@@ -9,8 +9,6 @@ from labkit.comm.torch_internals import TIME_LIMITS
 from labkit.ipc.tracebacks import OWN_LIMIT
 from labkit.recording.record import clock
 
-__all__ = ["OwnLimit", "backends_limit", "ends_by_itself"]
-
 # NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
 # limit.
 RESPECTED: Final = timedelta(minutes=10)

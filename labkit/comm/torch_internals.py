@@ -18,8 +18,6 @@ from typing import Final
 
 from labkit.comm.private_names import PrivateNames
 
-__all__ = ["TABLE", "lost"]
-
 _Torch: Final = partial(PrivateNames, versions="2.10 to 2.13")
 _GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
 _C10D: Final = "torch.distributed.distributed_c10d"

@@ -29,8 +29,6 @@ from labkit.recording.import_hook import when_imported
 from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.recording.record import student_line
 
-__all__ = ["TrainingFacts"]
-
 FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
 FEW_ELEMENTS: Final = 16  # tensors with fewer may well be equal

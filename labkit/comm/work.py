@@ -17,8 +17,6 @@ from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import JOIN
 from labkit.recording.schema import TIMED
 
-__all__ = ["SilentWork", "WatchedMessage", "WatchedWork", "keep_for_reducers"]
-
 NO_TIMEOUT: Final = timedelta(0)  # torch's default
 SHORTEST: Final = timedelta(milliseconds=1)
 

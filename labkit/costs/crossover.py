@@ -14,8 +14,6 @@ from labkit.costs.two_levels import all_reduce_rounds
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.operations import THAKUR
 
-__all__ = ["all_reduce_crossover"]
-
 LARGEST_BYTES: Final = 1e18
 HALVINGS: Final = 200  # of the interval that holds the size: enough for every digit of a float
 

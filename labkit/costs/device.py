@@ -12,8 +12,6 @@ from labkit.errors.wrong_calls import public_api
 from labkit.recording.cores import usable_cores
 from labkit.recording.record import clock
 
-__all__ = ["Device"]
-
 WIDTH: Final = 1024  # of the matrices whose product is timed: 2·1024³ operations, 12 MiB
 COPIED_BYTES: Final = 64 << 20  # more than a cache holds
 MEASURED_NS: Final = 700_000_000  # for each of the two rates

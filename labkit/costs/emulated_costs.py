@@ -15,8 +15,6 @@ from labkit.costs.network import Network
 from labkit.costs.rounds import Round, halving, hierarchical, rounds_of
 from labkit.costs.shared_link import Cost, node_port, outer_port
 
-__all__ = ["collective_cost", "message_cost"]
-
 
 def collective_cost(
     link: Link | Network, name: str, nbytes: int, ranks: Sequence[int], alike: float = 1, *, fastest: bool = False

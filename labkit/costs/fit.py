@@ -13,8 +13,6 @@ from labkit.costs.link import Link, rounds_and_share
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 
-__all__ = ["Fit", "fit"]
-
 ITERATIONS: Final = 60
 SMALLEST_RESIDUAL: Final = 1e-4  # relative; bounds the weight of a point that the fit hits exactly
 

@@ -15,8 +15,6 @@ from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.operations import OPERATION_TYPES, Cost, type_of
 
-__all__ = ["Link", "cost_of", "rounds_and_share"]
-
 BITS: Final = 8
 
 

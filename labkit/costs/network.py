@@ -11,8 +11,6 @@ from labkit.costs.rounds import Round, rounds_of
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["Network", "latency_and_share", "link_of_pair"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:

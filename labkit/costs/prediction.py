@@ -9,8 +9,6 @@ from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 from labkit.errors.units import in_words, scaled
 
-__all__ = ["UNITS", "Prediction", "Working", "check_arguments", "in_latex"]
-
 _COUNTS: Final = frozenset(
     {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}
 )

@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 from labkit.costs.link import cost_of
 from labkit.recording.operations import Algorithm, Cost
 
-__all__ = ["Round", "halving", "hierarchical", "rounds_of"]
-
 Messages = Iterable[tuple[int, int, float]]  # sender and receiver, as places in the group; the share of n
 
 

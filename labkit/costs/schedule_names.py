@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from labkit.errors.lists import listed
 
-__all__ = ["GPIPE", "INTERLEAVED", "ONE_F_ONE_B", "schedule_name"]
-
 GPIPE: Final = "gpipe"
 ONE_F_ONE_B: Final = "1f1b"
 INTERLEAVED: Final = "interleaved 1f1b"

@@ -18,8 +18,6 @@ from typing import Final, NamedTuple
 
 from labkit.recording.fork_isolation import keep_from_forks
 
-__all__ = ["SHARED_LINK_BYTES", "Cost", "SharedLink", "node_port", "outer_port", "start_of"]
-
 # Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
 # end (0: not scheduled).
 ENTRY: Final = struct.Struct("<QiIqqqqq")

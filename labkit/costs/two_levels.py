@@ -10,8 +10,6 @@ from labkit.costs.prediction import Prediction, in_seconds, transfer_in_latex
 from labkit.costs.rounds import Round, halving, hierarchical, rounds_of
 from labkit.recording.operations import CHAN, THAKUR, Algorithm, type_of
 
-__all__ = ["all_reduce_over", "all_reduce_rounds", "operation_over"]
-
 _CHO: Final = "Cho et al., BlueConnect, 2019"
 _SOURCES: Final = {"ring": THAKUR, "tree": CHAN, "halving": THAKUR, "hierarchical": _CHO}
 _LEVEL: Final = {"inside": r"\text{inside}", "between": r"\text{between}"}  # indices of α and B

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Cause"]
-
 
 class Cause(enum.Enum):
     """Why a rank failed."""

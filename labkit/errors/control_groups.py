@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["control_group_folders"]
-
 
 def control_group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """The folders of this process's control groups, the innermost first: a limit of any of them holds for the process.

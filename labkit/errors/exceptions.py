@@ -9,19 +9,6 @@ from typing import Any, Final
 
 from labkit.errors.causes import Cause
 
-__all__ = [
-    "DeadlockError",
-    "LabError",
-    "MismatchError",
-    "RankError",
-    "RankFailure",
-    "RunError",
-    "RunTimeoutError",
-    "Stopped",
-    "install_command",
-    "missing",
-]
-
 _RULE = "─" * 70
 WIDTH: Final = 110  # characters that fit next to a notebook's file browser
 

@@ -11,8 +11,6 @@ from typing import Final
 from labkit.errors.causes import Cause
 from labkit.errors.control_groups import control_group_folders
 
-__all__ = ["OOMKillCounters", "OOMKills", "exit_cause", "explain_exit"]
-
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
 _CAUSES: Final = {

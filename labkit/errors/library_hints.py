@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["library_hint"]
-
 _SHARED_MEMORY_FULL: Final = (
     "/dev/shm is full: a container has 64 MiB of it by default. lab.doctor() says how much there is, and how to get more; "
     "a DataLoader with num_workers=0 needs none."

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["counted", "listed", "numbers_in_words", "these"]
-
 
 def listed(items: Iterable[Any], *, word: str = "and", most: int | None = None, rest: str = "more") -> str:
     """Join items as in "a, b and c"; "" if there are none.

@@ -6,8 +6,6 @@ import math
 import numbers
 from typing import Any
 
-__all__ = ["check_number"]
-
 
 def check_number(
     value: Any,

@@ -5,6 +5,4 @@ from __future__ import annotations
 import os
 from typing import Final
 
-__all__ = ["LABKIT"]
-
 LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "bytes_in_words", "clock_time", "in_words", "percent", "rate_in_words", "scaled", "three_digits", "time_in_words", "unit_of",
-    "unit_of_bytes",
-]  # fmt: skip
-
 UNITS: Final = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
     "B": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),

@@ -24,8 +24,6 @@ from labkit.errors.exceptions import LabError, Stopped
 from labkit.errors.lists import listed
 from labkit.errors.own_code import LABKIT
 
-__all__ = ["WrongNameError", "WrongTypeError", "WrongValueError", "did_you_mean", "one_number", "public_api"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

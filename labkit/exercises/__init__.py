@@ -11,8 +11,6 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.exercises.judging import Exercise
 
-__all__ = ["LESSONS", "find", "own_exercises"]
-
 MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
 # The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.

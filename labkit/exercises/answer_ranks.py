@@ -17,8 +17,6 @@ from labkit.exercises.judging import AnswerError, Results, call, call_reporting_
 from labkit.group.group import Group
 from labkit.recording.group_keys import DIST_BACKWARD
 
-__all__ = ["AnswerRanks", "by_value", "require_data"]
-
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
 _DATA: Final = ("builtins", "collections", "decimal", "fractions", "numpy", "torch", "tensorflow")  # whose types are data
 MOST_SHOWN: Final = 200  # characters of a value in a verdict

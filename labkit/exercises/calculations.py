@@ -13,8 +13,6 @@ from labkit.exercises.comparisons import equal, judge_result, number_of, whole_n
 from labkit.exercises.judging import AnswerError, Exercise, Hint, OnRanks, exercise, showing
 from labkit.exercises.random_state import other_cases
 
-__all__ = ["Expected", "calculation", "judge_calculation"]
-
 
 @dataclass(frozen=True)
 class Expected:

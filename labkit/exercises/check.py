@@ -23,8 +23,6 @@ from labkit.exercises.random_state import other_inputs, unchanged_generators
 from labkit.group.output import encodable
 from labkit.ipc import pickling
 
-__all__ = ["MORE_LATER", "Verdict", "check", "is_unwritten", "judged", "looks_at_judge", "not_written", "refused"]
-
 MORE_LATER: Final = "After another wrong answer, the verdict says more."
 MOST_CHARACTERS: Final = 2000  # of a verdict's message, and of each of its details
 # Names in an answer's code with which it could find the expected result instead of computing it.

@@ -18,18 +18,6 @@ from labkit.exercises.judging import AnswerError, Hint
 if TYPE_CHECKING:  # ranks import this file, too, and need no types
     from numpy.typing import NDArray
 
-__all__ = [
-    "compare",
-    "differ",
-    "equal",
-    "factor",
-    "judge_result",
-    "listing",
-    "number_of",
-    "whole_number",
-    "whole_numbers",
-]
-
 CLOSE_FACTOR: Final = 1e-3
 TOLERANCE: Final = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 EXACT: Final = 1e-6  # relative; of numbers that Python computes

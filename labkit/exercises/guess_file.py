@@ -16,8 +16,6 @@ from typing import Any, Final
 from labkit.errors.exceptions import LabError
 from labkit.tracing.trace_file import replacing
 
-__all__ = ["FILE", "LARGEST", "Entry", "Value", "entries", "entry_for_update"]
-
 FILE: Final = "my_guesses.json"
 VERSION: Final = 1
 LARGEST: Final = 1e30  # a larger guess or measurement is a mistake, and would overflow in a figure

@@ -26,8 +26,6 @@ from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Note", "guess", "guesses", "reveal"]
-
 # A quantity's name ends with its unit: "step_ms". For each ending, the unit as it is shown.
 UNITS: Final = {
     "_gbit_per_s": "Gbit/s", "_percent": "%",

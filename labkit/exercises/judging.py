@@ -14,24 +14,6 @@ from labkit.errors.exceptions import RankError
 if TYPE_CHECKING:  # ranks import this file, too, and do not need it
     from labkit.group.run import Run
 
-__all__ = [
-    "NUMBER_FOR_LIST",
-    "AnswerError",
-    "Exercise",
-    "Hint",
-    "OnRanks",
-    "Passed",
-    "Results",
-    "call",
-    "call_reporting_exit",
-    "exercise",
-    "explaining",
-    "judge_exchange",
-    "reject",
-    "showing",
-    "without_judges",
-]
-
 Hint = str | tuple[str, str]  # what points at a mistake, alone or with its cure
 MOST_ITEMS: Final = 10_000  # of an iterator, which may have no end; right answers have a hundred
 # What Python says to code that treats a whole number as a list.

@@ -12,8 +12,6 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-__all__ = ["case_seed", "other_cases", "other_inputs", "unchanged_generators"]
-
 Case = TypeVar("Case")
 OTHER_CASES: Final = 3  # of a calculation
 VARIABLE: Final = "LABKIT_EXERCISE_SEED"  # in the environment, which the ranks copy: a judge's code runs there, too

@@ -9,8 +9,6 @@ from typing import Final
 
 import torch.distributed.rpc as rpc
 
-__all__ = ["MEET_S", "Meeting", "happens_within"]
-
 MEET_S: Final = 5.0  # that a call waits for the others; calls that overlap meet within milliseconds
 TURNS: Final = 5  # a stall costs one of them at most
 

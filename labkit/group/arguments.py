@@ -22,11 +22,6 @@ from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = [
-    "FixedArgument", "check_environment", "check_machine", "check_runtime", "default_threads", "machines_or_link",
-    "names_and_jobs", "rpc_options", "runtime_named",
-]  # fmt: skip
-
 MAX_RANKS: Final = 1024
 
 

@@ -13,8 +13,6 @@ from typing import Final
 from labkit.group.member import Member
 from labkit.group.output import notebook_shell, put
 
-__all__ = ["NOBODY", "Breakpoints", "ask", "can_ask"]
-
 TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
 LOOK_EVERY_S: Final = 0.1  # while the student thinks
 NOBODY: Final = (

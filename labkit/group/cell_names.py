@@ -8,8 +8,6 @@ from typing import Any, Final
 from labkit.errors.lists import listed
 from labkit.group.member import Member
 
-__all__ = ["CellNames", "lost_names"]
-
 MOST_NAMES: Final = 8  # in the message about lost names
 
 

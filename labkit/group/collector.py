@@ -22,8 +22,6 @@ from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 
-__all__ = ["Records", "nodes_of"]
-
 _Who = TypeVar("_Who")  # a rank's number or its name
 
 

@@ -20,8 +20,6 @@ from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, 
 from labkit.recording.schema import Pending
 from labkit.recording.signatures import with_elements
 
-__all__ = ["PARTED", "Deadlock", "Reason", "find_deadlock", "first_mismatch", "missing"]
-
 _Who = TypeVar("_Who")  # a rank's number or its name
 
 

@@ -23,8 +23,6 @@ from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads,
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
-__all__ = ["DeadlockMonitor"]
-
 CONFIRM_NS: Final = 400_000_000  # between the two checks that must agree before a deadlock is reported
 CYCLE_NS: Final = 1_500_000_000  # a cycle of calls without any compute is announced after this time
 IDLE_SHARE: Final = 0.05  # of one core, all ranks together: with less, they are idle

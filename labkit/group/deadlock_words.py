@@ -13,11 +13,6 @@ from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
-__all__ = [
-    "deadlock_in_words", "disconnected", "doing", "frozen", "late_in_words", "left_in_words", "mismatch_in_words",
-    "operation_in_words", "origin_in_words", "place", "serving_for_ever",
-]  # fmt: skip
-
 SAME: Final = "All ranks of a group must call the same collectives, in the same order, on tensors of the same shape and type."
 ALL: Final = (
     "All ranks of a group must call the same collectives, equally often: look for a loop of another length, an early return, or "

@@ -7,8 +7,6 @@ from typing import Any, Final
 
 from labkit.ipc.protocol import Displayed
 
-__all__ = ["Displays"]
-
 MOST: Final = 64  # of all ranks together; each rank bounds its own
 
 

@@ -11,8 +11,6 @@ from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import late_in_words, left_in_words
 from labkit.recording.operations import RPC
 
-__all__ = ["whom_it_awaited"]
-
 
 def whom_it_awaited(
     failure: RankFailure, others: dict[int, str], records: Records, monitor: DeadlockMonitor, names: Sequence[str]

@@ -48,8 +48,6 @@ from labkit.ipc.ranks_cell import parse
 from labkit.launch.frames import Frame, Owner
 from labkit.launch.thread_states import Threads
 
-__all__ = ["Group"]
-
 
 class Group:
     """Processes that run the functions of a notebook.

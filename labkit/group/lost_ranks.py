@@ -9,8 +9,6 @@ from labkit.errors.units import time_in_words
 from labkit.ipc.options import Options
 from labkit.worker.runtimes.base import Runtime
 
-__all__ = ["LostRanks"]
-
 
 class LostRanks(dict[int, RankFailure]):
     """How these ranks ended, by their numbers.

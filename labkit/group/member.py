@@ -11,8 +11,6 @@ from labkit.ipc.protocol import Displayed, Warned
 from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_buffer import RingReader
 
-__all__ = ["Member"]
-
 READ_BYTES: Final = 1 << 16
 PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that is unread when reading starts
 

@@ -9,8 +9,6 @@ from typing import Final, Protocol
 from labkit.group.member import Member
 from labkit.ipc.protocol import Message
 
-__all__ = ["MessageLoop", "Receiver"]
-
 _MESSAGE: Final = "message"
 _END: Final = "end"
 

@@ -20,8 +20,6 @@ from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
 from labkit.recording.signatures import Exchange, exchange_of, with_elements, without_ones
 
-__all__ = ["Place", "first_unequal", "mismatch_error", "mismatch_hint", "shapes_note", "unlike_exchange"]
-
 _ANY_OTHER: Final = -1  # stands for all groups whose operations are not compared
 
 # Operations of these groups have no counterpart on another rank whose arguments must agree.

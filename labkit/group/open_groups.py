@@ -18,8 +18,6 @@ from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = ["Notebook", "default_start", "notebook", "warm_up"]
-
 
 class Closable(Protocol):
     """A group of ranks, as far as the registry needs it."""

@@ -18,8 +18,6 @@ from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.ranks_cell import cell_number
 
-__all__ = ["Notice", "Output", "cell_label", "encodable", "notebook_shell", "put"]
-
 LIVE_LINES: Final = 12  # of each rank, during the run
 WARNED_AFTER_S: Final = 1.0  # how long a terminal waits for the same warning from other ranks
 LIVE_AFTER_S: Final = 0.3  # a shorter run shows its prints once, at the end

@@ -19,8 +19,6 @@ from labkit.errors.lists import listed
 from labkit.group.output import cell_label
 from labkit.launch.frames import Frame, Owner
 
-__all__ = ["Side", "frames_at", "parting_in_words", "source_of"]
-
 MOST_WAYS: Final = 3  # past a line: more explain nothing
 LONGEST_HEAD: Final = 70  # characters of a condition
 LOOPS: Final = (ast.For, ast.AsyncFor, ast.While)

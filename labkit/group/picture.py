@@ -9,8 +9,6 @@ from labkit.launch.resource_usage import Load
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 
-__all__ = ["Picture"]
-
 
 class Picture(Protocol):
     """A live picture of a run; its methods are called on the thread that called `watch`."""

@@ -17,8 +17,6 @@ from enum import Enum
 
 from labkit.worker.runtimes.base import Runtime
 
-__all__ = ["Phase", "PoolState", "Request"]
-
 
 class Phase(Enum):
     """What a pool is doing."""

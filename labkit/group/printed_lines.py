@@ -11,8 +11,6 @@ import unicodedata
 from collections import deque
 from typing import Final
 
-__all__ = ["KEPT_CHARACTERS", "KEPT_LINES", "LINE_CHARACTERS", "Lines"]
-
 KEPT_LINES: Final = 1_000  # the first lines of a rank in a run, and as many of the last ones
 KEPT_CHARACTERS: Final = 200_000  # of each of the two parts, so that a notebook remains a file that can be opened
 LINE_CHARACTERS: Final = 10_000

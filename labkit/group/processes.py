@@ -36,8 +36,6 @@ from labkit.worker.notebook_settings import NotebookSettings, Settings
 from labkit.worker.process_state import ProcessState
 from labkit.worker.runtimes.base import Runtime
 
-__all__ = ["SLOW_S", "RankPool"]
-
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
 CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended

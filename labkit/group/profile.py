@@ -13,8 +13,6 @@ from labkit.worker.runtimes.registry import RUNTIMES
 if TYPE_CHECKING:
     from labkit.group.group import Group
 
-__all__ = ["profile"]
-
 
 @public_api
 def profile(group: Group) -> AbstractContextManager[None]:

@@ -10,8 +10,6 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.group.run import Run
 
-__all__ = ["Ranks", "chosen"]
-
 
 class GroupOfRanks(Protocol):
     """The group that ranks belong to."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from labkit.recording.schema import STREAM, TIMED, Pending
 
-__all__ = ["RankState"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankState:

@@ -9,8 +9,6 @@ from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import PROMISE, SERVE, UNSEEN_PROMISE
 from labkit.recording.schema import Pending
 
-__all__ = ["cycle_of_calls", "has_thread", "promised", "served_by", "serves", "thread_blocked", "unreceived"]
-
 
 def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
     """The ranks along a cycle of calls that wait for one another, from the first caller on; [] if there is none.

@@ -7,8 +7,6 @@ from typing import Final
 
 from labkit.errors.lists import listed, numbers_in_words
 
-__all__ = ["GroupedWarnings"]
-
 MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
 
 

@@ -39,8 +39,6 @@ from labkit.tracing.trace import Trace
 from labkit.tracing.verdict import faults_of
 from labkit.worker.quit_command import quit_failure
 
-__all__ = ["Execution", "Run"]
-
 LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once
 # After the first failure, the time in which the other ranks may return or fail before they are stopped.

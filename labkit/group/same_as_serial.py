@@ -18,8 +18,6 @@ from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.tracing.silent_faults import FaultKind, SilentFault
 from labkit.tracing.verdict import MOST_NAMES, Verdict
 
-__all__ = ["same_as_serial"]
-
 ROUNDING: Final = 1e-3  # relative to the serial gradient: sums in another order differ by less
 SMALL: Final = 1e-3  # of all gradients: those that are 0 but for rounding, as of a bias before a norm, are anything
 DRIFT: Final = 1e-3  # the same of parameters after several steps

@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from labkit.ipc.code_names import name_of
 
-__all__ = ["WithRank", "check_spawn", "hint_for_rank"]
-
 # Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
 NAMES: Final = ("gpu", "i", "idx", "index", "pid", "proc_id", "process_id", "process_index", "local_process_index", "worker_id")
 

@@ -11,8 +11,6 @@ from labkit.launch.rank_process import Status
 from labkit.launch.stack_dump import LIMIT_S
 from labkit.launch.thread_states import RankThreads
 
-__all__ = ["Stacks", "crash", "readable"]
-
 
 class Stacks(dict[str, str]):
     """The stacks by rank name; printed, a report."""

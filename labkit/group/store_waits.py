@@ -7,8 +7,6 @@ from typing import Final
 
 from labkit.recording.group_keys import GroupKind, kind_of, size_of
 
-__all__ = ["HINTS", "absent_ranks", "hint_of"]
-
 HINTS: Final = {  # the usual mistake behind an endless wait
     GroupKind.RENDEZVOUS: "Ranks meet where address, port and world size agree, and each must come with a rank of its own.",
     GroupKind.STORE: "A wait for a key ends when a rank sets it: look for a key of another name, or a rank that returned before.",

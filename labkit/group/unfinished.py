@@ -22,8 +22,6 @@ from labkit.recording.operations import FOR_OTHERS, RECV, RPC, SEND, TO_HERE
 from labkit.recording.schema import Pending
 from labkit.worker.runtimes.base import Runtime
 
-__all__ = ["Unfinished", "left_unfinished", "may_go_on", "still_unfinished"]
-
 # Time limits for pending operations to complete.
 INCOMPLETE_S: Final = 0.1  # not entered by all ranks: a thread of a rank that has returned may still enter it
 CALL_S: Final = 1.0  # a remote call: the other rank may not have started to serve it

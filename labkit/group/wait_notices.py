@@ -17,8 +17,6 @@ from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of
 from labkit.recording.schema import TIMED, Pending
 
-__all__ = ["MOST_NAMES", "cycle_notice", "line_of", "silence_notice", "unrecorded_notice", "waiting_notice"]
-
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
 SOURCE_CHARACTERS: Final = 60

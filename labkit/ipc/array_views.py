@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["SharedArrays"]
-
 MAX_WORK: Final = 10_000  # `max_work` of numpy.shares_memory; two views that need more are taken to overlap
 
 

@@ -16,8 +16,6 @@ from typing import Final
 from labkit.ipc.pickling import Payload
 from labkit.ipc.protocol import Frame, Message, decode, encode
 
-__all__ = ["FD_SPACE", "HEADER_BYTES", "Channel", "frame_sizes", "segment_of", "with_segment"]
-
 # The kind of message, flags, the number of regions, the sizes in bytes of body and stream, and the payload's owner.
 _HEADER: Final = struct.Struct("<BBIIQi")
 _REGION: Final = struct.Struct("<QQ")

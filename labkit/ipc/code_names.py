@@ -11,8 +11,6 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["assigned", "mentions", "name_of", "names_read", "parameters_of", "reads"]
-
 _READ = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 _ASSIGN_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ASSIGN_HERE = ("STORE_NAME", "DELETE_NAME")  # globals in a module's code; in a class body these assign attributes

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Final
 
-__all__ = ["CACHED", "reduce_decorated"]
-
 CACHED: Final = type(functools.lru_cache(len))
 _COMPILER: Final = "torch._dynamo.eval_frame", "OptimizeContext"
 _DISPATCHING: Final[Any] = functools.singledispatch(len)

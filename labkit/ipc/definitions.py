@@ -14,8 +14,6 @@ from typing import Any
 
 from labkit.errors.exceptions import LabError
 
-__all__ = ["Received", "Sent"]
-
 
 class Sent:
     """The functions and classes that the notebook has sent to the ranks of one group."""

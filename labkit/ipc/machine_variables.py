@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["AT_IMPORT", "belongs_to_machine"]
-
 AT_IMPORT: Final[Mapping[str, str]] = dict(os.environ)  # `import labkit` imports this file
 
 NAMES: Final = frozenset(

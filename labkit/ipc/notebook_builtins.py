@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 from labkit.errors.exceptions import LabError
 from labkit.ipc.ranks_cell import instead_of_magic
 
-__all__ = ["install", "reduce_ipython"]
-
 
 def install() -> None:
     """Install them in this process, which is a rank."""

@@ -13,8 +13,6 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.number_checks import check_number
 
-__all__ = ["RPC_OPTIONS", "STARTS", "Options", "check_above_0"]
-
 DEVICES: Final = ("auto", "cpu", "cuda")
 STARTS: Final = ("fork", "spawn")
 RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults

@@ -33,8 +33,6 @@ from labkit.ipc.process_memory import ALIGN, address_of, read
 from labkit.ipc.rank_only_objects import RankOnlyTypes
 from labkit.ipc.sync_objects import reduce_sync_object
 
-__all__ = ["Payload", "install_source", "pack", "shared_memory", "source_of", "unpack"]
-
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
 

@@ -14,8 +14,6 @@ from typing import Any, Final, NamedTuple
 from labkit.ipc.code_names import names_read
 from labkit.ipc.sync_objects import CannotSendError
 
-__all__ = ["Call", "Names", "explain_unpicklable"]
-
 DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path would not help the student
 
 # Modules of Python whose objects' internals a student does not know: the error names the variable that holds one.

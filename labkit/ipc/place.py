@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["LOOPBACK", "Place"]
-
 LOOPBACK: Final = "127.0.0.1"
 
 

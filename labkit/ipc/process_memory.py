@@ -13,8 +13,6 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-__all__ = ["address_of", "may_read", "read"]
-
 Region = tuple[int, int]  # address or offset, and size in bytes
 ALIGN: Final = 64  # bytes: a cache line, and enough for any vector load
 UNMAPPED: Final = 8  # an address that no process maps

@@ -18,13 +18,6 @@ from labkit.ipc.pickling import Payload
 from labkit.ipc.place import LOOPBACK, Place
 from labkit.recording.rank_facts import Fact
 
-__all__ = [
-    "Assigned", "AtBreakpoint", "CallFunction", "Changes", "Close", "Command", "Displayed", "Files", "Forget", "Frame",
-    "Imported", "ImportedModule", "Install", "Installed", "LeftBreakpoint", "Message", "NewFiles", "NewSettings", "Notice",
-    "Observe", "Observed", "Offer", "Offers", "Profile", "Profiled", "Raised", "RankConfig", "Ready", "Release", "ResultRead",
-    "Returned", "RunCell", "Serving", "Warned", "decode", "encode",
-]  # fmt: skip
-
 Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them
 
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from labkit.ipc.sync_objects import CannotSendError
 
-__all__ = ["RankOnlyTypes"]
-
 _MODEL: Final = "Return model.module.state_dict(), or model.module, the model inside."
 _SHARDED: Final = (
     "Return its full state: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "

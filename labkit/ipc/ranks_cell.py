@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 
-__all__ = ["CellRunner", "CellSyntaxError", "cell_filename", "cell_number", "instead_of_magic", "parse"]
-
 _FILENAME: Final = "<cell {} on the ranks>"
 _NUMBER: Final = re.compile(re.escape(_FILENAME).replace(re.escape("{}"), r"(\d+)"))
 

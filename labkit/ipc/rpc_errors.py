@@ -13,8 +13,6 @@ from typing import Final
 
 from labkit.recording.record import is_students
 
-__all__ = ["RemoteError", "remote_error", "sent"]
-
 _ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
 _PLACE: Final = " (on {})"  # the end of a headline: the rank on which the error was raised

@@ -10,8 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-__all__ = ["print_to", "quiet_stderr", "reopen_closed"]
-
 _IONBF = 2  # <stdio.h>: unbuffered; the same value in glibc, musl and macOS
 
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Final
 
-__all__ = ["CannotSendError", "reduce_sync_object"]
-
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 

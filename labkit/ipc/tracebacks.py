@@ -17,10 +17,6 @@ from labkit.errors.own_code import LABKIT
 from labkit.ipc.rpc_errors import remote_error
 from labkit.recording.record import here, is_students, label
 
-__all__ = [
-    "OWN_LIMIT", "cause_of", "headline", "in_students_code", "raised_by_student", "students_traceback", "unreadable", "warning",
-]  # fmt: skip
-
 FRAMES: Final = 12  # most frames in a traceback, so that endless recursion does not fill the notebook
 HEADLINE_CHARACTERS: Final = 400
 OWN_LIMIT: Final = "labkit_own_limit"  # the attribute of an error that says which time limit of the program's led to it

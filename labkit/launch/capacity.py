@@ -13,8 +13,6 @@ from labkit.launch.server_requests import BATCH
 from labkit.launch.usable_memory import usable_memory
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["check_capacity", "count_open_files", "processes_visible", "raise_limit"]
-
 ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that close all descriptors up to it
 UNLIMITED: Final = 1 << 62
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping

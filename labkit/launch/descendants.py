@@ -20,8 +20,6 @@ import time
 from collections.abc import Collection
 from typing import Any, Final
 
-__all__ = ["adopt_orphans", "children", "descendants", "end_all", "end_children", "end_other_sessions", "kill_groups"]
-
 PR_SET_CHILD_SUBREAPER: Final = 36
 ENDS_ITSELF: Final = "torch_shm_manag"  # torch's torch_shm_manager (Linux keeps 15 characters), which cleans up shared memory
 LIMIT_S: Final = 1.0  # for killed processes to end; a process that is blocked in a driver is left alone

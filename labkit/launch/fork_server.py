@@ -57,8 +57,6 @@ from labkit.worker import network_namespace
 from labkit.worker.network_namespace import Network
 from labkit.worker.stack_writer import prepare, write_when_asked
 
-__all__ = ["guard", "serve", "spawned"]
-
 PR_SET_PDEATHSIG: Final = 1
 GUARD_CHECK_EVERY_MS: Final = 500
 IDLE_MS: Final = 50  # without a request for so long, the server moves some memory, which may delay one by 10 ms

@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 from labkit.errors.own_code import LABKIT
 from labkit.recording.record import is_students
 
-__all__ = ["Frame", "Owner", "frame_at", "stacks_in"]
-
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _THREAD: Final = re.compile(r"(?:Stack|(?:Current t|T)hread 0x(?P<ident>[0-9a-f]+)).*\(most recent call first\):")

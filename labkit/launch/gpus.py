@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["Gpus"]
-
 
 class Gpus:
     """The GPUs, in the order of their bus numbers, which is usually CUDA's.

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["collapse"]
-
 MADV_COLLAPSE: Final = 25
 SIZE_FILE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # in bytes
 AT_ONCE: Final = 4  # huge pages per call, which takes some milliseconds

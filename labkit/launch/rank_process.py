@@ -19,8 +19,6 @@ from labkit.ipc.process_memory import may_read
 from labkit.launch.frames import Frame
 from labkit.recording.clock import Clock
 
-__all__ = ["End", "RankProcess", "Status", "command_to_resume"]
-
 PF_EXITING: Final = 0x4
 
 

@@ -14,8 +14,6 @@ from labkit.launch.gpus import Gpus
 from labkit.launch.rank_process import RankProcess
 from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
-__all__ = ["Cores", "Load", "Monitor", "ResourceMonitor", "followed", "gpus_of", "own_bytes"]
-
 EVERY_NS: Final = 1_000_000_000
 SHARE: Final = 1 / 300  # of one core, at most, for sampling
 STARVED_S: Final = 3.0  # longest wait for processes that lack a core

@@ -13,11 +13,6 @@ from typing import Any, Final
 from labkit.ipc.place import Place
 from labkit.launch.rank_process import End
 
-__all__ = [
-    "BATCH", "LONGEST_BYTES", "READY", "Answered", "Ask", "Ended", "Failed", "Fork", "Forked", "Reap", "Reaped", "Reply",
-    "Request", "Survey", "Surveyed", "Waits",
-]  # fmt: skip
-
 BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
 LONGEST_BYTES: Final = 1 << 16  # of a packet; those of a thousand ranks take a tenth
 READY: Final = 0  # the number of the first reply, which answers no request: all modules are imported

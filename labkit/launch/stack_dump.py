@@ -17,8 +17,6 @@ from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.stack_writer import ASK, INTERRUPT
 
-__all__ = ["LIMIT_S", "ask", "crashed_in"]
-
 LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
 EACH_S: Final = 0.02  # more for each rank
 SWITCHES_S: Final = 0.1  # of CPU time, in which a rank that runs Python releases the GIL about twenty times

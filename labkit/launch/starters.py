@@ -48,8 +48,6 @@ from labkit.launch.server_requests import (
 from labkit.launch.stack_dump import crashed_in
 from labkit.worker.stack_writer import held_back
 
-__all__ = ["ForkStarter", "Question", "ServerStarter", "SpawnStarter", "Starter", "in_background"]
-
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
 REPLY_LIMIT_S: Final = 60.0
 

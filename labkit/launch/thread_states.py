@@ -37,8 +37,6 @@ from labkit.launch.frames import Frame, Owner, stacks_in
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.stack_dump import ask
 
-__all__ = ["Active", "MainWaits", "RankThreads", "Thread", "Threads", "active", "children_of"]
-
 # The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
 FUTEX_WAITS: Final = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from labkit.errors.control_groups import control_group_folders
 
-__all__ = ["Memory", "usable_memory"]
-
 
 class Memory(NamedTuple):
     """The memory that this process may use.

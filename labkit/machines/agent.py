@@ -37,8 +37,6 @@ from labkit.recording.ring_copy import RingTap
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = ["main"]
-
 LOST_S: Final = 5.0  # longer than the relay waits before it takes this machine for lost
 LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states

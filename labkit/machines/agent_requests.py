@@ -13,8 +13,6 @@ from typing import Final
 from labkit.launch.server_requests import Answered, Ask, Ended, Failed, Fork, Forked, Reap
 from labkit.machines.facts import Facts
 
-__all__ = ["HELLO", "Connect", "Connected", "Listen", "Listening", "Prepare", "Ready", "Reply", "Request"]
-
 HELLO: Final = 0  # the number of the first reply, which answers no request: the `Facts`
 
 

@@ -10,8 +10,6 @@ from labkit.errors.exceptions import LabError
 from labkit.machines.engines import Connection
 from labkit.machines.line import READ_BYTES
 
-__all__ = ["over_command"]
-
 
 async def over_command(machine: str, command: Sequence[str], explain: Callable[[str, str, int], str]) -> Connection:
     """Return the connection to an agent that a command starts, with its stdin and stdout.

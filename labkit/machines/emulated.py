@@ -26,8 +26,6 @@ from labkit.machines.emulated_network import READY, ask
 from labkit.machines.engines import Connection, Engine
 from labkit.machines.line import READ_BYTES
 
-__all__ = ["EmulatedMachines"]
-
 START_S: Final = 20.0  # for the network to be made, which takes 0.3 s
 ANSWER_S: Final = 5.0  # for it to pull a cable
 MOST_AFTER_S: Final = 1e6

@@ -37,8 +37,6 @@ from labkit.machines.engines import AGENT
 from labkit.machines.facts import ADDRESS
 from labkit.worker import network_namespace
 
-__all__ = ["READY", "ask", "main"]
-
 READY: Final = "ready"
 NOTEBOOK: Final = "notebook"  # the port of the relay's side
 NETWORK: Final = "198.18.0.{}"  # of the range that is reserved for tests of networks (RFC 2544)

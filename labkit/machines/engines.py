@@ -10,8 +10,6 @@ from typing import Final
 
 from labkit.costs.network import Network
 
-__all__ = ["AGENT", "Connection", "Engine"]
-
 AGENT: Final = "labkit.machines.agent"  # the module that `python -m` runs on each machine; its stdin and stdout are the line
 
 

@@ -22,8 +22,6 @@ from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
 
-__all__ = ["ADDRESS", "Facts", "KnownMachine", "check_versions", "differences"]
-
 ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
 _FRAMEWORKS: Final = ("torch", "tensorflow")
 

@@ -23,8 +23,6 @@ from labkit.ipc.process_memory import ALIGN, read
 from labkit.machines.frame_port import FramePort, RawFrame
 from labkit.machines.line import Kind, Large, Line
 
-__all__ = ["TAKEN", "WINDOW_BYTES", "Forwarding", "Segments"]
-
 WINDOW_BYTES: Final = 1 << 20
 LARGE_BYTES: Final = 1 << 16  # frames of this size or more are sent in parts
 KEEP_S: Final = 1.0  # how long data that was sent to a machine is remembered: frames with the same arguments follow at once

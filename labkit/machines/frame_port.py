@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from labkit.ipc.channel import FD_SPACE, HEADER_BYTES, frame_sizes
 
-__all__ = ["FramePort", "RawFrame"]
-
 READ_BYTES: Final = 1 << 18
 
 

@@ -20,8 +20,6 @@ from typing import Final, NamedTuple
 
 from labkit.ipc.pickling import shared_memory
 
-__all__ = ["BEGIN", "PART_BYTES", "READ_BYTES", "Block", "Kind", "Large", "Line"]
-
 PART_BYTES: Final = 1 << 16  # a line of 0.1 MB/s delays an urgent block by 0.7 s for each part under way
 READ_BYTES: Final = 1 << 22  # how much may wait to be parsed
 # The agent's first bytes. A shell that reads its user's settings may print before them.

@@ -30,8 +30,6 @@ from labkit.machines.engines import AGENT, Connection, Engine
 from labkit.machines.facts import ADDRESS
 from labkit.machines.line import READ_BYTES
 
-__all__ = ["Ray"]
-
 PIECE_BYTES: Final = 1 << 18  # of the stream, in one call
 CALLS: Final = 8  # under way at once to an actor
 HEAD: Final = "node:__internal_head__"  # a resource that Ray gives the head node only

@@ -11,8 +11,6 @@ from labkit.errors.exceptions import LabError
 from labkit.machines.agent_requests import Connect, Connected, Listen, Listening, Reply, Request
 from labkit.machines.facts import Facts
 
-__all__ = ["check_reachability", "listen_for_a_moment", "unreached"]
-
 LIMIT_S: Final = 6.0  # for a connection, which takes two round trips, the first one for the address of the network card
 OPEN_S: Final = 10.0  # for which an agent listens
 

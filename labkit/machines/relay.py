@@ -56,8 +56,6 @@ from labkit.machines.relayed_rank import RelayedRank
 from labkit.recording.clock import Clock
 from labkit.worker.runtimes.registry import RUNTIMES
 
-__all__ = ["relay"]
-
 SILENT_S: Final = 4.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
 ASK_EVERY_S: Final = 0.25  # between two such questions
 FIRST_READINGS: Final = 16  # of a clock, at once: the first ones take longer

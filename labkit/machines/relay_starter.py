@@ -20,8 +20,6 @@ from labkit.machines.states import read_state
 from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["RelayStarter", "survey"]
-
 _Answer = TypeVar("_Answer")
 
 

@@ -19,8 +19,6 @@ from labkit.recording.clock import Clock
 from labkit.recording.ring_copy import RingCopy
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["RelayedRank"]
-
 
 class _Machine(Protocol):
     """The machine of a rank, as far as the rank needs it."""

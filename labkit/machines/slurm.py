@@ -17,8 +17,6 @@ from labkit.errors.wrong_calls import public_api
 from labkit.machines.command import over_command
 from labkit.machines.engines import AGENT, Connection, Engine
 
-__all__ = ["Slurm"]
-
 QUEUE_S: Final = 7 * 86400.0  # a job may wait for days; Stop ends that
 # Each agent gets all that the job has on its node: cores, memory, GPUs; its ranks share these.
 STEP: Final = (

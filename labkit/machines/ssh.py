@@ -13,8 +13,6 @@ from labkit.errors.wrong_calls import public_api
 from labkit.machines.command import over_command
 from labkit.machines.engines import AGENT, Connection, Engine
 
-__all__ = ["SSH"]
-
 CONNECT_S: Final = 10  # for ssh to connect
 OPTIONS: Final = ("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}")
 _HINTS: Final = {

@@ -11,8 +11,6 @@ from labkit.launch.rank_process import Status
 from labkit.launch.resource_usage import Load
 from labkit.recording.ring_layout import RING_BYTES
 
-__all__ = ["STATE_BYTES", "UNREPORTED", "RankState", "read_state", "write_state"]
-
 # The word for the state, exiting, CPU seconds, memory in bytes, GPU load; in ns, offset and error of the clock, and the
 # time of the last report.
 _STATE: Final = struct.Struct("<16s?dqiqqq")

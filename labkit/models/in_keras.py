@@ -5,8 +5,6 @@ from __future__ import annotations
 import keras
 from keras import layers
 
-__all__ = ["keras_cnn"]
-
 
 def keras_cnn() -> keras.Model:
     """Build the same network as `labkit.models.CNN`, not compiled: (batch, 28, 28, 1) in, (batch, 10) scores out.

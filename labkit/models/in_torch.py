@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CNN", "TextClassifier"]
-
 
 class CNN(nn.Module):
     """The small convolutional network of the classic digit tutorials: 431,080 parameters.

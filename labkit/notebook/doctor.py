@@ -30,8 +30,6 @@ from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Repo
 from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
 
-__all__ = ["TABLE", "Gpus", "doctor", "main"]
-
 DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 
 

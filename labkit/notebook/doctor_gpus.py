@@ -15,8 +15,6 @@ from labkit.errors.units import in_words
 from labkit.notebook.findings import Finding, Question
 from labkit.notebook.nccl_probe import attempt, probe, verdict
 
-__all__ = ["ask_gpus", "ask_which_import", "cuda_here", "cuda_started", "find_cuda_here", "gpu_types"]
-
 # The compute capability from which on GPUs multiply matrices of a type.
 # Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html, "Datatype and hardware support
 # matrix"; "Features and Technical Specifications" in the CUDA C++ Programming Guide for float16.

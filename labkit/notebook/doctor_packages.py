@@ -10,8 +10,6 @@ from labkit.errors.exceptions import install_command
 from labkit.notebook.doctor_places import Place
 from labkit.notebook.findings import Finding
 
-__all__ = ["find_replaced", "replaced"]
-
 HOSTED: Final = "hosted"  # the extra that is made to replace nothing
 _DEVELOPERS: Final = ("site", "test")  # extras that no student needs
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from labkit.notebook.findings import Finding
 
-__all__ = ["PLAIN", "Place", "find_place", "place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

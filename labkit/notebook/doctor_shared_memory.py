@@ -19,8 +19,6 @@ from labkit.errors.units import in_words
 from labkit.notebook.doctor_places import Place
 from labkit.notebook.findings import Finding
 
-__all__ = ["SharedMemory", "find_shared_memory", "shared_memory"]
-
 WANTED: Final = 2**30  # bytes; with a container's default of 64 MiB, NCCL and DataLoader fail
 # Files of torch ("torch_", process, random number, counter), of NCCL, and semaphores of multiprocessing and others.
 _LEFT_BEHIND: Final = re.compile(r"torch_(?P<process>\d+)_.*|nccl-.*|sem\..*")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Final
 
-__all__ = ["Entry", "Finding", "Question", "Report", "call_elsewhere", "collect", "report", "why_ended"]
-
 ASK_LIMIT_S: Final = 120.0  # importing a framework from a cold disk can take a minute
 _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px;white-space:normal;word-break:normal"
 

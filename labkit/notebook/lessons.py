@@ -14,8 +14,6 @@ from labkit.errors.lists import listed
 from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["ORIGINALS", "Copies", "lessons", "lessons_named", "reset_lesson"]
-
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
 _INSTALLED: Final = Path(LABKIT, "course")
 ORIGINALS: Final = _INSTALLED if _INSTALLED.exists() else Path(LABKIT).parent / "notebooks"

@@ -14,8 +14,6 @@ from labkit.machines.facts import Facts, differences
 from labkit.machines.relay_starter import survey
 from labkit.notebook.findings import Finding, Report
 
-__all__ = ["machines_report"]
-
 FRAMEWORKS: Final = ("torch", "tensorflow")
 PORTS: Final = (
     "labkit opens none, except for ten seconds at a start, to see whether the machines can connect. torch and gloo connect ranks "

@@ -16,8 +16,6 @@ from labkit.errors.wrong_calls import public_api
 from labkit.group.group import Group
 from labkit.plots.measured_link import MeasuredLink, MeasuredNetwork
 
-__all__ = ["measure_link"]
-
 OPERATIONS: Final = {  # by runtime
     "torch": ("send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"),
     "rpc": ("rpc",),

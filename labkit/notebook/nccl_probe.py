@@ -20,8 +20,6 @@ from typing import Any, Final
 from labkit.errors.lists import listed
 from labkit.notebook.findings import Finding, call_elsewhere, why_ended
 
-__all__ = ["all_reduce", "attempt", "probe", "verdict"]
-
 LIMIT_S: Final = 10.0  # for connecting and reducing, which takes a second or two where it works
 IMPORT_LIMIT_S: Final = 60.0  # for importing torch from a cold disk
 VALUES: Final = 250_000  # of 4 bytes: 1 MB

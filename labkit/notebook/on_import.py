@@ -12,8 +12,6 @@ import labkit.ipc.machine_variables  # noqa: F401  # keeps the variables of this
 from labkit.notebook.spawn_hint import SpawnHints
 from labkit.recording.script_folder import VARIABLE
 
-__all__ = ["begin"]
-
 FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live")  # with what they import, 70 modules
 
 

@@ -13,8 +13,6 @@ from typing import Final
 from labkit.errors.exceptions import LabError, install_command
 from labkit.notebook.lessons import lessons
 
-__all__ = ["main"]
-
 VARIABLE: Final = "LABKIT_MY_LESSONS"  # the folder of the copies; by default, my_lessons in the current folder
 # JupyterLab refuses an option that is given twice, also under two names: ours is left out where the student gives it.
 ROOT_DIR: Final = ("--ServerApp.root_dir", "--notebook-dir", "--ServerApp.notebook_dir")

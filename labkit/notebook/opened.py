@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["notebook_path"]
-
 
 def notebook_path() -> str:
     """Return the path of the notebook of this kernel; "" if a program executes it, or in a script."""

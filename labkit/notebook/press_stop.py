@@ -10,8 +10,6 @@ import threading
 from labkit.errors.wrong_calls import public_api
 from labkit.notebook.opened import notebook_path
 
-__all__ = ["press_stop"]
-
 
 @public_api
 def press_stop(after_s: float = 1.0) -> None:

@@ -15,8 +15,6 @@ from labkit.group.open_groups import notebook
 from labkit.group.rank_selection import Ranks
 from labkit.ipc.ranks_cell import cell_filename
 
-__all__ = ["rank", "ranks"]
-
 USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --check --run name"
 
 

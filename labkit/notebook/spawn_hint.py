@@ -13,8 +13,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["NO_RANK", "SPAWN", "SpawnHints"]
-
 SPAWN: Final = (
     "labkit: the processes of mp.spawn have no function that is defined in a notebook. On the ranks of a group: "
     "group.spawn(f, args=(...)) calls f(rank, ...), too."

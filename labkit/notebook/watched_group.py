@@ -8,8 +8,6 @@ from typing import ClassVar
 from labkit.group import group
 from labkit.group.picture import Picture
 
-__all__ = ["Group"]
-
 
 def _live() -> Picture:
     from labkit.plots.live.live import Live  # imported here, so that groups that are not watched start without it

@@ -14,8 +14,6 @@ from labkit.costs.rounds import Round, rounds_of
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["Cluster", "MeshAxis"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:

@@ -15,8 +15,6 @@ from labkit.planning.cluster import Cluster
 from labkit.planning.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.planning.workload import Precision, Workload
 
-__all__ = ["MEMORY_KINDS", "Estimate", "best_estimate"]
-
 MEMORY_KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 BUCKET_BYTES: Final = 25 << 20  # of DistributedDataParallel
 GATHERED_LAYERS: Final = 2  # FSDP2 computes one layer and gathers the next

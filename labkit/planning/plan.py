@@ -21,8 +21,6 @@ from labkit.planning.workload import Precision, Transformer, Workload, workload_
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Change", "Plan", "plan"]
-
 SHOWN: Final = 16  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
 # What decides comes first: in a narrow window, the kinds of memory are to the right of it.

@@ -9,8 +9,6 @@ from typing import Final
 from labkit.planning.cluster import Cluster, MeshAxis
 from labkit.planning.workload import Workload
 
-__all__ = ["PIPELINE", "REPLICATE", "SHARD", "TENSOR", "Strategy", "strategies"]
-
 # The axes of a mesh: replicas of a model, shards of it, its stages, parts of its layers.
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"

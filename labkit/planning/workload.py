@@ -15,8 +15,6 @@ from labkit.errors.wrong_calls import public_api
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Precision", "Transformer", "Workload", "workload_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:

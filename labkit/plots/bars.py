@@ -24,11 +24,6 @@ from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNKNOWN,
 from labkit.tracing.intervals import Intervals, difference, union
 from labkit.tracing.trace import Trace
 
-__all__ = [
-    "COMMUNICATION_LANE", "COMPUTE_LANE", "HAIRLINE_PX", "IMPORTANCE", "LANES", "STYLES", "Bars", "Style", "blend", "caption",
-    "captioned", "coverage", "crowded", "hairlines", "ink", "lanes", "style_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Style:

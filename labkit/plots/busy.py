@@ -12,8 +12,6 @@ from labkit.tracing.median_step import undisturbed_steps
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["busy_shares"]
-
 
 @public_api
 def busy_shares(run: HasTrace | Trace) -> dict[str, float]:

@@ -12,8 +12,6 @@ from labkit.recording.schema import MEMORY_KINDS
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["memory_mb", "sent_mb"]
-
 
 @public_api
 def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> float:

@@ -13,8 +13,6 @@ from labkit.recording.events import device_number
 from labkit.recording.schema import COMMUNICATION, COMPUTE
 from labkit.tracing.trace import Trace
 
-__all__ = ["Ends", "devices_of", "ends_of"]
-
 OTHERS: Final = "others"
 
 

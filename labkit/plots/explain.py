@@ -28,8 +28,6 @@ from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.silent_faults import faults_in
 from labkit.tracing.trace import Trace
 
-__all__ = ["Explanation", "explain"]
-
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
 DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
 OFTEN = 0.5  # of the waiting: the late rank was outside of spans

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from labkit.plots.explorer import Explorer
     from labkit.plots.figure import LabFigure
 
-__all__ = ["explore"]
-
 
 @public_api
 def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer | LabFigure:

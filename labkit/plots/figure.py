@@ -14,8 +14,6 @@ from matplotlib.transforms import Bbox
 
 from labkit.plots.image import show
 
-__all__ = ["LabFigure"]
-
 
 @contextlib.contextmanager
 def _missing_characters_allowed() -> Iterator[None]:

@@ -27,8 +27,6 @@ from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
-__all__ = ["Flows", "flows_of", "over_time"]
-
 
 @dataclass(frozen=True, slots=True)
 class Flows:

@@ -11,14 +11,13 @@ import numpy as np
 
 from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
+from labkit.plots.image import WIDTH_IN
 from labkit.plots.predictions import Predictions, Row
 from labkit.plots.scaling import PREDICTED
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["Outcome", "draw_calibration", "draw_outcome"]
 
 GUESSED: Final = "#B0406B"  # a wine red that is visible on dark pages, too, and that no kind of span has
 MEASURED: Final = STYLES["backward"].colour  # as in the scaling figure

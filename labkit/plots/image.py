@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["HTML_CLASS", "STAYS", "WIDTH_IN", "as_image", "show"]
-
 WIDTH_IN: Final = 9.0  # of figures as wide as the page
 WIDEST_PX: Final = 1300  # of a figure of `WIDTH_IN` on the page; a wider one would have larger letters than the page
 PNG_DPI: Final = 150  # so that a figure of `WIDTH_IN` has a pixel for each of the widest page

@@ -16,14 +16,13 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, new_figure, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, new_figure, pyplot
 from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-__all__ = ["MeasuredLink", "MeasuredNetwork"]
 
 LEVELS: Final = ("inside", "between")
 MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in print

@@ -17,8 +17,6 @@ from labkit.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOUR", "OUTLINE", "Message", "draw_messages", "messages"]
-
 COLOUR: Final = "#F4F5F7"  # light, in a dark outline: visible on bars, and on light and dark pages
 OUTLINE: Final = "#16191F"
 APART_PX: Final = 16  # with fewer pixels of width per message between the same two ranks, no arrows are drawn

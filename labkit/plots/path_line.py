@@ -12,8 +12,6 @@ from labkit.replaying.critical_path import Piece
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_path", "path_line"]
-
 # As a fraction of the row, at the lower edge of each lane: in its middle, the line would cross out the captions.
 HEIGHTS: Final = {"communication": 0.88}
 OTHER_HEIGHT: Final = 0.58

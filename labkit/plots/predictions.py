@@ -14,8 +14,6 @@ from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
 
-__all__ = ["MIME", "Predictions", "Row", "predictions"]
-
 MIME: Final = "application/vnd.labkit.predictions+json"  # the numbers, for programs that read an executed notebook
 HEADINGS: Final = ("", "predicted", "measured", "ratio")
 

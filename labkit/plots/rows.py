@@ -14,8 +14,6 @@ from labkit.recording.events import device_number
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA
 from labkit.tracing.trace import Trace
 
-__all__ = ["Row", "is_pipeline", "rows_of"]
-
 _NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # not "backward of NetShard2.forward"
 
 

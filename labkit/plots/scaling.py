@@ -14,14 +14,13 @@ from labkit.errors.lists import listed
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["scaling"]
 
 LABEL: Final = 0.075  # width of a text such as "100 %", as a fraction of the axis
 PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span uses

@@ -12,8 +12,6 @@ from labkit.plots.view import View
 from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, SERVED, THROUGH_HOST
 from labkit.tracing.trace import Trace
 
-__all__ = ["lacking_cores", "sharing_in_words"]
-
 SUBSTANTIAL: Final = 0.15  # of the ranks' time: with less, `own_cores` hardly changes a step
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import WrongValueError
-from labkit.plots.image import WIDTH_IN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,20 +14,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = [
-    "CHIP",
-    "INK",
-    "INKS",
-    "WIDTH_IN",
-    "describe",
-    "labkit_style",
-    "new_axes",
-    "new_figure",
-    "pyplot",
-    "ranks_in_words",
-    "shortened",
-]
 
 INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on white and on JupyterLab's dark page
 INKS: Final = {"light": "white", "dark": "#16191F", "page": INK}  # text on bars

@@ -12,6 +12,7 @@ from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
+from labkit.plots.image import WIDTH_IN
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
@@ -20,7 +21,6 @@ from labkit.plots.style import (
     CHIP,
     INK,
     INKS,
-    WIDTH_IN,
     describe,
     labkit_style,
     new_figure,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from labkit.plots.figure import LabFigure
-
-__all__ = ["figure_of", "timeline"]
 
 TEXT_PT: Final = 7.0  # inside bars
 NOTE_PT: Final = 8.5  # below the legend

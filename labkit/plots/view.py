@@ -16,8 +16,6 @@ from labkit.tracing.intervals import Intervals
 from labkit.tracing.median_step import median_step
 from labkit.tracing.trace import Trace
 
-__all__ = ["View", "bubble_in_words", "numbered_steps", "view_of"]
-
 ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width
 
 

@@ -12,8 +12,6 @@ from labkit.recording.events import device_number
 from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.trace import Trace
 
-__all__ = ["ALONE", "legend_of", "waiting_in_words"]
-
 ALONE: Final = "waiting"  # of a single rank without known devices, which cannot wait for another rank
 _WORDS: Final = {
     (True, False): STYLES["waiting"].legend,

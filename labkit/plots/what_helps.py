@@ -8,15 +8,14 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import three_digits, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.replaying.gains import Gain, Gains, gains_of
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["what_helps"]
 
 SAVES: Final = STYLES["optimizer"].colour
 COSTS: Final = STYLES["exposed"].colour

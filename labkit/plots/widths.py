@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["SINCE", "fitting_status", "text_width"]
-
 # Widths relative to the font size, those of DejaVu Sans Bold: the widest font that systems use for their interfaces.
 NARROW: Final = frozenset("ijlIft.,:;'|![]() -")
 WIDEST: Final = frozenset("mwMW@%…")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["DRIFT_PPM", "Clock"]
-
 DRIFT_PPM: Final = 500  # µs per second; NTP slews a clock by at most this, and crystals are ten times better
 STEEPEST: Final = 2  # the line changes its offset by at most one part in this many
 SETTLE_NS: Final = 10_000_000  # it takes at least this long, so that a change of 50 µs alters durations by only 0.5 %

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["ClockServer", "Reading", "ask", "bounds", "machine", "on_reference"]
-
 Clock = Callable[[], int]
 
 TRIES: Final = 16  # each may tighten the bound; the first ones run with cold caches

@@ -11,8 +11,6 @@ from weakref import WeakSet
 
 from labkit.errors.control_groups import control_group_folders
 
-__all__ = ["RUN_QUEUE", "ThreadDelay", "load_of_others", "machine_load", "no_delays", "thread_delays", "usable_cores"]
-
 RUN_QUEUE: Final = "/proc/thread-self/schedstat"  # nanoseconds on a core, nanoseconds in the run queue, time slices
 LONGEST: Final = 64  # bytes of such a line
 CLOSED: Final = -1

@@ -31,8 +31,6 @@ from labkit.recording.schema import (  # fmt: skip
     Span,
 )
 
-__all__ = ["COLUMNS", "WAITS", "Columns", "ProfilerEvent", "Scalar", "blank", "device_number", "shown", "under_way"]
-
 PIECE: Final = 100_000  # `Span` objects that are created at a time
 
 

@@ -8,8 +8,6 @@ import os
 import weakref
 from typing import Final
 
-__all__ = ["keep_from_forks"]
-
 MAP_FIXED: Final = 0x10  # the same on Linux and macOS; Python's mmap module does not define it
 
 

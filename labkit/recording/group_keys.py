@@ -8,11 +8,6 @@ from enum import Enum
 from functools import lru_cache
 from typing import Final
 
-__all__ = [
-    "DIST_BACKWARD", "TENSORFLOW", "GroupKind", "axis_of", "call_key", "creation_key", "ends_of", "kind_of", "of_ranks",
-    "pair_key", "ranks_of", "rendezvous_key", "size_of", "store_key", "where_of",
-]  # fmt: skip
-
 
 class GroupKind(Enum):
     """The kind of communication that a key identifies."""

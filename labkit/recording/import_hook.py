@@ -9,8 +9,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
-
 
 class _Finder:
     """Stays in `sys.meta_path` until a module has been imported, then calls a function.

@@ -15,12 +15,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
-__all__ = [
-    "CHAN", "FOR_OTHERS", "GRADIENTS", "HOCKNEY", "OPERATION_TYPES", "OTHER", "PROMISE", "RECEIVED_GRADIENTS",
-    "RECEIVED_REPLY", "RECV", "REMOTE", "REPLY", "RPC", "RPC_SHUTDOWN", "SEND", "SERVE", "THAKUR", "TO_HERE", "UNSEEN_PROMISE",
-    "VALUE", "Algorithm", "Cost", "Form", "OperationType", "Traffic", "methods", "type_of", "type_of_kernel",
-]  # fmt: skip
-
 
 class Traffic(Enum):
     """Who sends what to whom. A rank's bytes are its input or its output of the operation, whichever is larger."""

@@ -14,8 +14,6 @@ from weakref import ref
 
 from labkit.recording.schema import AUTOMATIC
 
-__all__ = ["OptimizerSteps"]
-
 
 class OptimizerSteps:
     """Records the steps of one rank.

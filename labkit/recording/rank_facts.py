@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
-__all__ = ["SKETCH", "Fact", "FactKind"]
-
 SKETCH: Final = 16  # numbers of each tensor, of whatever size
 
 

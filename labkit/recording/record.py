@@ -24,8 +24,6 @@ from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import SPAN_RECORD
 from labkit.recording.schema import CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
-__all__ = ["Recorder", "TimedSpan", "here", "is_students", "label", "record", "span", "steps", "student_line"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -128,6 +126,7 @@ class UnrecordedSpan:
         pass
 
     def __call__(self, function: F) -> F:
+        """Return the function, each of whose calls is a span."""
         return _decorated(function, self.name, self.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:

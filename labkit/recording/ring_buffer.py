@@ -90,8 +90,6 @@ from labkit.recording.schema import (  # fmt: skip
     Pending,
 )
 
-__all__ = ["OTHER_SCALARS", "OTHER_SPANS", "RingReader", "RingWriter", "pending_of"]
-
 _pack_part = PART_RECORD.pack_into
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
 _pack_pending, _pack_wait = PENDING.pack_into, WAIT_RECORD.pack_into

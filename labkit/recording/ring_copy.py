@@ -45,8 +45,6 @@ from labkit.recording.ring_layout import (  # fmt: skip
 )
 from labkit.recording.schema import FIELDS, PENDING_FIELDS
 
-__all__ = ["RingCopy", "RingTap"]
-
 RECORD_WORDS: Final = RECORD_BYTES // WORD.size
 SLOT_WORDS: Final = PENDING.size // WORD.size
 WAIT_WORDS: Final = -(-PENDING_WAIT.size // WORD.size)  # those that change while an operation is pending

@@ -12,15 +12,6 @@ from typing import Any, Final
 
 from labkit.recording.schema import FIELDS, PENDING_FIELDS, Flag, Head, OfRank, Tail
 
-__all__ = [
-    "ALIVE_AT", "CAPACITY", "COMMIT_OFFSET", "COMMUNICATION_RECORD", "DTYPES", "HEADER_BYTES", "HEADWAY", "IN_FLIGHT",
-    "LINES_LIMIT", "LONGEST_NAME", "LOST_AT", "NAMES_AT", "NAMES_BYTES", "NO_ROOM", "NO_ROOM_AT", "PART_RECORD", "PENDING",
-    "PENDING_AT", "PENDING_SLOTS", "PENDING_START", "PENDING_WAIT", "RECORDS_AT", "RECORD_BYTES", "RECORD_FIELDS",
-    "RING_BYTES", "SCALARS_LIMIT", "SCALAR_RECORD", "SERVING_AT", "SIGNATURES_LIMIT", "SPANS_LIMIT", "SPAN_RECORD",
-    "TAIL_FIELDS", "UNNOTED_AT", "WAIT_RECORD", "WORD",
-    "pending_dtype", "record_dtype",
-]  # fmt: skip
-
 DTYPES: Final = {"q": "<i8", "d": "<f8", "i": "<i4", "I": "<u4", "H": "<u2", "B": "u1"}  # numpy's types for these letters
 
 _OWN: Final = {"value": "d", "flags": "H", "commit": "q"}  # fields of a record that no span has

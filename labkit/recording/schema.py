@@ -22,13 +22,6 @@ from typing import Annotated, Any, Final, get_type_hints
 
 from labkit.recording.operations import OperationType, type_of
 
-__all__ = [
-    "AUTOMATIC", "CALL", "CODES", "COMMUNICATION", "COMPUTE", "CPU", "CUDA", "DATA", "ENDED", "FIELDS", "KINDS",
-    "MEASURED", "MEMORY", "MEMORY_KINDS", "NUMBERED", "OPEN", "OPTIMIZER", "OWN_THREAD", "PENDING_FIELDS", "READING",
-    "SCALAR", "SERVED", "STEP", "STEPS_IN_ALL", "STREAM", "THROUGH_HOST", "TIMED", "UNKNOWN", "UNSHOWN", "UNSIZED", "UNWAITED",
-    "WAIT", "Field", "Flag", "Head", "OfRank", "Pending", "Span", "Tail", "device_code", "flags_of",
-]  # fmt: skip
-
 KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL, WAIT = range(len(KINDS))
 

@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DEFAULT_FOLDER", "VARIABLE"]
-
 VARIABLE: Final = "LABKIT_TRACE"
 DEFAULT_FOLDER: Final = "labkit-trace"  # used by `python -m labkit` if the variable is not set

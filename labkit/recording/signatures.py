@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["Exchange", "exchange_of", "of_exchange", "of_parts", "of_tensor", "with_elements", "without_ones"]
-
 _SHAPE: Final = re.compile(r"\[([\d, ]*)\]")
 _EXCHANGE: Final = re.compile(r"(?P<dtype>\w+) (?P<sent>[\d,]*) sent, (?P<received>[\d,]*) received(, in rows of (?P<row>\d+))?")
 _EVEN: Final = re.compile(r"(?P<dtype>\w+) (?P<elements>\d+)")

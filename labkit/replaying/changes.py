@@ -25,11 +25,6 @@ from labkit.tracing.intervals import length, union
 from labkit.tracing.limits import SMALL_BYTES
 from labkit.tracing.trace import Trace
 
-__all__ = [
-    "AS_RECORDED", "AsRecorded", "Changes", "as_one_message", "had_cores", "of_other_threads", "pace_of_others",
-    "rules_for", "shorten",
-]  # fmt: skip
-
 LITTLE: Final = 0.2  # of the time between two operations: with more of the rank's own work, one may need the other's result
 
 

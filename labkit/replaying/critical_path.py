@@ -14,8 +14,6 @@ from labkit.tracing.median_step import median_step
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["Piece", "critical_path", "path_between"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -17,12 +17,11 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
 from labkit.replaying.changes import Changes, as_one_message, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.refusals import check_replayable
-from labkit.replaying.replay import replayed_steps, spread_ns
+from labkit.replaying.replay import replayed_steps
 from labkit.replaying.times import Rules, measured, play
 from labkit.tracing.overlapping import BACKWARD, after_backward
+from labkit.tracing.step_times import spread_ns
 from labkit.tracing.trace import Trace
-
-__all__ = ["WITHOUT_COMMUNICATION", "Gain", "Gains", "Questions", "better_links", "gains_of", "like_others", "twice_as_fast"]
 
 MOST: Final = 12
 NOTICED: Final = 0.02  # a phase or an operation with a smaller share of the time is not asked about

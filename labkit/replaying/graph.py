@@ -35,8 +35,6 @@ from labkit.recording.schema import AUTOMATIC, CALL, COMMUNICATION, OWN_THREAD, 
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
-__all__ = ["END", "ISSUE", "PLAIN", "START", "WAIT", "WAIT_END", "WAIT_START", "Gate", "Graph", "Thread", "graph_of"]
-
 START, END, WAIT_START, WAIT_END = range(4)  # which time of a span an event determines
 PLAIN, ISSUE, WAIT = range(3)  # kinds of events
 IN_CPP: Final = (GRADIENTS, RECEIVED_GRADIENTS, RECEIVED_REPLY)  # records without duration of what C++ threads do

@@ -14,8 +14,6 @@ from labkit.costs.shared_link import Cost, node_port, outer_port, start_of
 from labkit.recording.operations import RECV, REPLY, RPC, SEND, TO_HERE, VALUE
 from labkit.replaying.graph import Gate, Graph
 
-__all__ = ["OverLink", "Passage"]
-
 
 class Passage(NamedTuple):
     """How an operation passes the link.

@@ -15,8 +15,6 @@ from labkit.recording.operations import RECV, SEND, type_of
 from labkit.recording.schema import COMMUNICATION, CUDA, MEASURED, NUMBERED, OPEN
 from labkit.tracing.trace import Trace
 
-__all__ = ["check_replayable"]
-
 
 def check_replayable(trace: Trace, function: str) -> None:
     """Check that a trace has all that replay needs.

@@ -25,8 +25,6 @@ from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.step_times import spread_ns
 from labkit.tracing.trace import Trace
 
-__all__ = ["replay", "replayed", "replayed_steps", "spread_ns"]
-
 DELAYS = ("issue_delay_ns", "wait_delay_ns")
 TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `Thread.times`
 

@@ -14,8 +14,6 @@ from labkit.errors.exceptions import LabError
 from labkit.replaying.graph import END, ISSUE, WAIT, Graph
 from labkit.replaying.over_link import OverLink
 
-__all__ = ["Rules", "Times", "measured", "play"]
-
 
 @dataclass
 class Rules:

@@ -24,8 +24,6 @@ from labkit.simulation.simulated_group import simulated_process_group
 from labkit.simulation.streams import follow_streams
 from labkit.simulation.unknown_values import hide_values
 
-__all__ = ["execute"]
-
 
 def execute(
     function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False

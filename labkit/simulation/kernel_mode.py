@@ -20,8 +20,6 @@ from labkit.simulation.program import Kernel
 from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 from labkit.simulation.refused_calls import check_device
 
-__all__ = ["computed", "kernel_mode"]
-
 ALLOCATING: Final = ("empty", "new_empty")  # prefixes of operators that only allocate
 FILLING: Final = ("new_", "zeros", "ones", "full", "fill", "rand", "uniform", "normal")  # of those that read nothing
 VIEWS: Final = ("_unsafe_view",)  # of which torch does not say that they are views

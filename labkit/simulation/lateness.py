@@ -9,8 +9,6 @@ from labkit.costs.link import Link
 from labkit.group.group import Group
 from labkit.recording.record import clock
 
-__all__ = ["lateness_ns"]
-
 TRIES: Final = 60
 LINK: Final = Link(gbit_per_s=1000, latency_us=100)  # slow enough to be what an operation waits for
 

@@ -9,21 +9,6 @@ from typing import TypeVar
 from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
 
-__all__ = [
-    "Communication",
-    "Elapsed",
-    "Event",
-    "Kernel",
-    "Mark",
-    "Memory",
-    "OnStream",
-    "Program",
-    "StreamEvent",
-    "Value",
-    "Wait",
-    "with_marks",
-]
-
 E = TypeVar("E")
 
 

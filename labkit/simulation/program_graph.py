@@ -27,8 +27,6 @@ from labkit.replaying.times import Rules
 from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Memory, OnStream, Program, StreamEvent, Value, Wait
 from labkit.tracing.trace import Trace
 
-__all__ = ["ProgramGraph"]
-
 ALL_TENSORS: Final = MEMORY + MEMORY_KINDS[-1]  # "other": only `track_memory` tells kinds apart
 
 Operation = tuple[str, int]  # the key of its group and its number in it

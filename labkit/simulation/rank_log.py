@@ -13,8 +13,6 @@ import torch
 from labkit.comm.torch_internals import SIMULATION
 from labkit.simulation.program import Communication, Elapsed, Event, Memory, OnStream, StreamEvent, Wait
 
-__all__ = ["RankLog", "is_fake", "tensors_in"]
-
 
 class RankLog:
     """Collects the events of one rank, each with the time in ns at which it was recorded.

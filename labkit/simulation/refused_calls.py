@@ -19,8 +19,6 @@ from labkit.comm.private_names import in_place_of
 from labkit.errors.exceptions import LabError
 from labkit.recording.import_hook import when_imported
 
-__all__ = ["check_device", "refuse_calls", "refuse_other_devices"]
-
 HERE: Final = ("cpu", "meta")  # devices of a simulated rank's tensors
 # What cannot be simulated, where it is, and why.
 REFUSED: Final = (

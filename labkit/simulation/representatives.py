@@ -14,8 +14,6 @@ from labkit.ipc.code_names import name_of
 from labkit.recording.cores import usable_cores
 from labkit.simulation.program import Program, with_marks
 
-__all__ = ["execute_ranks", "programs_of"]
-
 AT_ONCE: Final = 4  # ranks, even on fewer cores: to start a group takes longer than a small program
 PATIENCE_S: Final = 15.0  # after which a line tells how far it is; Jupyter shows it on red, which looks like an error
 WIDEST: Final = 72  # characters of such a line: each covers the one before

@@ -19,8 +19,6 @@ from labkit.simulation.simulated_trace import simulated_trace
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
-__all__ = ["Simulation", "simulate"]
-
 MOST_RANKS: Final = 1 << 18  # of which a small program takes half a minute; torch and each communication list all of them
 
 

@@ -24,8 +24,6 @@ from labkit.recording.record import student_line
 from labkit.simulation.kernel_mode import computed
 from labkit.simulation.rank_log import RankLog, is_fake, tensors_in
 
-__all__ = ["simulated_process_group"]
-
 ALIKE: Final = ("all_gather", "all_reduce", "broadcast", "gather")  # collectives whose results follow from equal data
 
 

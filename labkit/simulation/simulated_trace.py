@@ -24,8 +24,6 @@ from labkit.simulation.program import Program
 from labkit.simulation.program_graph import ProgramGraph
 from labkit.tracing.trace import Trace
 
-__all__ = ["simulated_trace"]
-
 TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `replaying.graph.Thread.times`
 
 

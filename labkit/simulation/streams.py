@@ -12,8 +12,6 @@ from torch import cpu
 
 from labkit.simulation.rank_log import RankLog
 
-__all__ = ["follow_streams"]
-
 
 def follow_streams(log: RankLog) -> None:
     """From now on in this process, record the streams and events of `torch.cpu` in `log`."""

@@ -20,8 +20,6 @@ from labkit.recording.record import is_students
 from labkit.simulation.kernel_mode import computed
 from labkit.simulation.rank_log import RankLog
 
-__all__ = ["UnknownNumber", "hide_values"]
-
 ARITHMETIC: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
     "neg", "pos", "abs",

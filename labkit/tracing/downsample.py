@@ -13,8 +13,6 @@ import numpy as np
 
 from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, WAIT
 
-__all__ = ["FEW", "MOST", "downsample"]
-
 MOST: Final = 1000  # spans of one rank per update, with twenty updates a second; half of them represent many
 FEW: Final = 200  # up to this many rows are kept as they are
 STEPS: Final = 100  # the last steps, which determine the rate

@@ -14,9 +14,8 @@ from labkit.costs.prediction import check_arguments
 from labkit.costs.schedule_names import GPIPE, INTERLEAVED, ONE_F_ONE_B, schedule_name
 from labkit.errors.number_checks import check_number
 from labkit.errors.wrong_calls import public_api
-from labkit.tracing.trace import Span, Trace
-
-__all__ = ["schedule"]
+from labkit.recording.schema import Span
+from labkit.tracing.trace import Trace
 
 MOST: Final = 100_000  # passes of micro-batches through stages
 LONGEST_S: Final = 1e9  # of one pass: more nanoseconds would not fit into a trace

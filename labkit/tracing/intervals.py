@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Intervals", "difference", "intersection", "length", "union"]
-
 Intervals = NDArray[np.int64]  # shape (n, 2): start and end in ns, disjoint and ascending
 
 

@@ -19,8 +19,6 @@ from labkit.tracing.median_step import undisturbed_steps
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
-__all__ = ["SMALL_BYTES", "Finding", "Limit", "limit_of"]
-
 SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gbit/s it carries these in 0.13 ms
 MOSTLY: Final = 0.6  # from this share on, one cause explains a loss
 BUSY: Final = 0.85  # computing for this share of the time leaves little to gain

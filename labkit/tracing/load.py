@@ -10,8 +10,6 @@ from labkit.tracing.script_traces import load_folder
 from labkit.tracing.trace import Trace
 from labkit.tracing.trace_file import read_file
 
-__all__ = ["load_trace"]
-
 
 @public_api
 def load_trace(path: str | Path, *, run: int = -1) -> Trace:

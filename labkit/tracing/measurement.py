@@ -16,8 +16,6 @@ from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.step_times import spread_ns, step_ms
 from labkit.tracing.trace import Trace
 
-__all__ = ["UNITS_OF_TIME", "Measurement", "busy_machine", "is_run", "measurement_of"]
-
 UNITS_OF_TIME: Final = {"s": 1e9, "ms": 1e6, "µs": 1e3}  # in nanoseconds
 MOST_RANKS: Final = 8  # of a lesson: where the run is not known, so much of the load may be the student's own
 

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from labkit.recording.schema import READING
 from labkit.tracing.trace import Trace
 
-__all__ = ["median_step", "undisturbed_steps"]
-
 
 def undisturbed_steps(trace: Trace) -> NDArray[np.int64]:
     """The numbers of the steps in which no rank reads TensorFlow's profiler; all numbers if there are no such steps."""

@@ -7,8 +7,6 @@ from typing import Final
 
 from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
 
-__all__ = ["about_names"]
-
 _LOST: Final = {
     "spans": f"spans have more different names than can be kept; further ones are called '{OTHER_SPANS}'. Let a span's name say "
     "what is done, not which repetition it is: span('forward'), not span(f'forward {i}').",

@@ -12,8 +12,6 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE, OPTIMIZER
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
-__all__ = ["BACKWARD", "FORWARD", "after_backward", "in_backward", "needed_at_once", "passes"]
-
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 

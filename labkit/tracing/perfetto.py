@@ -18,8 +18,6 @@ from labkit.recording.group_keys import GroupKind, ends_of, kind_of
 from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
 from labkit.recording.schema import FIELDS, STEPS_IN_ALL, Span
 
-__all__ = ["read_events", "write_events"]
-
 _EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
 _DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
 _ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom

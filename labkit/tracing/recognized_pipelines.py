@@ -14,8 +14,6 @@ from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.overlapping import BACKWARD, FORWARD, passes
 from labkit.tracing.trace import Trace
 
-__all__ = ["Pipeline", "pipeline_of", "slowest_stage"]
-
 Pair = tuple[int, int]  # the ranks that send and receive
 
 

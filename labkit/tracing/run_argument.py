@@ -8,8 +8,6 @@ from typing import Protocol
 from labkit.errors.exceptions import LabError
 from labkit.tracing.trace import Trace
 
-__all__ = ["HasTrace", "trace_of"]
-
 
 class HasTrace(Protocol):
     """A `Run`, or any other object with a trace."""

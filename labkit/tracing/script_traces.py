@@ -25,8 +25,6 @@ from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.tracing.missing_names import about_names
 from labkit.tracing.trace import Trace, from_records
 
-__all__ = ["load_folder"]
-
 # The required keys of a rank's description, by type. In addition it has "readings" of the reference clock.
 _DESCRIPTION: Final[dict[type, tuple[str, ...]]] = {
     int: ("rank", "world_size", "restart", "began_unix_ns", "began_ns", "ended_ns"),

@@ -12,13 +12,12 @@ from typing import Any, Final
 import numpy as np
 
 from labkit.errors.lists import counted, listed
+from labkit.recording.events import Scalar
 from labkit.recording.group_keys import ranks_of
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, MEASURED, OPTIMIZER, UNWAITED
 from labkit.tracing.overlapping import BACKWARD, in_backward
-from labkit.tracing.trace import Scalar, Trace
-
-__all__ = ["FaultKind", "SilentFault", "at", "exchanges_by_hand", "faults_in", "may_have_own_tasks"]
+from labkit.tracing.trace import Trace
 
 METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters
 MESSAGES: Final = frozenset({Traffic.TO_PEER, Traffic.FROM_PEER, Traffic.SECOND_END, Traffic.PAIRWISE})

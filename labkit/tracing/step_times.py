@@ -17,8 +17,6 @@ from labkit.errors.wrong_calls import one_number, public_api
 from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
-__all__ = ["best_of", "spread_ns", "step_lengths_ns", "step_ms"]
-
 
 @public_api
 def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:

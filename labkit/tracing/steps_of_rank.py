@@ -8,8 +8,6 @@ import numpy as np
 
 from labkit.tracing.intervals import Intervals
 
-__all__ = ["steps_of_rank"]
-
 
 def steps_of_rank(steps: Any, start_ns: int, end_ns: int) -> Intervals:
     """Return the bounds of a rank's steps that contain no other step, shape (steps, 2), in ns.

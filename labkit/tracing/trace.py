@@ -50,8 +50,6 @@ from labkit.tracing.waiting import blocked, waits_for_data
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["Scalar", "Share", "Span", "Trace", "from_records"]
-
 CHUNK: Final = 10_000  # events that are serialized at once: the text of a million takes 230 MB
 
 

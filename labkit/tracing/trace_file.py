@@ -22,8 +22,6 @@ from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
 from labkit.tracing.perfetto import read_events
 from labkit.tracing.trace_info import LARGEST, TraceFileError, TraceInfo, is_list
 
-__all__ = ["TraceFileError", "read_file", "replacing", "writing"]
-
 GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 
-__all__ = ["LARGEST", "TraceFileError", "TraceInfo", "is_list"]
-
 LARGEST: Final = 1 << 62  # nanoseconds, bytes, and any other whole number
 MOST_RANKS: Final = 1 << 31
 

@@ -20,8 +20,6 @@ from labkit.tracing.run_argument import trace_of
 from labkit.tracing.silent_faults import FaultKind, SilentFault, at, exchanges_by_hand, faults_in, may_have_own_tasks
 from labkit.tracing.trace import Trace
 
-__all__ = ["Verdict", "faults_of", "verdict"]
-
 Facts = Mapping[int, Sequence[Fact]]  # by rank
 BUFFERS_DIFFER: Final = 0.5  # of the standard deviation: batches of one kind of data differ by less
 MOST_NAMES: Final = 4  # of tensors in a sentence

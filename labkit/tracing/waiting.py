@@ -12,8 +12,6 @@ import numpy as np
 from labkit.recording.schema import CALL, CUDA, MEASURED, SERVED
 from labkit.tracing.intervals import Intervals, difference, union
 
-__all__ = ["blocked", "waits_for_data"]
-
 
 def blocked(operations: Any, spans: Any) -> Intervals:
     """Return when a rank was blocked in communication and computed nothing.

@@ -11,8 +11,6 @@ import time
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["ChildDeaths"]
-
 LIMIT_S: Final = 1.0  # for the signal to arrive after a connection broke: the kernel closes files first
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 import time
 
-__all__ = ["context_error"]
-
 
 def context_error(wait_s: float = 0.0) -> RuntimeError | None:
     """Return the error that every CUDA call in this process raises from now on; None if CUDA works or is not in use.

@@ -15,8 +15,6 @@ from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, span
 
-__all__ = ["Debugger"]
-
 _IN_CHILD = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
 _SERVING = "in code that the rank runs for other ranks, or after its function has returned."
 _PDBS_NAMES: Final = ("__exception__", "__return__", "__pdb_convenience_variables")  # among those of a module, or of a cell

@@ -24,8 +24,6 @@ from labkit.ipc.protocol import Displayed
 from labkit.ipc.tracebacks import students_traceback
 from labkit.recording.import_hook import when_imported
 
-__all__ = ["RankDisplay"]
-
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
 LEAST_DISPLAYS: Final = 4  # for each rank, even if there are many

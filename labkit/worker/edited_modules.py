@@ -17,8 +17,6 @@ from typing import Any
 from labkit.ipc.protocol import ImportedModule
 from labkit.recording.record import is_students
 
-__all__ = ["Imports", "edited"]
-
 
 class Imports:
     """In a rank: finds the student's modules that have been imported or reloaded.

@@ -9,8 +9,6 @@ from typing import Any
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-__all__ = ["FigureCanvas", "FigureManager"]
-
 
 class FigureManager(FigureManagerBase):
     """Manages one figure for pyplot."""

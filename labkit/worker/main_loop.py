@@ -20,7 +20,7 @@ from labkit.ipc.code_names import name_of
 from labkit.ipc.definitions import Received
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import CellRunner
-from labkit.ipc.stdio import reopen_closed
+from labkit.ipc.stdio import quiet_stderr, reopen_closed
 from labkit.ipc.tracebacks import OWN_LIMIT, cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
@@ -34,14 +34,12 @@ from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import apply
 from labkit.worker.quit_command import is_quit, quit_failure
-from labkit.worker.runtimes.base import Released, Runtime, quiet_stderr
+from labkit.worker.runtimes.base import Released, Runtime
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
 from labkit.worker.working_folder import WorkingFolder
-
-__all__ = ["main"]
 
 GPU_AFTER_ERROR_S: Final = 0.1  # for records of a GPU that is behind: the student waits for the error
 _MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module

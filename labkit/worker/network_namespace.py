@@ -36,10 +36,6 @@ from typing import Any, Final, NoReturn, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.worker.other_users import other_users
 
-__all__ = [
-    "INTERFACES", "LOOPBACK_INTERFACE", "Network", "drop_capabilities", "enter_new", "make", "system_call", "wanted"
-]  # fmt: skip
-
 VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
 SHARED: Final = "shared"  # the machine's network

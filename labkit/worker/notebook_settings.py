@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from labkit.recording.record import is_students
 
-__all__ = ["AppliedSettings", "NotebookSettings", "Settings", "StreamSettings"]
-
 # Loggers of Jupyter and torch whose names are not those of packages.
 LIBRARY_LOGGERS: Final = frozenset(
     {"IPKernelApp", "strobelight_function_profiler", "strobelight_compile_time_profiler", "c10d-NullHandler-default"}

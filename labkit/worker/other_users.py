@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["other_users"]
-
 ACCOUNTS: Final = Path("/etc/passwd")
 SOURCES: Final = Path("/etc/nsswitch.conf")  # where accounts come from
 LOCAL_SOURCES: Final = {"files", "compat", "altfiles", "systemd"}  # others, such as LDAP, have accounts of a whole site

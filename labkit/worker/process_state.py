@@ -12,8 +12,6 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.machine_variables import belongs_to_machine
 from labkit.ipc.protocol import Changes
 
-__all__ = ["ProcessState", "apply"]
-
 
 def apply(changes: Changes, kept: Collection[str], *, elsewhere: bool) -> None:
     """In a rank: apply changes, except that of the folder.

@@ -6,8 +6,6 @@ import sys
 
 from labkit.errors.exceptions import RankFailure
 
-__all__ = ["Quit", "is_quit", "quit_failure"]
-
 
 class Quit(BaseException):
     """The student has typed `q`. A program that catches `Exception`, for example to skip a bad batch, ends as well."""

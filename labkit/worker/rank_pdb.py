@@ -13,8 +13,6 @@ from labkit.errors.own_code import LABKIT
 from labkit.recording.record import is_students
 from labkit.worker.quit_command import Quit
 
-__all__ = ["RankPdb"]
-
 _NOT_HERE: Final = ("interact", "run", "restart")
 
 

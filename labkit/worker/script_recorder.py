@@ -38,8 +38,6 @@ from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import CAPACITY, RING_BYTES
 from labkit.recording.script_folder import VARIABLE
 
-__all__ = ["begin"]
-
 CHECK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s
 MOVE_AT: Final = CAPACITY // 8  # new records; fewer stay in the ring

@@ -14,8 +14,6 @@ import signal
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["ASK", "INTERRUPT", "held_back", "prepare", "write_when_asked"]
-
 INTERRUPT: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # macOS has no real-time signals
 ASK: Final[int | None] = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # received by the thread; None without one
 

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 from labkit.comm.torch_internals import PROFILED_THREADS, PROFILER
 from labkit.errors.exceptions import LabError
+from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
-from labkit.worker.runtimes.base import quiet_stderr
-
-__all__ = ["ProfilerEvent", "TorchProfiler", "events_of"]
 
 MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
 MARKS: Final = 5  # several, because the first one runs with cold caches

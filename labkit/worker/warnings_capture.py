@@ -11,8 +11,6 @@ from typing import Any, Final, TextIO
 from labkit.ipc.protocol import Warned
 from labkit.ipc.tracebacks import warning
 
-__all__ = ["RankWarnings"]
-
 MOST: Final = 20  # different warnings that a rank sends in a run
 MOST_CHARACTERS: Final = 2_000
 

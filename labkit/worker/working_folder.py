@@ -11,8 +11,6 @@ from typing import Final
 
 from labkit.ipc.place import Place
 
-__all__ = ["WorkingFolder"]
-
 PREFIX: Final = "labkit-rank-"
 
 

@@ -17,7 +17,8 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.rows import is_pipeline
 from labkit.plots.timeline import timeline
-from labkit.tracing.trace import Span, Trace
+from labkit.recording.schema import Span
+from labkit.tracing.trace import Trace
 
 RANKS, MICROBATCHES, WIDTH, ROWS = 2, 4, 8, 2
 

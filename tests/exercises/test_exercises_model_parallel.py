@@ -9,7 +9,8 @@ import torch.distributed as dist
 from answers import Answers, judge
 from torch import nn
 
-from labkit.tracing.trace import Span, Trace
+from labkit.recording.schema import Span
+from labkit.tracing.trace import Trace
 
 answers = Answers()
 right, wrong = answers.right, answers.wrong

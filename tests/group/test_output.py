@@ -20,7 +20,7 @@ import labkit as lab
 from labkit.group import output
 from labkit.group.output import LIVE_AFTER_S, LIVE_EVERY_S, LIVE_LINES, Notice, Output
 from labkit.group.printed_lines import HELD_LINES, KEPT_CHARACTERS, KEPT_LINES, LINE_CHARACTERS
-from labkit.worker.runtimes.base import quiet_stderr
+from labkit.ipc.stdio import quiet_stderr
 
 # What three bars of tqdm with `position=` 0, 1 and 2 write when each of them is drawn.
 TQDM = b"\r%b\n\r%b\x1b[A\n\n\r%b\x1b[A\x1b[A"

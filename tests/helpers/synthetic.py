@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from labkit.recording.events import COLUMNS, Columns
-from labkit.recording.schema import COMMUNICATION, COMPUTE, MEMORY, Pending
-from labkit.tracing.trace import Scalar, Span, Trace
+from labkit.recording.events import COLUMNS, Columns, Scalar
+from labkit.recording.schema import COMMUNICATION, COMPUTE, MEMORY, Pending, Span
+from labkit.tracing.trace import Trace
 
 MS = 1_000_000  # ns
 

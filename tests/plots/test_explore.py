@@ -23,8 +23,9 @@ from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage,
 from labkit.plots.explorer.saved_run import COLUMNS, MIME
 from labkit.plots.explorer.window import EXACT, Windows
 from labkit.plots.timeline import figure_of
-from labkit.recording.schema import ENDED
-from labkit.tracing.trace import Scalar, Span, Trace
+from labkit.recording.events import Scalar
+from labkit.recording.schema import ENDED, Span
+from labkit.tracing.trace import Trace
 
 anywidget = pytest.importorskip("anywidget", reason="anywidget is not installed: the extra 'hosted' brings it")
 ipywidgets = pytest.importorskip("ipywidgets")

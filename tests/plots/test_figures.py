@@ -35,12 +35,12 @@ from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
-from labkit.recording.schema import READING, UNKNOWN
+from labkit.recording.schema import READING, UNKNOWN, Span
 from labkit.replaying.replay import replay
 from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.median_step import median_step
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel, run_of  # isort: skip
 

@@ -34,8 +34,9 @@ from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.what_helps import what_helps
+from labkit.recording.schema import Span
 from labkit.tracing.ideal_pipeline import schedule
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, remote_calls, sharded  # isort: skip
 

@@ -31,8 +31,9 @@ from labkit.plots.live.live import Live
 from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
-from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending
-from labkit.tracing.trace import Scalar, Span, Trace
+from labkit.recording.events import Scalar
+from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending, Span
+from labkit.tracing.trace import Trace
 from tools.notebooks import strip
 
 from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip

@@ -30,9 +30,9 @@ from labkit.plots.scaling import scaling
 from labkit.plots.style import labkit_style, shortened
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
-from labkit.recording.schema import MEMORY, MEMORY_KINDS
+from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.ideal_pipeline import schedule
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_parallel, remote_calls, sharded  # isort: skip
 

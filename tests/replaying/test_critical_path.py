@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 
 from labkit.errors.exceptions import LabError
+from labkit.recording.schema import Span
 from labkit.replaying.critical_path import Piece, critical_path
 from labkit.replaying.replay import replay
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 from replayed import ONE_GBIT, all_reduce, beside, blocking, waited  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip

@@ -10,11 +10,12 @@ import pytest
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.recording.schema import Span
 from labkit.replaying.replay import replay
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.load import load_trace
 from labkit.tracing.step_times import step_ms
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
 from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip

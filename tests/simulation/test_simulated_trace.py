@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import labkit as lab
-from labkit.recording.schema import MEMORY
+from labkit.recording.schema import MEMORY, Span
 from labkit.simulation.program import (
     Communication,
     Elapsed,
@@ -22,7 +22,7 @@ from labkit.simulation.program import (
     Wait,
 )
 from labkit.simulation.simulated_trace import simulated_trace
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 GPU = lab.Device(tflop_per_s=1, gbyte_per_s=1000)
 CPU = lab.Device(tflop_per_s=1, gbyte_per_s=1000, runs_ahead=False)

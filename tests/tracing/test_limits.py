@@ -5,9 +5,9 @@ from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.recording.schema import READING
+from labkit.recording.schema import READING, Span
 from labkit.tracing.limits import Limit, limit_of
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 
 def steps(travel, compute=(10.0, 10.0), count=6, gap=0.0):

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import pytest
 
-from labkit.recording.events import ProfilerEvent
-from labkit.recording.schema import STEPS_IN_ALL
+from labkit.recording.events import ProfilerEvent, Scalar
+from labkit.recording.schema import STEPS_IN_ALL, Span
 from labkit.tracing.load import load_trace
 from labkit.tracing.perfetto import read_events
-from labkit.tracing.trace import Scalar, Span, Trace
+from labkit.tracing.trace import Trace
 
 Event = dict[str, Any]
 

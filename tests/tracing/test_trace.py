@@ -16,12 +16,12 @@ from synthetic import many
 
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
-from labkit.recording.events import ProfilerEvent, blank
+from labkit.recording.events import ProfilerEvent, Scalar, blank
 from labkit.recording.ring_layout import record_dtype
-from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, UNKNOWN, WAIT, Pending
+from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, UNKNOWN, WAIT, Pending, Span
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace
-from labkit.tracing.trace import Scalar, Share, Span, Trace, from_records
+from labkit.tracing.trace import Share, Trace, from_records
 
 TWO = ("rank 0", "rank 1")
 SEEDS = range(40)

@@ -27,8 +27,9 @@ from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.schema import Span
 from labkit.tracing.load import load_trace
-from labkit.tracing.trace import Span, Trace
+from labkit.tracing.trace import Trace
 
 ROUNDS = 150  # rounds of random damage
 

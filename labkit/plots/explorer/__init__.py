@@ -23,8 +23,6 @@ from labkit.plots.image import as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View
 
-__all__ = ["STYLE", "Explorer", "script"]
-
 END: Final = 40  # characters of base64 that identify a PNG: they contain its checksum
 _HERE: Final = Path(__file__).parent
 STYLE: Final = _HERE / "explorer.css"

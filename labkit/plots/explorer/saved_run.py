@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from labkit.plots.explorer.window import Windows
 
-__all__ = ["MIME", "saved"]
-
 MIME: Final = "application/vnd.labkit.explorer+json"
 COLUMNS: Final = 2000  # of a run that has too many bars to be kept one by one
 MOST_BYTES: Final = 150_000  # compressed; a larger run is not kept: notebooks stay small

@@ -22,8 +22,6 @@ from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THRO
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
-__all__ = ["Windows", "about"]
-
 EXACT: Final = 3000  # bars of a lane that are sent one by one, however narrow: a usual run is sent once, as a whole
 BARS_IN_ALL: Final = 40_000  # of an answer, at 104 bytes each: 4 MB
 COLUMNS: Final = 6000  # of an answer: two pixels each on the widest screens

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from labkit.errors.units import unit_of
 from labkit.plots.style import INK, labkit_style, shortened
+from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL
-from labkit.tracing.trace import Scalar, Trace
+from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["COLOUR", "EACH_RANK", "Curves", "draw_below", "recorded"]
 
 COLOUR: Final = "#CC79A7"  # of Okabe and Ito's palette, the colour that no bar of the timeline has
 EACH_RANK: Final = 8  # up to this many ranks have their own lines besides their mean

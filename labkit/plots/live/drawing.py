@@ -28,8 +28,6 @@ from labkit.plots.waits import ALONE
 from labkit.plots.widths import fitting_status, text_width
 from labkit.tracing.trace import Trace
 
-__all__ = ["NARROW", "STILL", "WIDE", "Layout", "svg"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -11,8 +11,6 @@ from labkit.errors.units import clock_time
 from labkit.launch.resource_usage import Load
 from labkit.tracing.trace import Trace
 
-__all__ = ["Cells", "Curve", "Detail", "LiveFrame", "LiveRow", "Past"]
-
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
 
 

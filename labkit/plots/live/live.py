@@ -30,8 +30,6 @@ from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 
-__all__ = ["Live"]
-
 SHARE: Final = 1 / 30  # of one core's time for drawing: the more a frame costs, the fewer frames are drawn
 FEW_STEPS: Final = 12  # up to this many steps, the whole run is drawn; beyond, one step
 SLOW_STEP_NS: Final = 400_000_000  # a longer step is shown while it runs

@@ -12,8 +12,6 @@ from labkit.plots.image import STAYS
 from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
 from labkit.plots.live.frame import LiveFrame
 
-__all__ = ["page"]
-
 LIMIT_PX: Final = 800  # of the width, from which on the wide layout is used
 _STYLE: Final = (
     f"{STAYS}<style>.labkit-live{{display:block!important;container-type:inline-size;"

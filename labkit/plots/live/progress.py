@@ -12,8 +12,6 @@ from labkit.plots.style import shortened
 from labkit.recording.schema import STEP, STEPS_IN_ALL
 from labkit.tracing.trace import Trace
 
-__all__ = ["Progress"]
-
 KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
 STALLED: Final = 5  # times the longest step so far without the end of a step: rate and time left are no longer true
 STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step for which that is said

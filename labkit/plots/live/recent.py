@@ -16,8 +16,6 @@ from labkit.recording.events import COLUMNS, Columns, under_way
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, Pending
 from labkit.tracing.trace import Trace
 
-__all__ = ["Recent"]
-
 KEPT: Final = 4000  # spans: a step of a large model on many ranks; processed in 4 ms
 EXACT: Final = 6000  # spans per update whose nesting and overlap are resolved; if there are more, only sums are binned
 BINS: Final = 256  # over the time shown: about three pixels each

@@ -13,15 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from labkit.ipc.protocol import Offer, RankConfig
-from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, Network
 
 if TYPE_CHECKING:
     from labkit.comm.initialization import Initialization
-
-__all__ = ["MIB", "Released", "Runtime", "has_server", "quiet_stderr"]
 
 MIB: Final = 1 << 20
 

@@ -10,8 +10,6 @@ from typing import Any
 from labkit.errors.exceptions import missing
 from labkit.errors.wrong_calls import public_api
 
-__all__ = ["device", "devices", "gpu_count", "share_of_devices"]
-
 
 @public_api
 def device() -> Any:

@@ -9,6 +9,4 @@ from labkit.worker.runtimes.rpc import Rpc
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 from labkit.worker.runtimes.torch import Torch
 
-__all__ = ["RUNTIMES"]
-
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}

@@ -10,11 +10,9 @@ from typing import Any, Final
 from labkit.comm.torch_internals import RPC_START
 from labkit.errors.exceptions import LabError
 from labkit.ipc.protocol import Offer
+from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import Recorder
-from labkit.worker.runtimes.base import quiet_stderr
 from labkit.worker.runtimes.torch import Torch, sharing
-
-__all__ = ["Rpc"]
 
 ALL_GATHER: Final = "_all_gather"  # with which `init_rpc` waits for the other ranks
 

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
 from labkit.ipc.protocol import Offer
+from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
-from labkit.worker.runtimes.base import MIB, Runtime, quiet_stderr
+from labkit.worker.runtimes.base import MIB, Runtime
 from labkit.worker.runtimes.devices import devices, share_of_devices
 
 if TYPE_CHECKING:
     from labkit.comm.emulated_link import SlowLink
-
-__all__ = ["Torch", "sharing"]
 
 THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 

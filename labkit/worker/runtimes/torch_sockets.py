@@ -23,8 +23,6 @@ import torch.distributed as dist
 from labkit.comm.torch_internals import RPC_SOCKETS
 from labkit.worker.network_namespace import Network
 
-__all__ = ["open_in"]
-
 HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network
 MACHINE: Final = Network()
 STANDARD: Final = timedelta(seconds=300)  # torch's default time limit for a connection

@@ -19,8 +19,6 @@ from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
-__all__ = ["BlockedCall", "detect_blocked_calls", "reads_from_a_service", "starting_servers"]
-
 CHECK_EVERY_S: Final = 0.25
 DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
 IDLE_SHARE: Final = 0.1  # of one core; TensorFlow's polling threads use a fiftieth of this

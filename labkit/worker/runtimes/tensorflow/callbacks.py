@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import FILES
 
-__all__ = ["SharedBackups", "apply", "has_other_workers"]
-
 WRITES_ONE_PATH: Final = (
     "Keras writes the files of all workers to one path only because labkit patches it; elsewhere, give each worker its own path."
 )

@@ -19,8 +19,6 @@ from labkit.recording.operations import type_of_kernel
 from labkit.recording.record import is_students
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import LIBRARY
 
-__all__ = ["call_within", "describe"]
-
 UNTIL_STARTED: Final = "until all ranks have started their servers"
 _STARTS_SERVERS: Final = "start_and_wait"  # labkit's function in which TensorFlow starts servers
 

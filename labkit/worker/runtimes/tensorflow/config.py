@@ -8,8 +8,6 @@ from typing import Any
 
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import TRAINS_ALONE
 
-__all__ = ["check", "mistake", "warn_if_alone"]
-
 
 def warn_if_alone(rank: int) -> None:
     """Have MultiWorkerMirroredStrategy warn, in this process, if it is made without a cluster; `rank` is its number."""

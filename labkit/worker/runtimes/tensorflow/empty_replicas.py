@@ -14,8 +14,6 @@ from labkit.recording.rank_facts import Fact, FactKind
 from labkit.recording.record import student_line
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import DISTRIBUTED_BATCHES
 
-__all__ = ["EmptyReplicas"]
-
 
 class EmptyReplicas:
     """The facts of one rank, in the place of `TrainingFacts` of a rank of torch."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import INSTANCE_KEYS
 
-__all__ = ["InstanceKeys"]
-
 
 class InstanceKeys:
     """Notes which placeholder was fed with which key."""

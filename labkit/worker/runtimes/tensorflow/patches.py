@@ -12,8 +12,6 @@ from typing import Any
 
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import AUTOGRAPH, DEVICE_DATASETS
 
-__all__ = ["apply"]
-
 
 def apply() -> None:
     """Patch TensorFlow in this process. Call it once, before the student's code runs."""

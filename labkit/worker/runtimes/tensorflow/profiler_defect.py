@@ -30,8 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["SafeStop", "safe_stop"]
-
 KNOWN_VERSIONS: Final = ("2.21.",)  # prefixes of version numbers
 LIBRARIES: Final = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")  # the entry is in the first, the destructor in both
 DESTRUCTOR: Final = "_ZNSt5dequeIN3tsl8profiler15TraceMeRecorder5EventESaIS3_EED2Ev"

@@ -30,8 +30,6 @@ from labkit.worker.runtimes.tensorflow.profiler_messages import (
 )
 from labkit.worker.runtimes.tensorflow.session import Event
 
-__all__ = ["Role", "scope_of", "spans_of"]
-
 BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
 OPTIMIZERS: Final = re.compile(
     r"(?i)(sgd|adam|adamw|adamax|adagrad|adadelta|nadam|ftrl|lion|lamb|rmsprop|adafactor|muon|loss_scale_optimizer)(_\d+)?$"

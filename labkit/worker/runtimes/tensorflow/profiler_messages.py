@@ -18,8 +18,6 @@ from labkit.recording.operations import RECV, SEND
 from labkit.recording.schema import Span
 from labkit.worker.runtimes.tensorflow.session import Event
 
-__all__ = ["COPIED", "MESSAGES", "RECEIVES", "SENDS", "copy_of", "ends_of", "messages_of", "within_the_rank"]
-
 MESSAGES: Final = "TensorFlow messages"  # the group of sends and receives between ranks
 COPIES: Final = "TensorFlow copies"  # the group of those between a rank's devices, without the rank's number
 COPIED: Final = "_Send input "  # prefix of the event of a copy outside a tf.function

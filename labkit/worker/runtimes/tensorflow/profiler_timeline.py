@@ -26,8 +26,6 @@ from labkit.worker.runtimes.tensorflow.sizes import Sizes
 from labkit.worker.runtimes.tensorflow.spans import GraphSpans
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CALLS, PENDING, PROFILER
 
-__all__ = ["OFF", "Timeline", "next_reading"]
-
 OFF: Final = "LABKIT_TENSORFLOW_TIMELINE"  # the variable that disables TensorFlow's profiler if it is 0
 SLICE_NS: Final = 1_000_000_000  # the usual age at which a session is read
 SHARE: Final = 4  # a session is read later if reading takes long: at this many times the last reading's duration,

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.ipc.protocol import Offer
+from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import here
-from labkit.worker.runtimes.base import MIB, Runtime, has_server, quiet_stderr
+from labkit.worker.runtimes.base import MIB, Runtime, has_server
 from labkit.worker.runtimes.tensorflow import config, patches, servers, strategies, strategy_checks
 from labkit.worker.runtimes.tensorflow.empty_replicas import EmptyReplicas
 from labkit.worker.runtimes.tensorflow.profiler_events import Role
 from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
-
-__all__ = ["TensorFlow", "threads_between"]
 
 
 class TensorFlow(Runtime):

@@ -17,8 +17,6 @@ from labkit.worker.runtimes.base import Released
 from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE, PROFILER_SERVER
 
-__all__ = ["apply", "duplicate"]
-
 LOOPBACK: Final = "lo"
 
 

@@ -15,8 +15,6 @@ from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import PROFILER
 
-__all__ = ["Event", "Session"]
-
 OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
 MARKS: Final = 5  # at each end; several, because the first one runs with cold caches
 MARK: Final = "labkit reads the clock"

@@ -12,8 +12,6 @@ from typing import Any, Final
 from labkit.worker.runtimes.tensorflow.instance_keys import InstanceKeys
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import COLLECTIVES, GRAPHS, LIBRARY
 
-__all__ = ["NOTHING", "Sizes"]
-
 NOTHING: Final = -1  # the size of a message without a tensor, which only signals that an operation has ended
 
 COLLECTIVE: Final = "Collective"  # prefix of the types of collectives

@@ -8,8 +8,6 @@ from typing import Any
 from labkit.recording.record import TimedSpan
 from labkit.worker.runtimes.tensorflow.profiler_events import scope_of
 
-__all__ = ["GraphSpans"]
-
 
 class GraphSpans:
     """The spans in the tf.functions of this process.

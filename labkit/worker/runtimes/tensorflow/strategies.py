@@ -14,8 +14,6 @@ from typing import Any, Final
 from labkit.worker.runtimes.tensorflow import callbacks
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import DISTRIBUTION, FILES, FIT, LOGICAL_CPUS
 
-__all__ = ["apply"]
-
 USES_ALL: Final = (
     "MultiWorkerMirroredStrategy uses all CPUs of a rank only because labkit patches it; elsewhere it uses one per process."
 )

@@ -11,8 +11,6 @@ from labkit.errors.lists import counted
 from labkit.worker.runtimes.base import has_server
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import MIRRORED, PARAMETER_SERVERS
 
-__all__ = ["apply"]
-
 
 def apply(jobs: Collection[str], job: str, apart: Callable[[], int]) -> None:
     """Make the strategies' constructors raise errors in this process, and warn if several ranks train apart.

@@ -18,8 +18,6 @@ from typing import Any, Final
 
 from labkit.comm.private_names import PrivateNames
 
-__all__ = ["TABLE", "Patch", "lost"]
-
 
 class Patch(PrivateNames):
     """Functions that labkit replaces in the ranks.
