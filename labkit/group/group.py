@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.exceptions import LabError, RankError, Stopped, wrapped
+from labkit.errors.exceptions import LabError, RankError, Stopped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.group.arguments import (
@@ -386,7 +386,7 @@ class Group:
             for note in execution.notes:
                 self._announce(note)
             for fault in execution.faults:  # after every run, unlike notes, until it is mended
-                _say(str(fault))
+                put(f"labkit: {fault}\n")
             if execution.unfinished is None:
                 pool.state.end()
             elif request.cell and not pool.state.spent:
@@ -394,7 +394,7 @@ class Group:
                 pool.state.end()
                 self._announce(execution.unfinished.after_a_cell())
             else:
-                _say(execution.unfinished.after_a_run())
+                print(f"labkit: {execution.unfinished.after_a_run()}")
             return run
         except KeyboardInterrupt as stop:  # perhaps while the ranks started, whose frames do not help the student
             raise (stop if isinstance(stop, Stopped) else Stopped(name, [])) from None
@@ -467,7 +467,7 @@ class Group:
         if pool is None:
             return
         if not self._closed and (lost := lost_names(pool.members)):
-            _say(lost)
+            put(f"labkit: {lost}\n")
         try:
             pool.end(graceful=graceful)
         finally:
@@ -482,13 +482,7 @@ class Group:
         """Print a note once per group."""
         if note not in self._announced:
             self._announced.add(note)
-            _say(note)
-
-
-def _say(note: str) -> None:
-    """Print a note below the cell."""
-    lines = [wrapped(line) for line in f"labkit: {note}".split("\n")]
-    put("\n".join([*lines, ""]))
+            put(f"labkit: {note}\n")
 
 
 def _end_unreferenced(pool: RankPool, owner: int) -> None:

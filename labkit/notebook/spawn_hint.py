@@ -13,8 +13,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
-from labkit.errors.exceptions import wrapped
-
 SPAWN: Final = (
     "labkit: the processes of mp.spawn have no function that is defined in a notebook. On the ranks of a group: "
     "group.spawn(f, args=(...)) calls f(rank, ...), too."
@@ -55,11 +53,11 @@ class SpawnHints:
         self._ended.set()
         spawn, error = sys.modules.get(LAUNCHER), result.error_in_exec
         if spawn is not None and isinstance(error, spawn.ProcessExitedException) and error.exit_code == 1:
-            print(wrapped(SPAWN), file=sys.stderr)
+            print(SPAWN, file=sys.stderr)
         elif isinstance(error, ValueError) and any(words in str(error) for words in NOT_SET):
-            print(wrapped(NO_RANK), file=sys.stderr)
+            print(NO_RANK, file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt) and _forked(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
-            print(wrapped(FORK), file=sys.stderr)
+            print(FORK, file=sys.stderr)
 
 
 def _look(ended: threading.Event) -> None:
@@ -70,7 +68,7 @@ def _look(ended: threading.Event) -> None:
         before = _states(forked)
         asleep = bool(before) and all(status == "sleeping" for status, _ in before.values())
         if asleep and not ended.wait(IDLE_S) and _states(forked) == before:
-            print(wrapped(FORK), file=sys.stderr)
+            print(FORK, file=sys.stderr)
             return
 
 
