@@ -128,7 +128,7 @@ class RankError(RunError):
         lines = [_RULE, str(first)]
         if same:
             lines.append(f"    (the same on {', '.join(f.name for f in same)})")
-        lines += [_wrapped(text) for text in (first.last, self.hint) if text]
+        lines += [wrapped(text) for text in (first.last, self.hint) if text]
         if first.traceback:
             lines += ["", first.traceback.rstrip()]
         rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
@@ -149,7 +149,8 @@ class RankError(RunError):
         return [f"RankError: {self.report()}"]
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
+    """Return a text in lines that fit below a cell: JupyterLab breaks longer ones inside words."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -163,7 +164,7 @@ class _EndedByGroupError(RunError):
         super().__init__(headline, hint, doings)
 
     def __str__(self) -> str:
-        why = [_wrapped(text) for text in (self.why.format(self.headline), self.hint) if text]
+        why = [wrapped(text) for text in (self.why.format(self.headline), self.hint) if text]
         doings = [f"    {line}" for line in self.doings]
         end = "All ranks were stopped; the next run starts fresh ones."
         return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])

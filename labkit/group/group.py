@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.exceptions import LabError, RankError, Stopped
+from labkit.errors.exceptions import LabError, RankError, Stopped, wrapped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.group.arguments import (
@@ -386,7 +386,7 @@ class Group:
             for note in execution.notes:
                 self._announce(note)
             for fault in execution.faults:  # after every run, unlike notes, until it is mended
-                put(f"labkit: {fault}\n")
+                put(wrapped(f"labkit: {fault}") + "\n")
             if execution.unfinished is None:
                 pool.state.end()
             elif request.cell and not pool.state.spent:
