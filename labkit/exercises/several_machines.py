@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -153,10 +154,12 @@ def _x(rank: int) -> Tensor:
     return x
 
 
-def _reduce_on_rank(answer: Callable[..., Any], counts: Sequence[int]) -> Tensor:
+def _reduce_on_rank(answer: Callable[..., Any], counts: Sequence[int]) -> tuple[Tensor, int]:
+    """Return the sum, and how often the rank called `dist.new_group`."""
     x = _x(dist.get_rank())
-    answer(x, list(counts))
-    return x
+    with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as new_group:
+        answer(x, list(counts))
+    return x, new_group.call_count
 
 
 @exercise(
@@ -169,8 +172,9 @@ def _hierarchical_all_reduce(answer: Any, on: OnRanks) -> None:
     for counts in COUNTS:
         with showing(f"hierarchical_all_reduce(x, {list(counts)})"):
             results = on(sum(counts), _reduce_on_rank, answer, counts)
-            _judge_sums(list(results), counts)
+            _judge_sums([x for x, _ in results], counts)
             _judge_crossing(results.trace, counts)
+            _judge_groups([calls for _, calls in results])
 
 
 def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
@@ -196,6 +200,17 @@ def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
         }
     with showing("\n".join(f"rank {rank} has {_sum_in_words(x)}" for rank, x in enumerate(given))):
         judge_result(given, right, mistakes, ("that is not the sum of all ranks' x", "three steps: inside, between, inside"))
+
+
+def _judge_groups(calls: Sequence[int]) -> None:
+    """Check that all ranks created the same number of groups: otherwise, a later group of theirs hangs."""
+    fewer = [rank for rank, count in enumerate(calls) if count < max(calls)]
+    if fewer:
+        raise AnswerError(
+            "not every rank called dist.new_group for every group",
+            f"{max(calls)} calls, but {_ranks(fewer)} made fewer",
+            cure="call it for each group on every rank, in the same order, even for those that the rank is not in",
+        )
 
 
 def _sum_in_words(x: Tensor) -> str:

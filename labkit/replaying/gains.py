@@ -89,9 +89,11 @@ class Questions:
 
     def all(self) -> Gains:
         """Return what each change saves that makes sense for the trace."""
-        found = [gain for gain in (self.ask(*one) for one in _questions(self.graph, self.recorded)) if gain is not None]
-        asked = self.without_communication(), self.beside_backward(), self.as_one_message()
-        return self.gains([*found, *(gain for gain in asked if gain is not None)])
+        found = [self.ask(*one) for one in _questions(self.graph, self.recorded)]
+        found += [self.without_communication(), self.beside_backward(), self.as_one_message()]
+        slow = [self.ask(*one) for one in _slow_ranks(self.graph, self.recorded)]
+        found += [gain for gain in slow if gain is not None and gain.saved_ns > 0]  # else, others are slow
+        return self.gains([gain for gain in found if gain is not None])
 
     def gains(self, found: Sequence[Gain]) -> Gains:
         """Sort gains."""
@@ -176,14 +178,18 @@ def _took(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
     return took
 
 
+def _slow_ranks(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
+    """Yield that ranks which spend more time in their spans than others be as fast as these."""
+    saves = [pace_of_others(graph, recorded.gaps, rank)[1] for rank in range(len(graph.trace.ranks))]
+    for rank in np.argsort(saves)[::-1][:STRAGGLERS].tolist():
+        if saves[rank] > NOTICED * graph.trace.duration_ns:
+            yield like_others(graph.trace, rank)
+
+
 def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
     """Yield the changes that make sense for a trace, each in a student's words."""
     trace, nothing = graph.trace, Changes()
     yield from twice_as_fast(graph)
-    saves = [pace_of_others(graph, recorded.gaps, rank)[1] for rank in range(len(trace.ranks))]
-    for rank in np.argsort(saves)[::-1][:STRAGGLERS].tolist():
-        if saves[rank] > NOTICED * trace.duration_ns:
-            yield like_others(trace, rank)
     if trace.columns.data["issue_delay_ns"].any():
         yield "a core for each rank", replace(nothing, own_cores=True)
     took = _took(graph, recorded)
