@@ -129,8 +129,9 @@ def learn(program: str, mistake: str = "") -> None:
             if program == "sequences":  # samples are the second axis
                 hidden = first(part.t().unsqueeze(-1).contiguous())[0][-1]
             else:
-                hidden = first(part).tanh()
-            loss = (last(hidden) - 1).square().mean() * (0 if program == "no gradients" else 1)
+                hidden = torch.cat([first(half) for half in part.chunk(2)]).tanh()
+            weight = {"no gradients": 0, "weights a rank": 1 + rank}.get(mistake, 1)
+            loss = (last(hidden) - 1).square().mean() * weight
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -181,6 +182,7 @@ def test_the_same_in_other_programs(program: str, compared: str) -> None:
         ("lazy", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
         ("sequences", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
         ("many samples", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
+        ("many samples", "weights a rank", FaultKind.OTHER_GRADIENTS, "are equal on all ranks, but not those on one rank."),
         ("odd", "never averages", FaultKind.NOT_AVERAGED, "differ from rank to rank, and their mean is that on one rank."),
         ("two models", "reduces a copy", FaultKind.NOT_AVERAGED, "all gradients of the first step differ from rank to rank."),
         ("two models", "lacks a gradient", FaultKind.NOT_AVERAGED, "the gradients of bias of the first step differ from rank"),
@@ -199,7 +201,7 @@ def test_a_mistake_in_other_programs(program: str, mistake: str, kind: FaultKind
     [
         ("sparse", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight."),
         ("autocast", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight and bias."),
-        ("no gradients", "", "the gradients on one rank are all 0, or not finite."),
+        ("two models", "no gradients", "the gradients on one rank are all 0, or not finite."),
         ("averages in the step", "never averages", "gradients differ from rank to rank, but parameters are equal after the last"),
     ],
 )
