@@ -79,6 +79,7 @@ class TrainingFacts:
         self._finite = True  # whether all losses were
         self._loaders: set[str] = set()  # the lines of the noted ones
         self._rows = 0  # of inputs before the first step
+        self._rough = False  # whether a model computed with fewer than 32 bits there
         self._reduced: dict[str, Fact] = {}  # the facts of kind `NO_SYNC` by line
         self._called: dict[int, Any] = {}  # by id, DDP models with a forward pass since the latest backward pass
         self._synced: set[int] = set()  # those of which that pass arranges reductions
@@ -204,12 +205,14 @@ class TrainingFacts:
 
     @_apart
     def _note_samples(self, model: Any, inputs: Iterable[Any]) -> None:
+        self._rough |= torch.is_autocast_enabled("cpu")
         batch = next((value for value in inputs if not isinstance(value, PLAIN)), None)
         if type(batch) is not Tensor or not batch.dim() or next(nn.Module.parameters(model), None) is None:
             return
-        self._rows += len(batch)
-        if self._rows <= MOST_ROWS:
-            self._note(FactKind.SAMPLES, {"rows": [_number(_digest(row)) for row in batch]})
+        if batch.grad_fn is None:  # else another model has computed it
+            self._rows += len(batch)
+            rows = [_number(_digest(row)) for row in batch] if self._rows <= MOST_ROWS else None
+            self._note(FactKind.SAMPLES, {"rows": rows})
 
     @_apart
     def _note_inputs(self, model: Any, inputs: Iterable[Any], *, trains: bool) -> None:
@@ -308,7 +311,9 @@ class TrainingFacts:
         groups = [(ddp, tuple(_ranks_of(ddp.process_group))) for ddp in averaging]
         averaged = {id(p): ranks for ddp, ranks in groups if len(ranks) > 1 for p in _averaged_by(ddp).values()}
         digests: dict[tuple[int, ...], dict[str, Any]] = {}
-        for name, parameter in self._unsharded(optimizer).items():
+        for name, parameter in self._named(optimizer).items():
+            if _is_sharded(parameter):
+                continue
             digests.setdefault(averaged.get(id(parameter), ()), {})[name] = _digest(parameter)
         for ranks, of_ranks in digests.items():
             self._note(kind, of_ranks, f"{'averaged ' if ranks else ''}optimizer {number}", ranks)
@@ -318,18 +323,21 @@ class TrainingFacts:
 
     def _note_sketches(self, optimizer: Any, number: int, kind: FactKind) -> None:
         of_gradients = kind is FactKind.FIRST_GRADIENTS
-        tensors = {name: p.grad if of_gradients else p for name, p in self._unsharded(optimizer).items()}
-        sketches = {name: _sketch(tensor) for name, tensor in tensors.items() if tensor is not None}
+        sketches = {}
+        for name, parameter in self._named(optimizer).items():
+            tensor = parameter.grad if of_gradients else parameter
+            if tensor is not None:
+                unread = _is_sharded(parameter) or (of_gradients and self._rough)
+                sketches[name] = None if unread else _sketch(tensor)
         self._note(kind, sketches, f"optimizer {number}")
 
-    def _unsharded(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's parameters that are not sharded, by name."""
+    def _named(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's parameters by name."""
         names = {id(p): name for model in self._living_models() for name, p in nn.Module.named_parameters(model)}
         found: dict[str, Any] = {}
         for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            if not _is_sharded(parameter):
-                name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i}"
-                found[f"{name} of parameter {i}" if name in found else name] = parameter
+            name = names.get(id(parameter), "").removeprefix("module.") or f"parameter {i}"
+            found[f"{name} of parameter {i}" if name in found else name] = parameter
         return found
 
     def _living_models(self) -> list[Any]:

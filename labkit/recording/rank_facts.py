@@ -16,7 +16,7 @@ class FactKind(Enum):
     GRADIENTS = "DistributedDataParallel's gradients after a backward pass outside of no_sync: their digests"
     PARAMETERS = "an optimizer's parameters that are not sharded: their digests"
     LAST_PARAMETERS = "the same after the run"
-    SAMPLES = "a training forward pass before the first step: the digests of its first input's rows"
+    SAMPLES = "a training forward pass before the first step: the digests of its first input's rows; None if too many"
     FIRST_GRADIENTS = "the gradients of an optimizer's first step: their sketches"
     LAST_VALUES = "an optimizer's parameters after the run: their sketches"
     BUFFERS = "DistributedDataParallel's running means: their means, and the standard deviations of what they are means of"

@@ -67,14 +67,21 @@ class FaultKind(Enum):
     )
     NO_SYNC = "Put the forward pass inside no_sync(), too."
     LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
-    NOT_DIVIDED = "Divide each batch: rank r of p takes batch[r::p]."
+    NOT_DIVIDED = "If the model's first input is the batch, divide it: rank r of p takes batch[r::p].", False
     OTHER_SAMPLES = "Let each sample of a batch go to exactly one rank."
-    SUM_FOR_MEAN = "They were added up over the ranks: divide the sum by the number of ranks."
+    REPEATED_SAMPLES = "If a backward pass follows for all of them, let each sample go to exactly one rank.", False
+    SUM_FOR_MEAN = "This is their sum over the ranks: divide it by the number of ranks."
     SCALED = "Divide the sum over all ranks by what the loss is a mean of: all samples, or all tokens."
-    NOT_AVERAGED = "Average them before the optimizer steps, as DistributedDataParallel does."
-    UNEQUAL_PARTS = "If the loss is a mean over samples, weight each rank's gradients by its number of samples.", False
+    NOT_AVERAGED = "Before the optimizer steps, reduce them over all ranks, as DistributedDataParallel does, and wait for that."
+    UNEQUAL_PARTS = (
+        "Possible causes: a mean of the ranks' means, which must be weighted by their numbers of samples; dropout, BatchNorm.",
+        False,
+    )
     OTHER_GRADIENTS = (
-        "Possible causes: dropout, BatchNorm, clipping before the average, a loss that is a mean over unequal numbers of tokens.",
+        (
+            "Possible causes: dropout, BatchNorm, 16-bit numbers, clipping before the average, a loss that is a mean over "
+            "unequal numbers of tokens, that weights samples, or that compares them with one another."
+        ),
         False,
     )
     EMPTY_REPLICAS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -41,7 +42,9 @@ def train(mistake: str = "", steps: int = 3) -> None:
             if mistake == "weights":
                 parameter.grad *= len(part) / BATCH
             dist.all_reduce(parameter.grad)
-            parameter.grad /= 1 if mistake in ("sums", "weights") else ranks ** (1 + (mistake == "divides twice"))
+            parameter.grad /= (
+                1 if mistake in ("sums", "weights", "sums, and drops some") else ranks ** (1 + (mistake == "divides twice"))
+            )
         optimizer.step()
 
 
@@ -49,6 +52,8 @@ PARTS: dict[str, Any] = {
     "all data": lambda *_: slice(None),
     "drops samples": lambda rank, ranks: slice(rank * (BATCH // ranks), (rank + 1) * (BATCH // ranks) - (ranks > 1)),
     "repeats samples": lambda rank, ranks: slice(rank, rank + BATCH // ranks),
+    "sums, and drops some": lambda rank, ranks: slice(rank, BATCH - 4 * (ranks == 4), ranks),
+    "repeats one": lambda rank, ranks: [*range(rank, BATCH, ranks), *[0] * (ranks > 1)],
     "unequal": lambda rank, ranks: slice(0, 6 if ranks == 2 else None) if rank == 0 else slice(6, None),
     "weights": lambda rank, ranks: slice(0, 6 if ranks == 2 else None) if rank == 0 else slice(6, None),
 }
@@ -68,10 +73,9 @@ def test_the_same(program: str) -> None:
         ("divides twice", FaultKind.SCALED, "all gradients of the first step are 0.5 times those on one rank."),
         ("never averages", FaultKind.NOT_AVERAGED, "all gradients of the first step differ from rank to rank, and their mean is"),
         ("forgets a layer", FaultKind.NOT_AVERAGED, "the gradients of 2.weight and 2.bias of the first step differ from rank"),
-        ("all data", FaultKind.NOT_DIVIDED, "Each of 2 ranks had all 24 samples of the first step."),
         ("drops samples", FaultKind.OTHER_SAMPLES, "2 of 24 samples of the first step never came."),
         ("repeats samples", FaultKind.OTHER_SAMPLES, "11 of 24 samples of the first step never came, and 11 came again."),
-        ("unequal", FaultKind.UNEQUAL_PARTS, "not a multiple of those on one rank; the ranks had 6 and 18 samples."),
+        ("unequal", FaultKind.UNEQUAL_PARTS, "equal on all ranks, but not those on one rank; the ranks had 6 and 18 samples."),
         ("dropout", FaultKind.OTHER_GRADIENTS, "all gradients of the first step"),
     ],
 )
@@ -88,13 +92,135 @@ def test_a_mistake(mistake: str, kind: FaultKind, words: str) -> None:
         ("grows", "because the batch grows with the ranks (24 samples on one rank, and 48 on 2)"),
         ("other seeds", "because training begins with other parameters on rank 1"),
         ("other data", "because the samples are others than on one rank"),
-        ("FSDP2", "because no optimizer of torch began a step with gradients of 32 bits that are not sharded"),
+        (
+            "FSDP2",
+            "because some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: 0.weight, 0.bias, 2.w",
+        ),
     ],
 )
 def test_trainings_that_cannot_be_compared(program: str, reason: str) -> None:
     found = lab.same_as_serial(train, program, ranks=(1, 2))
     assert found.faults == ()
     assert f"2 ranks: not comparable, {reason}" in repr(found)
+
+
+def test_all_samples_on_each_rank() -> None:
+    found = lab.same_as_serial(train, "all data", ranks=(1, 2))
+    assert [fault.kind for fault in found.faults] == [FaultKind.NOT_DIVIDED]
+    assert "Perhaps: Each of 2 ranks had all 24 samples of the first step." in repr(found)
+    assert "2 ranks: the same as one rank: the gradients of the first step." in repr(found)
+
+
+def learn(program: str, mistake: str = "") -> None:
+    """Train two models with an optimizer each, in a program that is no plain loop, and perhaps with a mistake."""
+    torch.manual_seed(0)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    firsts: dict[str, Any] = {"lazy": nn.LazyLinear(8), "sequences": nn.RNN(1, 8), "one number": nn.Linear(1, 1, bias=False)}
+    first = firsts.get(program, nn.Linear(4, 8))
+    last = nn.Linear(1 if program == "one number" else 8, 1)
+    batch = torch.randn({"many samples": 5000, "odd": 25, "one number": 25}.get(program, BATCH), 4)
+    part = batch[rank::ranks, :1] if program == "one number" else batch[rank::ranks]
+    if program == "lazy":
+        first(torch.ones(1, 4))  # a forward pass that is no training
+    kind = Averaging if program == "averages in the step" else torch.optim.SGD
+    optimizers: list[Any] = [kind(first.parameters(), lr=0.1), kind(last.parameters(), lr=0.1)]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=program == "autocast"):
+            if program == "sequences":  # samples are the second axis
+                hidden = first(part.t().unsqueeze(-1).contiguous())[0][-1]
+            else:
+                hidden = torch.cat([first(half) for half in part.chunk(2)]).tanh()
+            weight = {"no gradients": 0, "weights a rank": 1 + rank}.get(mistake, 1)
+            loss = (last(hidden) - 1).square().mean() * weight
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for parameter in () if mistake == "never averages" else (*first.parameters(), *last.parameters()):
+            reduced = parameter.grad.clone() if mistake == "reduces a copy" else parameter.grad
+            dist.all_reduce(reduced)
+            sums = mistake == "sums" or (mistake == "sums the last" and len(parameter) == 1)
+            parameter.grad /= 1 if sums else ranks
+            if mistake == "nan" and ranks > 1:
+                parameter.grad *= math.nan
+            if mistake == "lacks a gradient" and rank == 1 and parameter is first.bias:
+                parameter.grad = None
+            if program == "sparse" and parameter.dim() == 2:
+                parameter.grad = parameter.grad.to_sparse()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer that averages gradients in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("program", "compared"),
+    [
+        ("two models", "the 24 samples and the first gradients of 2 of 2 optimizers"),
+        ("lazy", "the first gradients of 2 of 2 optimizers"),
+        ("sequences", "the first gradients of 2 of 2 optimizers"),
+        ("many samples", "the first gradients of 2 of 2 optimizers"),
+    ],
+)
+def test_the_same_in_other_programs(program: str, compared: str) -> None:
+    found = lab.same_as_serial(learn, program, ranks=(1, 2))
+    assert found.faults == ()
+    assert f"2 ranks: the same as one rank: {compared}. After 4 steps" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("program", "mistake", "kind", "words"),
+    [
+        ("two models", "sums the last", FaultKind.SUM_FOR_MEAN, "all gradients of optimizer 2's first step are 2 times"),
+        ("lazy", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
+        ("sequences", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
+        ("many samples", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
+        ("many samples", "weights a rank", FaultKind.OTHER_GRADIENTS, "are equal on all ranks, but not those on one rank."),
+        ("odd", "never averages", FaultKind.NOT_AVERAGED, "differ from rank to rank, and their mean is that on one rank."),
+        ("two models", "reduces a copy", FaultKind.NOT_AVERAGED, "all gradients of the first step differ from rank to rank."),
+        ("two models", "lacks a gradient", FaultKind.NOT_AVERAGED, "the gradients of bias of the first step differ from rank"),
+        ("two models", "nan", FaultKind.LOSS, "all gradients of the first step are not finite."),
+        ("one number", "", FaultKind.UNEQUAL_PARTS, "all gradients of the first step are equal on all ranks, but not those on"),
+    ],
+)
+def test_a_mistake_in_other_programs(program: str, mistake: str, kind: FaultKind, words: str) -> None:
+    found = lab.same_as_serial(learn, program, mistake, ranks=(1, 2))
+    assert [fault.kind for fault in found.faults] == [kind]
+    assert words in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("program", "mistake", "reason"),
+    [
+        ("sparse", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight."),
+        ("autocast", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight and bias."),
+        ("two models", "no gradients", "the gradients on one rank are all 0, or not finite."),
+        ("averages in the step", "never averages", "gradients differ from rank to rank, but parameters are equal after the last"),
+    ],
+)
+def test_other_programs_that_cannot_be_compared(program: str, mistake: str, reason: str) -> None:
+    found = lab.same_as_serial(learn, program, mistake, ranks=(1, 2))
+    assert found.faults == ()
+    assert f"2 ranks: not comparable, because {reason}" in repr(found)
+
+
+def test_another_mistake_on_more_ranks() -> None:
+    found = lab.same_as_serial(train, "sums, and drops some", ranks=(1, 2, 4))
+    assert [fault.kind for fault in found.faults] == [FaultKind.SUM_FOR_MEAN, FaultKind.OTHER_SAMPLES]
+    assert "On 4 ranks, 4 of 24 samples of the first step never came." in repr(found)
+
+
+def test_a_repeated_sample() -> None:
+    found = lab.same_as_serial(train, "repeats one", ranks=(1, 2))
+    assert [fault.kind for fault in found.faults] == [FaultKind.REPEATED_SAMPLES, FaultKind.OTHER_GRADIENTS]
+    assert "Perhaps: On 2 ranks, 2 samples of the first step came again." in repr(found)
 
 
 class Shifted(nn.Linear):
@@ -111,7 +237,7 @@ class Shifted(nn.Linear):
 def classify() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Shifted())
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     x, y = torch.randn(BATCH, 4), torch.arange(BATCH) % 3
     part = slice(dist.get_rank(), None, dist.get_world_size())
     nn.functional.cross_entropy(model(x[part]), y[part]).backward()
@@ -119,7 +245,9 @@ def classify() -> None:
 
 
 def test_a_gradient_that_is_rounding_only() -> None:
-    assert lab.same_as_serial(classify, ranks=(1, 2)).faults == ()
+    found = lab.same_as_serial(classify, ranks=(1, 2))
+    assert found.faults == ()
+    assert "2 ranks: the same as one rank: the 24 samples" in repr(found)
 
 
 def accumulate(parts: int) -> None:
