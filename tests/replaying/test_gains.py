@@ -74,6 +74,17 @@ def test_a_rank_that_only_does_more_is_no_straggler() -> None:
     assert not any("as fast as the others" in change for change in saved(book.trace(2)))
 
 
+def test_a_rank_for_which_nobody_waits_is_not_called_slow() -> None:
+    """Rank 1 needs longer for its forward pass, but rank 0 also logs, which no other rank does."""
+    book = Book()
+    for rank, (forward, arrives) in enumerate(((10, 20), (12, 12))):
+        book.compute(rank, "forward", 0, forward)
+        book.travel(rank, "all_reduce", arrives, 21, wait=(arrives, 21), group="world", match=1)
+        book.whole(rank, "step", 0, 21)
+    book.compute(0, "log", 10, 20)
+    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
+
+
 def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:
     book, start = Book(), 0.0
     for forward in (99, 8, 10, 12, 14):  # the first is left out; half of the others last 9.5 + 2 to 12.5 + 2
