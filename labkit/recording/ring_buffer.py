@@ -24,6 +24,8 @@ What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that sh
     (`test_records_about_to_be_overwritten_are_not_trusted`).
     A pending operation ends, and another takes its slot, while the reader looks
     (`test_a_pending_operation_that_is_half_written_is_not_seen`).
+    A name is added while the reader looks how many there are. This number is stored and loaded in one step
+    (`test_the_number_of_names_never_becomes_smaller_while_the_rank_adds_one`).
     A program makes up names without end. Those that tell who waits for whom still find room
     (`test_operations_keep_their_names_with_any_number_of_spans_and_curves`).
     The rank is killed (`test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_was_killed`), or
@@ -136,13 +138,17 @@ class RingWriter:
             struct.pack_into("<H", self.buffer, at, len(data))
             self.buffer[at + 2 : at + 2 + len(data)] = data
             self._used += len(data) + 2
-            struct.pack_into("<I", self.buffer, 0, self._used)
+            self._store(0, self._used)
             self.ids[text] = len(self.ids)
             return self.ids[text]
 
+    def _store(self, at: int, value: int) -> None:
+        """Store a number of the header in one step: `pack_into` clears it first, which a reader may see."""
+        memoryview(self.buffer)[at : at + 4].cast("I")[0] = value
+
     def _note_no_room(self, kind: str) -> None:
         self._no_room |= 1 << NO_ROOM.index(kind)
-        struct.pack_into("<I", self.buffer, NO_ROOM_AT, self._no_room)
+        self._store(NO_ROOM_AT, self._no_room)
 
     def span_name(self, text: str) -> int:
         """Return the number of a span's name; that of `OTHER_SPANS` if there are too many names."""
@@ -253,7 +259,7 @@ class RingWriter:
             return self._free.pop()
         except IndexError:
             self._unnoted += 1
-            struct.pack_into("<I", self.buffer, UNNOTED_AT, self._unnoted)
+            self._store(UNNOTED_AT, self._unnoted)
             return -1
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
@@ -278,7 +284,7 @@ class RingWriter:
 
     def serving(self, threads: int) -> None:
         """Record how many threads of this rank execute calls from other ranks, even after its function has returned."""
-        struct.pack_into("<I", self.buffer, SERVING_AT, threads)
+        self._store(SERVING_AT, threads)
 
     def has(self, number: int) -> bool:
         """Return whether a record was written, or the one that replaces it a whole ring later."""
@@ -311,6 +317,7 @@ class RingReader:
         self._overwritten = 0  # records overwritten before they were read
         self._names: list[str] = []
         self._names_read = 0
+        self._names_used = numpy.frombuffer(buffer, numpy.uint32, 1)  # is loaded at once, unlike by `unpack_from`
 
     def names(self) -> list[str]:
         """Return all strings interned so far; the numbers in a record that was read before this call are its indices.
@@ -318,7 +325,7 @@ class RingReader:
         Raises:
             ValueError: the names area is damaged.
         """
-        (used,) = struct.unpack_from("<I", self.buffer, 0)
+        used = int(self._names_used[0])
         if used > NAMES_BYTES:
             raise ValueError("its names are damaged")
         while self._names_read < used:

@@ -333,6 +333,35 @@ def test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_
     assert (pending.name, pending.peer, pending.match, pending.line, pending.wait_start_ns) == ("recv", 1, 9, "cell 3, line 2", 6)
 
 
+NAMER = """
+import mmap, sys
+from labkit.recording.ring_buffer import RingWriter
+from labkit.recording.ring_layout import NAMES_BYTES, RING_BYTES
+
+with open(sys.argv[1], "r+b") as file:
+    writer = RingWriter(mmap.mmap(file.fileno(), RING_BYTES))
+for number in range(NAMES_BYTES // 10):
+    writer.name(str(number))
+"""
+
+
+@pytest.mark.processes
+def test_the_number_of_names_never_becomes_smaller_while_the_rank_adds_one(shared_file: tuple[Path, mmap.mmap]) -> None:
+    """A reader that saw fewer names for a moment would lack those of records that it has read."""
+    path, memory = shared_file
+    used, seen = np.frombuffer(memory, np.uint32, 1), []
+    process = subprocess.Popen([sys.executable, "-c", NAMER, str(path)])
+    try:
+        while process.poll() is None:
+            seen.append([int(used[0]) for _ in range(10_000)])
+    finally:
+        process.kill()
+        process.wait()
+    values = np.concatenate(seen)
+    assert len(np.unique(values)) > 2, "the rank added names meanwhile"
+    assert (np.diff(values) >= 0).all()
+
+
 def test_names_are_interned_once(writer: RingWriter, reader: RingReader) -> None:
     assert writer.name("forward") == writer.name("forward") != writer.name("backward")
     assert writer.name("") == 0
