@@ -147,7 +147,11 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(_address(server, log).removesuffix("/lab"), token, folder)
     finally:
         server.terminate()
-        server.wait(100)
+        try:
+            server.wait(100)
+        except subprocess.TimeoutExpired:  # it waits for something that is no part of a test
+            server.kill()
+            server.wait()
 
 
 @pytest.fixture
