@@ -325,7 +325,7 @@ class RingReader:
         Raises:
             ValueError: the names area is damaged.
         """
-        used = int(self._names_used[0])
+        used = self.names_bytes
         if used > NAMES_BYTES:
             raise ValueError("its names are damaged")
         while self._names_read < used:
@@ -335,6 +335,11 @@ class RingReader:
             self._names.append(bytes(self.buffer[at + 2 : at + 2 + size]).decode(errors="ignore"))
             self._names_read += size + 2
         return self._names
+
+    @property
+    def names_bytes(self) -> int:
+        """The bytes in use in the names area."""
+        return int(self._names_used[0])
 
     @property
     def unnoted(self) -> int:

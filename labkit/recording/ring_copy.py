@@ -127,8 +127,7 @@ class RingTap:
         if reader.next_record <= newest:
             ended = (before != 0) & (started != before)
             slots[ended] = self._slots[ended]
-        # `struct` clears a word before it writes it: only of two values in a row, one is surely right.
-        names = max(self._seen.names, *(struct.unpack_from("<I", self._ring)[0] for _ in range(2)))
+        names = reader.names_bytes
         since, until = (NAMES_AT + min(size, NAMES_BYTES) for size in (self._seen.names, names))
         changed = np.flatnonzero((slots != self._slots).any(axis=1))
         self._left = [

@@ -2,7 +2,6 @@
 
 import mmap
 import random
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit.recording import ring_buffer, ring_copy
+from labkit.recording import ring_buffer
 from labkit.recording.clock import Clock
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_copy import TOGETHER, RingCopy, RingTap
@@ -217,29 +216,6 @@ def test_names_arrive_before_the_records_that_refer_to_them(copied: Copied) -> N
         assert all(p.name.startswith("send") for p in copied.reader.pending())
     assert seen == [str(number) for number in range(100)]
     assert copied.reader.names() == copied.original.names()
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_names_are_complete_while_the_rank_writes_one(copied: Copied, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    """Python's `struct` clears their size before it writes the new one, and the tap may see that."""
-    copied.writer.write("first", COMPUTE, 1, 2)
-    copied.send()
-    copied.writer.write("second", COMPUTE, 3, 4)
-    results = [0, 0]
-
-    class Cleared:
-        @staticmethod
-        def unpack_from(letters: str, buffer: Any, at: int = 0) -> tuple[Any, ...]:
-            if not at and len(results) == 1 + first:
-                return (results.pop(),)
-            if not at:
-                results.pop()
-            return struct.unpack_from(letters, buffer, at)
-
-    monkeypatch.setattr(ring_copy, "struct", Cleared)
-    copied.send()
-    assert not results
-    assert copied.reader.names()[-1] == "second"
 
 
 def test_a_message_is_not_larger_than_the_limit_and_behind_tells_of_the_rest(copied: Copied) -> None:
