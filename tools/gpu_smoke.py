@@ -140,7 +140,7 @@ def message() -> list[float]:
 
 def nvml() -> tuple[int, int] | str | None:
     """The utilization in per cent and the bytes in use of the first GPU."""
-    from labkit.launch.gpus import Gpus
+    from labkit.launch.resource_usage import Gpus
 
     if importlib.util.find_spec("pynvml") is None:
         return "left out: there is no nvidia-ml-py"

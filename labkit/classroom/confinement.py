@@ -28,7 +28,7 @@ from threading import get_ident
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
-from labkit.errors.own_code import LABKIT
+from labkit.errors.exceptions import LABKIT
 from labkit.worker.network_namespace import drop_capabilities, enter_new, system_call
 
 CLONE_NEWNS: Final = 0x00020000

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from labkit.classroom.confinement import Confinement, attempts, cover
-from labkit.classroom.packed import Packed
-from labkit.classroom.trusted import only_trusted_pickles
+from labkit.classroom.packed import Packed, only_trusted_pickles
 from labkit.errors.exceptions import LabError
 from labkit.exercises import answer_ranks, find
 from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, not_written

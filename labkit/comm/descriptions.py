@@ -10,8 +10,8 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from labkit.comm.torch_internals import SPARSE
+from labkit.recording.group_keys import of_exchange, of_parts, of_tensor
 from labkit.recording.operations import Form, OperationType, Traffic
-from labkit.recording.signatures import of_exchange, of_parts, of_tensor
 
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:

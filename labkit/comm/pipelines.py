@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from labkit.comm.phases import BACKWARD, FORWARD, Phases
-from labkit.comm.private_names import in_place_of
-from labkit.comm.torch_internals import PIPELINE_STARTS
+from labkit.comm.torch_internals import PIPELINE_STARTS, in_place_of
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import student_line
 

@@ -23,17 +23,15 @@ from torch.distributed import rpc
 from torch.distributed.rpc import PyRRef, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
+from labkit.comm.backward import RpcBackwards, tensors_in
 from labkit.comm.emulated_link import SlowLink
 from labkit.comm.emulated_rpc import SlowCalls
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
-from labkit.comm.private_names import in_place_of
-from labkit.comm.rpc_backward import RpcBackwards, tensors_in
 from labkit.comm.rpc_names import last_name, spoken
-from labkit.comm.rpc_optimizer import step_in_python
-from labkit.comm.rpc_references import References
+from labkit.comm.rpc_references import References, step_in_python
 from labkit.comm.time_limits import ends_by_itself
-from labkit.comm.torch_internals import REMOTE_CALLS
+from labkit.comm.torch_internals import REMOTE_CALLS, in_place_of
 from labkit.ipc.rpc_errors import sent
 from labkit.ipc.tracebacks import headline, students_traceback
 from labkit.recording.group_keys import call_key

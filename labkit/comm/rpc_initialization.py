@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from torch.distributed import rpc
 
-from labkit.comm.private_names import in_place_of
 from labkit.comm.rendezvous import Address, Rendezvous
-from labkit.comm.torch_internals import RPC_START, RPC_TRANSPORTS
+from labkit.comm.torch_internals import RPC_START, RPC_TRANSPORTS, in_place_of
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.operations import RPC_SHUTDOWN

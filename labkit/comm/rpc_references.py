@@ -4,6 +4,9 @@ To drop a reference, torch tells its owner. Meanwhile it holds a lock of its own
 release and take again, for the same moment can also free the tensor of an earlier message. If a second thread drops a
 reference just then, each of the two has the lock that the other needs, and the process never runs again. Calls that
 carry references and end at about the same time do this, over TCP in one of some hundred cases.
+
+Steps of a `DistributedOptimizer` are made visible on the owner of the parameters, where torch calls a script function
+in C++, which cannot be recorded. A Python function that calls the same script of the same optimizer takes its place.
 """
 
 from __future__ import annotations
@@ -13,6 +16,20 @@ import threading
 import time
 from queue import SimpleQueue
 from typing import Any, Final
+
+from labkit.comm.torch_internals import REMOTE_STEPS
+
+
+def step_in_python() -> None:
+    """Replace the script function; needed in each process that calls steps."""
+    if REMOTE_STEPS.found:
+        REMOTE_STEPS.set(_script_local_optimizer_step.__name__, _script_local_optimizer_step)
+
+
+def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:
+    """Run a step; the name is torch's, by which the call is recognized."""
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
 
 SHORTEST_S: Final = 0.002  # between two looks at which references the rank still uses, soon after a change
 LONGEST_S: Final = 0.05  # and when there is none

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from labkit.comm.private_names import in_place_of
 from labkit.comm.rendezvous import LOCAL, Rendezvous
+from labkit.comm.torch_internals import in_place_of
 from labkit.recording.group_keys import rendezvous_key, store_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.cores import usable_cores
 from labkit.recording.record import clock
 

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.operations import OPERATION_TYPES, Cost, type_of
 
 BITS: Final = 8

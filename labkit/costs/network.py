@@ -8,8 +8,7 @@ from typing import Any
 
 from labkit.costs.link import Link
 from labkit.costs.rounds import Round, rounds_of
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.number_checks import check_number
 from labkit.errors.units import in_words, scaled
+from labkit.errors.wrong_calls import check_number
 
 _COUNTS: Final = frozenset(
     {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}

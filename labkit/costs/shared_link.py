@@ -16,7 +16,7 @@ from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from labkit.recording.fork_isolation import keep_from_forks
+from labkit.recording.ring_buffer import keep_from_forks
 
 # Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
 # end (0: not scheduled).

@@ -1,13 +1,20 @@
-"""The exceptions that students see: `LabError`, `RankError` and others, and how a notebook displays them."""
+"""The exceptions that students see: `LabError`, `RankError` and others, and how a notebook displays them.
+
+Tracebacks that students see leave out the frames in `OWN_CODE`, the folder of labkit's own code.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
 
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
+
+LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
 
 _RULE = "─" * 70
 WIDTH: Final = 110  # characters that fit next to a notebook's file browser

@@ -1,15 +1,42 @@
-"""Explains why a process ended: its exit code, its signal, or the kernel's out-of-memory (OOM) killer."""
+"""Explains why a process ended: its exit code, its signal, or the kernel's out-of-memory (OOM) killer.
+
+Code compares a `Cause`, not the sentences that students read.
+"""
 
 from __future__ import annotations
 
+import enum
 import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from labkit.errors.causes import Cause
 from labkit.errors.control_groups import control_group_folders
+
+
+class Cause(enum.Enum):
+    """Why a rank failed."""
+
+    RAISED = enum.auto()  # its code, or a library that it called, raised an error
+    NOT_IMPLEMENTED = enum.auto()  # its code raised NotImplementedError: it is not written yet
+    LOST_CONNECTION = enum.auto()  # a library reported that the connection to another rank was lost
+    AFTER_LOST_CONNECTION = enum.auto()  # its code caught such an error and raised another one
+    UNREADABLE_RESULT = enum.auto()  # it returned an object that the notebook cannot unpickle
+    DEADLOCK = enum.auto()  # other ranks wait for it without end
+    EXITED = enum.auto()  # its process exited
+    OUT_OF_MEMORY = enum.auto()  # the kernel's OOM killer ended its process
+    KILLED = enum.auto()  # another process sent SIGKILL
+    ABORTED = enum.auto()  # SIGABRT: C or C++ code aborted
+    CRASHED = enum.auto()  # SIGSEGV, SIGBUS, SIGFPE or SIGILL
+    SIGNALLED = enum.auto()  # another signal
+    LOST_MACHINE = enum.auto()  # its machine does not answer any more
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's end caused the failure."""
+        return self in (Cause.LOST_CONNECTION, Cause.AFTER_LOST_CONNECTION)
+
 
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 

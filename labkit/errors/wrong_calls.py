@@ -2,6 +2,8 @@
 
 `public_api` decorates the functions that students call. Functions that must be fast (`span`, `steps`, `record`) raise
 `WrongTypeError` and `WrongValueError` directly.
+
+`check_number` is the one way to check a number that a student gives.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import collections.abc
 import dis
 import functools
 import inspect
+import math
 import numbers
 import os
 import reprlib
@@ -20,9 +23,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any, Final, ParamSpec, TypeVar
 
-from labkit.errors.exceptions import LabError, Stopped
+from labkit.errors.exceptions import LABKIT, LabError, Stopped
 from labkit.errors.lists import listed
-from labkit.errors.own_code import LABKIT
+
+
+def check_number(
+    value: Any,
+    expected: str,
+    *,
+    whole: bool = False,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    below: float | None = None,
+) -> None:
+    """Check that a value is a number in a range.
+
+    Args:
+        value: what was given.
+        expected: the message if it is something else: what was given, and what was expected.
+        whole: whether it must be a whole number.
+        at_least: the lowest value.
+        above: a value that it must exceed.
+        below: a value that it must not reach; default: it may be infinite.
+
+    Raises:
+        TypeError: it is no such number.
+        ValueError: it is out of range, or not a number (nan).
+    """
+    if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
+        raise TypeError(expected)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number that is too large for a float
+        number = math.inf
+    if not (number >= at_least and number > above and (below is None or number < below)):
+        raise ValueError(expected)
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

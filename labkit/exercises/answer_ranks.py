@@ -11,8 +11,8 @@ import cloudpickle
 import numpy as np
 
 from labkit import exercises
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
+from labkit.errors.exit_reasons import Cause
 from labkit.exercises.judging import AnswerError, Results, call, call_reporting_exit, without_judges
 from labkit.group.group import Group
 from labkit.recording.group_keys import DIST_BACKWARD

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import LabError, RankError, Stopped
+from labkit.errors.exit_reasons import Cause
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.answer_ranks import AnswerRanks, require_data

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from labkit.comm.rpc_backward import context_id
+from labkit.comm.backward import context_id
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
 from labkit.exercises.comparisons import compare

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankError
+from labkit.errors.exit_reasons import Cause
 from labkit.exercises.comparisons import equal, judge_result, listing, whole_number
 from labkit.exercises.judging import NUMBER_FOR_LIST, AnswerError, Hint, OnRanks, Results, exercise, explaining, reject, showing
 

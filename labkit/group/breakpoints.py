@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from labkit.group.member import Member
 from labkit.group.output import notebook_shell, put
+from labkit.group.pool_state import Member
 
 TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
 LOOK_EVERY_S: Final = 0.1  # while the student thinks

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from labkit.errors.lists import listed
-from labkit.group.member import Member
+from labkit.group.pool_state import Member
 
 MOST_NAMES: Final = 8  # in the message about lost names
 

@@ -11,8 +11,8 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.lists import listed
-from labkit.group.member import Member
 from labkit.group.mismatches import Place, first_unequal
+from labkit.group.pool_state import Member
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
 from labkit.recording.ring_buffer import pending_of

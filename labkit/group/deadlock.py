@@ -3,22 +3,176 @@
 A blocked rank needs others to enter the same operation. A rank that computes may still do so; a rank that has returned,
 or is itself blocked for ever, will not. So a deadlock is not a matter of time: it follows from the operations in which
 ranks are blocked. `group.deadlock_words` describes what is found here.
+
+A remote call needs a free thread of the rank that executes it. A rendezvous, or a wait for a store's key, needs the
+ranks that are missing.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from labkit.group.rank_state import RankState
-from labkit.group.remote_calls import has_thread, promised, serves, thread_blocked, unreceived
-from labkit.group.store_waits import HINTS, absent_ranks
-from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
-from labkit.recording.operations import FOR_OTHERS, RECV, SEND, UNSEEN_PROMISE, Traffic
-from labkit.recording.schema import Pending
-from labkit.recording.signatures import with_elements
+from labkit.recording.group_keys import GroupKind, kind_of, ranks_of, size_of, with_elements
+from labkit.recording.operations import FOR_OTHERS, PROMISE, RECV, SEND, SERVE, UNSEEN_PROMISE, Traffic
+from labkit.recording.schema import STREAM, TIMED, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank at one moment.
+
+    Args:
+        name: the rank's name.
+        pending: its operations that are issued and not completed, oldest first.
+        called: whether it was called to run the function.
+        returned: whether its function has returned, or it was not called: it enters no more operations by itself.
+        serving: the number of its threads that serve calls of others (RPC).
+        receiving: whether only these threads receive the replies to its own calls.
+        entered: the number of the last operation that it entered, by process group or pair of ranks.
+        done: its completed operations among those in which others are blocked.
+        uncounted: whether it had more pending operations than can be recorded, so that it may have entered any
+            operation.
+        free: whether something else in it may still act, such as another thread.
+    """
+
+    name: str
+    pending: Sequence[Pending] = ()
+    called: bool = True
+    returned: bool = False
+    serving: int = 0
+    receiving: bool = False
+    entered: Mapping[str, int] = field(default_factory=dict)
+    done: Sequence[Pending] = ()
+    uncounted: bool = False
+    free: bool = False
+
+    @property
+    def blocked(self) -> list[Pending]:
+        """The operations in which it is blocked until they complete, oldest first."""
+        return [p for p in self.pending if p.wait_start_ns and p.thread not in (STREAM, TIMED)]
+
+    @property
+    def timed(self) -> list[Pending]:
+        """The operations in which it is blocked until they complete or a time limit expires."""
+        return [p for p in self.pending if p.wait_start_ns and p.thread == TIMED]
+
+    @property
+    def queued(self) -> list[Pending]:
+        """The operations that its GPU waits for, while the rank itself continues."""
+        return [p for p in self.pending if p.wait_start_ns and p.thread == STREAM]
+
+
+def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
+    """The ranks along a cycle of calls that wait for one another, from the first caller on; [] if there is none.
+
+    The innermost call is being executed as far as labkit knows, and may complete, unless it waits for a lock that the
+    outermost caller holds.
+    """
+    for start, rank in enumerate(ranks):
+        for first in rank.blocked:
+            links, at, call = [start], start, first
+            visited = {start}
+            while kind_of(call.group) is GroupKind.CALL:
+                at = call.peer
+                links.append(at)
+                served = next((p for p in ranks[at].pending if serves(p, call)), None)
+                if served is None:
+                    break
+                inner = next((p for p in ranks[at].blocked if p.thread == served.thread), None)
+                if inner is None:
+                    if at in visited:
+                        return links
+                    break
+                visited.add(at)
+                call = inner
+    return []
+
+
+def served_by(ranks: Sequence[RankState], call: Pending) -> tuple[int, Pending] | None:
+    """The rank that is executing an RPC without being blocked in it, and its record of serving it."""
+    if kind_of(call.group) is not GroupKind.CALL:
+        return None
+    callee = ranks[call.peer]
+    served = next((p for p in callee.pending if serves(p, call)), None)
+    return None if served is None or thread_blocked(callee, served) else (call.peer, served)
+
+
+def serves(pending: Pending, call: Pending) -> bool:
+    """Whether this is what a rank has noted down while it computes that call."""
+    return pending.type is SERVE and (pending.group, pending.match) == (call.group, call.match)
+
+
+def promised(ranks: Sequence[RankState], call: Pending) -> Pending | None:
+    """The callee's record of an uncompleted future that the called function returned under `async_execution`."""
+    if kind_of(call.group) is not GroupKind.CALL:
+        return None
+    futures = (p for p in ranks[call.peer].pending if p.type in (PROMISE, UNSEEN_PROMISE))
+    return next((p for p in futures if (p.group, p.match) == (call.group, call.match)), None)
+
+
+def has_thread(rank: RankState) -> bool:
+    """Whether an RPC rank has a thread that may answer a call: all of them may be blocked."""
+    served = [p for p in rank.pending if p.type is SERVE]
+    return len(served) < rank.serving or any(not thread_blocked(rank, p) for p in served)
+
+
+def unreceived(ranks: Sequence[RankState], me: int) -> list[Pending]:
+    """The calls in which all serving threads of a rank wait, so that none receives the replies; [] if one may do so.
+
+    Calls that the other rank has not answered, and may never answer, do not count.
+    """
+    rank = ranks[me]
+    if not rank.receiving or has_thread(rank):
+        return []
+    own = {p.thread for p in rank.pending if p.type is SERVE}
+    calls = [p for p in rank.blocked if p.thread in own and kind_of(p.group) is GroupKind.CALL]
+    return [p for p in calls if has_thread(ranks[p.peer]) and not any(serves(s, p) for s in ranks[p.peer].pending)]
+
+
+def thread_blocked(rank: RankState, served: Pending) -> bool:
+    """Whether the thread that serves a call is blocked in an operation."""
+    return any(p.thread == served.thread for p in rank.blocked)
+
+
+HINTS: Final = {  # the usual mistake behind an endless wait
+    GroupKind.RENDEZVOUS: "Ranks meet where address, port and world size agree, and each must come with a rank of its own.",
+    GroupKind.STORE: "A wait for a key ends when a rank sets it: look for a key of another name, or a rank that returned before.",
+}
+
+
+def absent_ranks(group: str, match: int, entered: Sequence[int]) -> list[int]:
+    """The numbers of the ranks that such a wait still needs; -1 stands for any rank.
+
+    Args:
+        group: the key of the rendezvous, or of the wait for a store's key.
+        match: the number of this rendezvous, counted from 1.
+        entered: how many times each rank has entered it.
+    """
+    if kind_of(group) is GroupKind.STORE:
+        return [-1]
+    size = size_of(group)
+    absent = [rank for rank, number in enumerate(entered) if number < match]
+    if size == len(entered):
+        return absent
+    return [-1] if len(entered) - len(absent) < size else []
+
+
+def hint_of(group: str, size: int) -> str:
+    """The usual mistake behind an endless wait.
+
+    Args:
+        group: the key of the rendezvous, or of the wait for a store's key.
+        size: the number of ranks in the group.
+    """
+    kind = kind_of(group)
+    if kind is GroupKind.RENDEZVOUS and size_of(group) > size:
+        asked = size_of(group)
+        return f"It asks for {asked} ranks, and this group has {size}: give it world_size {size}, or make a lab.Group of {asked}."
+    return HINTS[kind]
+
 
 _Who = TypeVar("_Who")  # a rank's number or its name
 

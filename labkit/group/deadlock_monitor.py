@@ -9,13 +9,11 @@ from typing import Final
 
 from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock, find_deadlock, missing
+from labkit.group.deadlock import Deadlock, RankState, cycle_of_calls, find_deadlock, missing, served_by
 from labkit.group.deadlock_words import origin_in_words
-from labkit.group.member import Member
 from labkit.group.parting import Side, frames_at, parting_in_words, source_of
+from labkit.group.pool_state import Member
 from labkit.group.processes import SLOW_S, RankPool
-from labkit.group.rank_state import RankState
-from labkit.group.remote_calls import cycle_of_calls, served_by
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import Frame
 from labkit.launch.rank_process import command_to_resume

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.deadlock import Deadlock, Reason, first_mismatch
-from labkit.group.store_waits import HINTS, hint_of
+from labkit.group.deadlock import HINTS, Deadlock, Reason, first_mismatch, hint_of
 from labkit.launch.frames import Frame, Owner
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE

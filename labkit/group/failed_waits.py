@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import RankFailure
+from labkit.errors.exit_reasons import Cause
 from labkit.group.collector import Records
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import late_in_words, left_in_words

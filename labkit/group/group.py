@@ -28,11 +28,10 @@ from labkit.group.arguments import (
     runtime_named,
 )  # fmt: skip
 from labkit.group.cell_names import CellNames, lost_names
-from labkit.group.member import Member
 from labkit.group.open_groups import default_start, notebook
 from labkit.group.output import cell_label, put
 from labkit.group.picture import Picture
-from labkit.group.pool_state import Phase, Request
+from labkit.group.pool_state import Member, Phase, Request
 from labkit.group.processes import RankPool
 from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run

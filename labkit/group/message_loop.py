@@ -6,7 +6,7 @@ import contextlib
 import selectors
 from typing import Final, Protocol
 
-from labkit.group.member import Member
+from labkit.group.pool_state import Member
 from labkit.ipc.protocol import Message
 
 _MESSAGE: Final = "message"

@@ -15,10 +15,9 @@ import numpy as np
 from labkit.errors.exceptions import MismatchError
 from labkit.errors.lists import counted
 from labkit.group.deadlock_words import mismatch_in_words, place
-from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
+from labkit.recording.group_keys import Exchange, GroupKind, exchange_of, kind_of, ranks_of, with_elements, without_ones
 from labkit.recording.operations import RECV, SEND, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, Pending
-from labkit.recording.signatures import Exchange, exchange_of, with_elements, without_ones
 
 _ANY_OTHER: Final = -1  # stands for all groups whose operations are not compared
 

@@ -1,7 +1,8 @@
-"""The ranks' prints: shown with labels while the ranks run, bounded, and grouped in rank order at the end.
+"""What ranks show in a run: prints, with labels while the ranks run, bounded, and grouped in rank order at the end.
 
 In a notebook, the thread that runs the cell updates one display, which is replaced by plain text at the end, so that
-the output of a checked cell is reproducible. In a terminal, lines appear as they arrive.
+the output of a checked cell is reproducible. In a terminal, lines appear as they arrive. Rich output (figures, HTML) is
+shown at the end, in rank order; each warning once, with the ranks that raised it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,114 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TextIO, cast
 
-from labkit.group.displays import Displays
+from labkit.errors.lists import listed, numbers_in_words
 from labkit.group.printed_lines import Lines
-from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.ranks_cell import cell_number
+
+MOST: Final = 64  # of all ranks together; each rank bounds its own
+
+
+class Displays:
+    """The displays of all ranks in one run.
+
+    Args:
+        names: names of the ranks, in rank order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._shown: dict[int, list[Displayed]] = {}  # by rank
+        self._left_out: dict[int, int] = {}
+
+    def take(self, rank: int, shown: Displayed) -> None:
+        """Add a display of a rank, its update or removal, or a count of displays that the rank left out."""
+        mine = self._shown.setdefault(rank, [])
+        if shown.data is None:
+            mine.clear()
+        elif shown.left_out:
+            self._left_out[rank] = self._left_out.get(rank, 0) + shown.left_out
+        elif not shown.update:
+            mine.append(shown)
+        else:
+            mine[:] = [shown if shown.key == old.key else old for old in mine]
+
+    def finish(self, write: Callable[[str], None]) -> None:
+        """Show all displays below the cell; call it on the thread that runs the cell.
+
+        Args:
+            write: prints the labels.
+        """
+        room = MOST
+        for rank in sorted(self._shown):
+            name, mine = self._names[rank], self._shown[rank]
+            kept, left_out = mine[:room], self._left_out.get(rank, 0) + len(mine[room:])
+            room -= len(kept)
+            for number, shown in enumerate(kept):
+                if number == 0:
+                    write(f"[{name}]\n")
+                _display(shown)
+            if left_out:
+                write(f"[{name}] ... {left_out:,} more left out ...\n")
+
+
+def _display(shown: Displayed) -> None:
+    from IPython.display import display
+
+    data: Any = shown.data
+    display(data, raw=True, metadata=shown.metadata)
+
+
+MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
+
+
+class GroupedWarnings:
+    """Collects the warnings of ranks.
+
+    Args:
+        names: names of the ranks, in rank order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._counts: dict[str, dict[int, int]] = {}  # by text and rank, how many times it was raised
+        self._order: dict[tuple[int, str], int] = {}  # of arrival, by rank and text
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def take(self, rank: int, text: str, count: int) -> None:
+        """Add a warning that a rank has raised `count` times."""
+        ranks = self._counts.setdefault(text, {})
+        ranks[rank] = ranks.get(rank, 0) + count
+        self._order.setdefault((rank, text), len(self._order))
+
+    def lines(self) -> list[str]:
+        """All warnings with labels, those of the lowest ranks first."""
+        ordered = sorted(self._counts.items(), key=lambda item: (min(item[1]), self._order[min(item[1]), item[0]]))
+        return [line for text, ranks in ordered for line in self._labelled(text, ranks)]
+
+    def _labelled(self, text: str, ranks: dict[int, int]) -> list[str]:
+        first, *more = text.rstrip("\n").split("\n")
+        often = max(ranks.values())
+        if often > 1:
+            first += f" ({'up to ' * (min(ranks.values()) < often)}{often:,} times)"
+        label = self._label(sorted(ranks))
+        return [f"[{label}] {line}" for line in (first, *more)]
+
+    def _label(self, ranks: list[int]) -> str:
+        names = [self._names[rank] for rank in ranks]
+        if len(ranks) == 1:
+            return names[0]
+        if names == [f"rank {rank}" for rank in ranks]:
+            return f"ranks {numbers_in_words(ranks)}"
+        if len(names) == len(self._names) > MOST_NAMES:
+            return f"all {len(names)} ranks"
+        return listed(names, most=MOST_NAMES)
+
 
 LIVE_LINES: Final = 12  # of each rank, during the run
 WARNED_AFTER_S: Final = 1.0  # how long a terminal waits for the same warning from other ranks

@@ -8,14 +8,124 @@ any more, and closed when its processes have been ended:
 The definitions of cells stay in the processes as long as possible. A run leaves them unusable if a rank has died or was
 stopped, or if ranks may disagree about what they have communicated (`group/unfinished.py`). Some frameworks wear out
 without that: TensorFlow computes in a process under one configuration only, and torch's RPC starts only once.
+
+`Member` is the notebook's view of one rank while its process is alive. Without workers of a chief with parameter
+servers, a run goes on.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Final
 
+from labkit.errors.exceptions import RankFailure
+from labkit.errors.units import time_in_words
+from labkit.ipc.channel import Channel
+from labkit.ipc.options import Options
+from labkit.ipc.protocol import Displayed, Warned
+from labkit.launch.rank_process import RankProcess
+from labkit.recording.ring_buffer import RingReader
 from labkit.worker.runtimes.base import Runtime
+
+
+class LostRanks(dict[int, RankFailure]):
+    """How these ranks ended, by their numbers.
+
+    Args:
+        options: the group's options.
+        kind: the class of its runtime.
+    """
+
+    def __init__(self, options: Options, kind: type[Runtime]) -> None:
+        super().__init__()
+        self._replaceable = {r for r in range(len(options.names)) if kind.replaceable(options.jobs, r)}
+
+    def take(self, failure: RankFailure, on: Sequence[int]) -> bool:
+        """Add a rank, if the run goes on without it: a rank that uses it was called, and another one like it is left.
+
+        Args:
+            failure: the end of its process.
+            on: the ranks that were called.
+
+        Returns:
+            whether the run goes on.
+        """
+        left = self._replaceable - self.keys() - {failure.rank}
+        if failure.rank not in self._replaceable or not left or self._replaceable.issuperset(on):
+            return False
+        self[failure.rank] = failure
+        return True
+
+    def notes(self, start_ns: int) -> list[str]:
+        """Return a line for each of these ranks, after a successful run.
+
+        Args:
+            start_ns: start of the run.
+        """
+        ends = [(f, time_in_words(f.at_ns - start_ns)) for f in self.values()]
+        return [f"{f.name} ended {after} after the start: {f.headline}. The others went on without it." for f, after in ends]
+
+    def doings(self) -> dict[int, str]:
+        """Return a line for each of these ranks, for the report of another one's failure."""
+        return {rank: f"{f.name} had ended before: {f.headline}" for rank, f in self.items()}
+
+
+READ_BYTES: Final = 1 << 16
+PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that is unread when reading starts
+
+
+class Member:
+    """A rank while its process is alive: the process, and what the notebook knows about it.
+
+    Attributes:
+        label: its name in pictures; where ranks are on several machines, with that of its machine.
+        unshown: the output that it printed while no run was in progress.
+        unseen: what it displayed, and its warnings, while no run was in progress.
+        known_files: the student's files whose names, and perhaps lines, the rank has.
+        notebook_values: for `%%ranks`, the values of the notebook's names when they were last sent to the rank, or
+            assigned there.
+        gone: numbers of definitions that the notebook no longer has, and that the rank has not yet been told to forget.
+        assigned: the names that the last cell assigned or deleted in the rank.
+        made: by name, the cell that last assigned it in the rank.
+    """
+
+    def __init__(self, rank: int, name: str, process: RankProcess) -> None:
+        self.rank, self.name, self.process = rank, name, process
+        several = process.place is not None and process.place.nodes > 1
+        self.label = f"{name} · {process.place.machine}" if several and process.place else name
+        self.channel = Channel(process.sock)
+        self.reader = RingReader(process.ring)
+        self.unshown = b""
+        self.unseen: list[Displayed | Warned] = []
+        self.output_open = True
+        self.known_files: dict[str, tuple[str, list[str]]] = {}
+        self.notebook_values: dict[str, Any] = {}
+        self.gone: list[int] = []
+        self.assigned: list[str] = []
+        self.made: dict[str, str] = {}
+
+    def printed(self) -> Iterator[bytes]:
+        """Yield its unread output in pieces, without what it prints meanwhile, which may be endless."""
+        count = 0
+        while self.output_open and count < PIPE_BYTES:
+            try:
+                data = os.read(self.process.output, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                self.output_open = False
+                return
+            yield data
+            count += len(data)
+            if len(data) < READ_BYTES:
+                return
+
+    def keep_output(self) -> None:
+        """Read its unread output and keep it for the next run to show."""
+        self.unshown += b"".join(self.printed())
 
 
 class Phase(Enum):

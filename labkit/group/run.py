@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
+from labkit.errors.exit_reasons import Cause
 from labkit.errors.library_hints import library_hint
 from labkit.errors.lists import these
 from labkit.group import breakpoints
@@ -18,10 +18,10 @@ from labkit.group.deadlock import PARTED, Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
 from labkit.group.failed_waits import whom_it_awaited
-from labkit.group.member import Member
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
 from labkit.group.picture import Picture
+from labkit.group.pool_state import Member
 from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
@@ -33,11 +33,10 @@ from labkit.recording.cores import machine_load
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
 from labkit.recording.schema import Pending
-from labkit.tracing.missing_names import about_names
 from labkit.tracing.silent_faults import SilentFault
-from labkit.tracing.trace import Trace
+from labkit.tracing.trace import Trace, about_names
 from labkit.tracing.verdict import faults_of
-from labkit.worker.quit_command import quit_failure
+from labkit.worker.debugger import quit_failure
 
 LOOK_EVERY_S: Final = 0.05  # between reads of rings and prints; the fastest writer needs twice as long to fill a ring
 FULL_BYTES: Final = 1 << 15  # a rank that has printed this much since the last read may soon block: read again at once

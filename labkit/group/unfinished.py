@@ -13,10 +13,9 @@ from typing import Final, NamedTuple
 from labkit.errors.exceptions import RankFailure
 from labkit.errors.lists import listed
 from labkit.group.collector import Records
-from labkit.group.deadlock import missing
+from labkit.group.deadlock import RankState, missing
 from labkit.group.deadlock_words import place
-from labkit.group.member import Member
-from labkit.group.rank_state import RankState
+from labkit.group.pool_state import Member
 from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.operations import FOR_OTHERS, RECV, RPC, SEND, TO_HERE
 from labkit.recording.schema import Pending

@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.deadlock import missing
+from labkit.group.deadlock import HINTS, RankState, missing, promised, served_by
 from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
-from labkit.group.rank_state import RankState
-from labkit.group.remote_calls import promised, served_by
-from labkit.group.store_waits import HINTS
 from labkit.launch.frames import Frame
 from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of

@@ -2,16 +2,83 @@
 
 An option's check stands below the fields. What depends on more than the options stands in `group/arguments.py`: what
 the runtime supports, and what the machine decides when ranks are placed on it (threads, devices, memory, open files).
+
+`Place` says where a rank is among the machines of its group. Ranks on other machines get those of the notebook's
+environment variables that have changed since `import labkit`, as the others describe the notebook's process and its
+machine; of the changed ones, those that name something of a machine are not applied.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.number_checks import check_number
+from labkit.errors.wrong_calls import check_number
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is among the machines of its group.
+
+    Args:
+        machine: the name of its machine; "" where all ranks are on the notebook's machine.
+        node: the number of its machine among those of the group.
+        nodes: the number of machines.
+        local_rank: its number among the ranks of its machine.
+        local_size: the number of ranks of its machine.
+        address: the address at which the other machines reach this one.
+        interface: the network interface with that address; "" leaves the choice to the frameworks.
+        names: all names and addresses of the group's machines.
+        cores: the cores that the ranks of its machine share; 0 where these are the notebook's.
+    """
+
+    machine: str = ""
+    node: int = 0
+    nodes: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    address: str = LOOPBACK
+    interface: str = ""
+    names: frozenset[str] = frozenset()
+    cores: float = 0.0
+
+    @classmethod
+    def here(cls, rank: int, size: int) -> Place:
+        """Return the place of a rank where all ranks are on the notebook's machine."""
+        return cls(local_rank=rank, local_size=size)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the rank may be on another machine than the notebook."""
+        return self.machine != "" or self.nodes > 1
+
+    @property
+    def listening(self) -> str:
+        """The address at which a rank listens for the others: the loopback, unless some are on other machines."""
+        return self.address if self.nodes > 1 else LOOPBACK
+
+
+AT_IMPORT: Final[Mapping[str, str]] = dict(os.environ)  # `import labkit` imports this file
+
+NAMES: Final = frozenset(
+    {
+        "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD",
+        "OLDPWD", "TMPDIR", "PYTHONHOME", "VIRTUAL_ENV",
+    }
+)  # fmt: skip
+PREFIXES: Final = ("CONDA_", "SLURM_", "SSH_", "XDG_")
+
+
+def belongs_to_machine(name: str) -> bool:
+    """Whether a variable describes a machine or a login there, so that its value is wrong on others."""
+    return name in NAMES or name.startswith(PREFIXES)
+
 
 DEVICES: Final = ("auto", "cpu", "cuda")
 STARTS: Final = ("fork", "spawn")

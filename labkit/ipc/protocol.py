@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Final, NamedTuple
 
 from labkit.errors.exceptions import RankFailure
-from labkit.ipc.options import Options
+from labkit.ipc.options import LOOPBACK, Options, Place
 from labkit.ipc.pickling import Payload
-from labkit.ipc.place import LOOPBACK, Place
 from labkit.recording.rank_facts import Fact
 
 Files = dict[str, tuple[str, list[str]]]  # by path: a file's name for the student, and its lines if only the notebook has them

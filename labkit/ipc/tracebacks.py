@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Final
 
-from labkit.errors.causes import Cause
-from labkit.errors.exceptions import LabError, RankFailure
-from labkit.errors.own_code import LABKIT
+from labkit.errors.exceptions import LABKIT, LabError, RankFailure
+from labkit.errors.exit_reasons import Cause
 from labkit.ipc.rpc_errors import remote_error
 from labkit.recording.record import here, is_students, label
 

@@ -52,7 +52,7 @@ from labkit.launch.descendants import (
     kill_groups,
 )
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
-from labkit.recording.fork_isolation import keep_from_forks
+from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace
 from labkit.worker.network_namespace import Network
 from labkit.worker.stack_writer import prepare, write_when_asked

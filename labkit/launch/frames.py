@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
-from labkit.errors.own_code import LABKIT
+from labkit.errors.exceptions import LABKIT
 from labkit.recording.record import is_students
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})

@@ -14,7 +14,7 @@ from typing import Final
 
 import psutil
 
-from labkit.ipc.place import Place
+from labkit.ipc.options import Place
 from labkit.ipc.process_memory import may_read
 from labkit.launch.frames import Frame
 from labkit.recording.clock import Clock

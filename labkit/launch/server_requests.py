@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from labkit.ipc.place import Place
+from labkit.ipc.options import Place
 from labkit.launch.rank_process import End
 
 BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253

@@ -32,7 +32,7 @@ from labkit.machines.forwarding import TAKEN, Forwarding
 from labkit.machines.frame_port import FramePort
 from labkit.machines.line import READ_BYTES, Kind, Large, Line
 from labkit.machines.reachability import listen_for_a_moment, unreached
-from labkit.machines.states import RankState
+from labkit.machines.relayed_rank import RankState
 from labkit.recording.ring_copy import RingTap
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.runtimes.registry import RUNTIMES

@@ -20,8 +20,7 @@ from typing import Any, Final
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.machines.emulated_network import READY, ask
 from labkit.machines.engines import Connection, Engine
 from labkit.machines.line import READ_BYTES

@@ -16,8 +16,8 @@ from typing import Final
 import psutil
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.place import LOOPBACK
-from labkit.launch.usable_memory import usable_memory
+from labkit.ipc.options import LOOPBACK
+from labkit.launch.capacity import usable_memory
 from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count

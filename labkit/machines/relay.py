@@ -26,8 +26,8 @@ from typing import Any, Final, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
+from labkit.ipc.options import Place
 from labkit.ipc.pickling import shared_memory
-from labkit.ipc.place import Place
 from labkit.launch import server_requests
 from labkit.launch.capacity import raise_limit
 from labkit.launch.rank_process import End

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.machine_variables import AT_IMPORT
+from labkit.ipc.options import AT_IMPORT
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Answered, Ask, Ended, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.machines.engines import Engine
-from labkit.machines.states import read_state
+from labkit.machines.relayed_rank import read_state
 from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import RING_BYTES
 

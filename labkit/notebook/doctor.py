@@ -20,7 +20,7 @@ from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.launch.usable_memory import Memory, usable_memory
+from labkit.launch.capacity import Memory, usable_memory
 from labkit.machines.engines import Engine
 from labkit.notebook.doctor_gpus import ask_gpus, cuda_here, find_cuda_here, gpu_types
 from labkit.notebook.doctor_packages import HOSTED, find_replaced, replaced

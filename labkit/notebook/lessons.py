@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.errors.exceptions import LabError
+from labkit.errors.exceptions import LABKIT, LabError
 from labkit.errors.lists import listed
-from labkit.errors.own_code import LABKIT
 from labkit.errors.wrong_calls import public_api
 
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Final
 
-import labkit.ipc.machine_variables  # noqa: F401  # keeps the variables of this moment
+import labkit.ipc.options  # noqa: F401  # keeps the variables of this moment
 from labkit.notebook.spawn_hint import SpawnHints
 from labkit.recording.script_folder import VARIABLE
 

@@ -11,8 +11,7 @@ from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.rounds import Round, rounds_of
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

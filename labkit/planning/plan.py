@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.link import Link
 from labkit.errors.lists import counted
-from labkit.errors.number_checks import check_number
 from labkit.errors.units import bytes_in_words, in_words
-from labkit.errors.wrong_calls import WrongValueError, did_you_mean, public_api
+from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mean, public_api
 from labkit.planning.cluster import Cluster
 from labkit.planning.estimate import MEMORY_KINDS, Estimate, best_estimate
 from labkit.planning.strategy import strategies

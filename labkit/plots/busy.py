@@ -8,8 +8,7 @@ from labkit.errors.wrong_calls import public_api
 from labkit.plots.endpoints import ends_of
 from labkit.recording.events import device_number
 from labkit.tracing.intervals import intersection, length, union
-from labkit.tracing.median_step import undisturbed_steps
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, trace_of, undisturbed_steps
 from labkit.tracing.trace import Trace
 
 

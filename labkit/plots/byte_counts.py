@@ -9,7 +9,7 @@ from labkit.plots.memory import memory_uses
 from labkit.plots.view import view_of
 from labkit.recording.operations import type_of
 from labkit.recording.schema import MEMORY_KINDS
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 

@@ -24,8 +24,8 @@ from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
 from labkit.tracing.overlapping import after_backward, needed_at_once
 from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
-from labkit.tracing.run_argument import HasTrace, trace_of
 from labkit.tracing.silent_faults import faults_in
+from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence

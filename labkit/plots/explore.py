@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.view import view_of
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from labkit.plots.explorer import Explorer
-    from labkit.plots.figure import LabFigure
+    from labkit.plots.style import LabFigure
 
 
 @public_api

@@ -12,7 +12,6 @@ from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
-from labkit.plots.image import WIDTH_IN
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
@@ -21,6 +20,7 @@ from labkit.plots.style import (
     CHIP,
     INK,
     INKS,
+    WIDTH_IN,
     describe,
     labkit_style,
     new_figure,
@@ -30,7 +30,7 @@ from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.schema import ENDED
 from labkit.replaying.critical_path import path_between
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from labkit.plots.figure import LabFigure
+    from labkit.plots.style import LabFigure
 
 TEXT_PT: Final = 7.0  # inside bars
 NOTE_PT: Final = 8.5  # below the legend
@@ -109,7 +109,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
     """
     try:
-        from labkit.plots.figure import LabFigure
+        from labkit.plots.style import LabFigure
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with labkit_style():

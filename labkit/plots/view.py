@@ -13,7 +13,7 @@ from labkit.errors.units import percent, time_in_words
 from labkit.plots.rows import Row, is_pipeline, rows_of
 from labkit.plots.style import ranks_in_words
 from labkit.tracing.intervals import Intervals
-from labkit.tracing.median_step import median_step
+from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
 ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width

@@ -31,17 +31,23 @@ What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that sh
     The rank is killed (`test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_was_killed`), or
     forks: the child shares the memory but not the counter, so it stops recording (in `test_record.py`:
     `test_a_worker_that_a_rank_forks_records_nothing`).
+
+Processes that a rank forks, such as DataLoader workers, are kept from writing to memory shared with the notebook.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
+import os
 import struct
 import threading
+import weakref
 from _thread import get_ident, get_native_id
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from labkit.recording.cores import no_delays
 from labkit.recording.ring_layout import (  # fmt: skip
@@ -91,6 +97,37 @@ from labkit.recording.schema import (  # fmt: skip
     WAIT,
     Pending,
 )
+
+MAP_FIXED: Final = 0x10  # the same on Linux and macOS; Python's mmap module does not define it
+
+
+def keep_from_forks(memory: mmap.mmap) -> None:
+    """Give every process forked from now on its own zeroed pages in place of this memory.
+
+    A forked process inherits spans, process groups and hooks that refer to this memory, and it continues the rank's
+    numbering of records. They keep working, but write to memory that nobody reads.
+
+    Args:
+        memory: shared memory. Once it is closed, forks are no longer affected.
+    """
+    if not hasattr(os, "register_at_fork"):
+        return
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_void_p
+    map_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+    mapped = weakref.ref(memory)  # a fork hook lives as long as the process; it must not keep the memory alive
+
+    def replace() -> None:
+        memory = mapped()
+        if memory is None or memory.closed:
+            return  # something else may be mapped at this address by now
+        if map_memory(address, nbytes, protection, flags, -1, 0) != address:
+            os._exit(1)  # out of memory; continuing would corrupt the rank's records
+
+    os.register_at_fork(after_in_child=replace)
+
 
 _pack_part = PART_RECORD.pack_into
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into

@@ -16,8 +16,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import did_you_mean
+from labkit.errors.wrong_calls import check_number, did_you_mean
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, OWN_THREAD, STEP
 from labkit.replaying.graph import END, ISSUE, START, WAIT, WAIT_END, Graph
 from labkit.replaying.times import Rules

@@ -10,8 +10,7 @@ from labkit.recording.schema import KINDS
 from labkit.replaying.graph import ISSUE, WAIT, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Times, measured, play
-from labkit.tracing.median_step import median_step
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, median_step, trace_of
 from labkit.tracing.trace import Trace
 
 

@@ -12,17 +12,15 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
-from labkit.errors.number_checks import check_number
 from labkit.errors.units import time_in_words
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.events import WAITS, Columns
 from labkit.recording.schema import STEP
 from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, had_cores, of_other_threads, rules_for
 from labkit.replaying.graph import END, START, WAIT_END, WAIT_START, Graph, graph_of
 from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
-from labkit.tracing.run_argument import HasTrace, trace_of
-from labkit.tracing.step_times import spread_ns
+from labkit.tracing.step_times import HasTrace, spread_ns, trace_of
 from labkit.tracing.trace import Trace
 
 DELAYS = ("issue_delay_ns", "wait_delay_ns")

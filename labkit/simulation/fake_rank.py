@@ -12,8 +12,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from labkit.comm.private_names import in_place_of
-from labkit.comm.torch_internals import DISPATCH, SIMULATION
+from labkit.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.simulation.kernel_mode import computed, kernel_mode

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.comm.private_names import in_place_of
+from labkit.comm.torch_internals import in_place_of
 from labkit.errors.exceptions import LabError
 from labkit.recording.import_hook import when_imported
 

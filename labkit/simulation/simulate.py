@@ -9,13 +9,12 @@ from typing import Any, Final
 from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.ipc.code_names import name_of
-from labkit.simulation.lateness import lateness_ns
 from labkit.simulation.program import Program
 from labkit.simulation.representatives import programs_of
 from labkit.simulation.simulated_trace import simulated_trace
+from labkit.simulation.streams import lateness_ns
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 

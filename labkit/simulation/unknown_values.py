@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from labkit.comm.private_names import in_place_of
-from labkit.comm.torch_internals import SIMULATION
+from labkit.comm.torch_internals import SIMULATION, in_place_of
 from labkit.errors.exceptions import LabError
 from labkit.recording.record import is_students
 from labkit.simulation.kernel_mode import computed

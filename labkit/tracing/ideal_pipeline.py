@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.costs.prediction import check_arguments
 from labkit.costs.schedule_names import GPIPE, INTERLEAVED, ONE_F_ONE_B, schedule_name
-from labkit.errors.number_checks import check_number
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace
 

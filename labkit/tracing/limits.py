@@ -15,8 +15,7 @@ from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
 from labkit.recording.schema import COMMUNICATION, COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
-from labkit.tracing.median_step import undisturbed_steps
-from labkit.tracing.step_times import step_ms
+from labkit.tracing.step_times import step_ms, undisturbed_steps
 from labkit.tracing.trace import Trace
 
 SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gbit/s it carries these in 0.13 ms

@@ -12,8 +12,7 @@ from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import one_number
 from labkit.recording.cores import load_of_others, machine_load, usable_cores
 from labkit.recording.rank_facts import FactKind
-from labkit.tracing.run_argument import HasTrace, trace_of
-from labkit.tracing.step_times import spread_ns, step_ms
+from labkit.tracing.step_times import HasTrace, spread_ns, step_ms, trace_of
 from labkit.tracing.trace import Trace
 
 UNITS_OF_TIME: Final = {"s": 1e9, "ms": 1e6, "µs": 1e3}  # in nanoseconds

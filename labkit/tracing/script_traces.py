@@ -22,8 +22,7 @@ from labkit.recording.ring_buffer import RingReader
 from labkit.recording.ring_layout import RING_BYTES, record_dtype
 from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending, Tail
 from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
-from labkit.tracing.missing_names import about_names
-from labkit.tracing.trace import Trace, from_records
+from labkit.tracing.trace import Trace, about_names, from_records
 
 # The required keys of a rank's description, by type. In addition it has "readings" of the reference clock.
 _DESCRIPTION: Final[dict[type, tuple[str, ...]]] = {

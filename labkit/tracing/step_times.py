@@ -1,21 +1,70 @@
-"""`step_ms`: how long a typical step of a run took; `best_of`: the run of several tries that was disturbed least."""
+"""The steps of a run, and what stands for them: `step_ms`, `best_of`, a median step; and what is accepted as a run."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import numbers
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import one_number, public_api
-from labkit.tracing.run_argument import HasTrace, trace_of
+from labkit.recording.schema import READING
 from labkit.tracing.trace import Trace
+
+
+def undisturbed_steps(trace: Trace) -> NDArray[np.int64]:
+    """The numbers of the steps in which no rank reads TensorFlow's profiler; all numbers if there are no such steps."""
+    bounds, data = trace.step_bounds(), trace.columns.data
+    reads = data[np.array([name == READING for name in trace.columns.names], bool)[data["name"]]]
+    disturbed = (reads["start_ns"] < bounds[:, 1:]) & (reads["end_ns"] > bounds[:, :1])
+    own = np.flatnonzero(~disturbed.any(axis=1))
+    return own if len(own) else np.arange(len(bounds))
+
+
+def median_step(trace: Trace) -> int:
+    """The number of the step of median length, if possible without a reading of TensorFlow's profiler."""
+    bounds, own = trace.step_bounds(), undisturbed_steps(trace)
+    return int(own[np.argsort((bounds[:, 1] - bounds[:, 0])[own], kind="stable")[len(own) // 2]])
+
+
+class HasTrace(Protocol):
+    """A `Run`, or any other object with a trace."""
+
+    @property
+    def trace(self) -> Trace:
+        """The spans of all ranks."""
+
+
+def trace_of(run: HasTrace | Trace, function: str) -> Trace:
+    """The trace of a run, which must not be empty.
+
+    Args:
+        run: a run or a trace.
+        function: the name of the calling function, for error messages.
+
+    Raises:
+        LabError: the trace is empty.
+        TypeError: `run` is neither a run nor a trace.
+    """
+    trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
+    if not isinstance(trace, Trace):
+        if isinstance(run, list | tuple):
+            hint = f"; pass several runs as {function}(a, b)" if function == "timeline" else "; pass one run"
+        else:
+            hint = "; a group's last run is group.last_run" if hasattr(run, "last_run") else ""
+        raise TypeError(
+            f"{function}({reprlib.repr(run)}): expected a run, as group.run and group.watch return it, or a trace{hint}"
+        )
+    if not len(trace) or trace.duration_ns <= 0:
+        raise LabError(f"{function}: the ranks recorded nothing (run.trace has {len(trace)} spans)")
+    return trace
 
 
 @public_api

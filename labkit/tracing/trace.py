@@ -42,13 +42,28 @@ from labkit.recording.schema import (
 )
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.perfetto import write_events
-from labkit.tracing.steps_of_rank import steps_of_rank
 from labkit.tracing.trace_file import writing
 from labkit.tracing.trace_info import TraceInfo
 from labkit.tracing.waiting import blocked, waits_for_data
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
+
+_LOST: Final = {
+    "spans": f"spans have more different names than can be kept; further ones are called '{OTHER_SPANS}'. Let a span's name say "
+    "what is done, not which repetition it is: span('forward'), not span(f'forward {i}').",
+    "values": f"`record` was given more different names than can be kept; further ones are called '{OTHER_SCALARS}'.",
+    "sizes": "tensors of more different shapes were sent than can be kept; whether further ones fit on all ranks is not checked.",
+    "groups": "there were more process groups, tags and lines of code than can be kept; who waits for whom may not be found.",
+}
+
+
+def about_names(kinds: Iterable[str]) -> list[str]:
+    """A line for each kind of name (see `recording.ring_buffer.NO_ROOM`) for which a rank had no room."""
+    found = set(kinds)
+    return [words for kind, words in _LOST.items() if kind in found]
+
 
 CHUNK: Final = 10_000  # events that are serialized at once: the text of a million takes 230 MB
 
@@ -548,3 +563,18 @@ def from_records(
     columns = Columns(data, list(ids))
     others |= {"start_ns": start_ns, "end_ns": end_ns, "dropped": dropped, "waits": np.concatenate(waits)}
     return Trace(columns, scalars, ranks=ranks, **others)
+
+
+def steps_of_rank(steps: Any, start_ns: int, end_ns: int) -> Intervals:
+    """Return the bounds of a rank's steps that contain no other step, shape (steps, 2), in ns.
+
+    Args:
+        steps: the rank's spans of steps, as rows of a trace.
+        start_ns: the start of a window; a step counts if its middle lies in the window.
+        end_ns: the end of the window.
+    """
+    steps = steps[np.lexsort((-steps["end_ns"], steps["start_ns"]))]
+    steps = steps[np.append(steps["start_ns"][1:] >= steps["end_ns"][:-1], np.ones(len(steps[:1]), bool))]
+    middle = steps["start_ns"] + (steps["end_ns"] - steps["start_ns"]) // 2
+    steps = steps[(middle >= start_ns) & (middle <= end_ns)]
+    return np.stack([steps["start_ns"], steps["end_ns"]], axis=1)

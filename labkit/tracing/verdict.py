@@ -16,8 +16,8 @@ from labkit.errors.lists import counted, listed
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.rank_facts import Fact, FactKind
-from labkit.tracing.run_argument import trace_of
 from labkit.tracing.silent_faults import FaultKind, SilentFault, at, exchanges_by_hand, faults_in, may_have_own_tasks
+from labkit.tracing.step_times import trace_of
 from labkit.tracing.trace import Trace
 
 Facts = Mapping[int, Sequence[Fact]]  # by rank

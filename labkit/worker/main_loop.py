@@ -27,19 +27,16 @@ from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.child_deaths import ChildDeaths
 from labkit.worker.cuda_context import context_error
-from labkit.worker.debugger import Debugger
+from labkit.worker.debugger import Debugger, is_quit, quit_failure
 from labkit.worker.display import RankDisplay
-from labkit.worker.edited_modules import Imports
 from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
-from labkit.worker.process_state import apply
-from labkit.worker.quit_command import is_quit, quit_failure
+from labkit.worker.process_state import Imports, WorkingFolder, apply
 from labkit.worker.runtimes.base import Released, Runtime
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 from labkit.worker.warnings_capture import RankWarnings
-from labkit.worker.working_folder import WorkingFolder
 
 GPU_AFTER_ERROR_S: Final = 0.1  # for records of a GPU that is behind: the student waits for the error
 _MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module

@@ -1,16 +1,187 @@
-"""The state that ranks copy from the notebook's process before a run: working folder, import path, environment."""
+"""The state that ranks copy from the notebook's process before a run: working folder, import path, environment.
+
+A rank works in the notebook's folder, or in a temporary one on a machine that does not have that. Python imports a
+module only once, so a rank keeps the version that it has imported, as the notebook's process does; modules of the
+student's that were edited since are found here.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import itertools
 import os
+import shutil
 import sys
-from collections.abc import Collection, Mapping
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.machine_variables import belongs_to_machine
-from labkit.ipc.protocol import Changes
+from labkit.ipc.options import Place, belongs_to_machine
+from labkit.ipc.protocol import Changes, ImportedModule
+from labkit.recording.record import is_students
+
+PREFIX: Final = "labkit-rank-"
+
+
+class WorkingFolder:
+    """Has a rank follow the notebook into its working folders.
+
+    Args:
+        place: where the rank is. On the notebook's machine it has no folder of its own.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._own = place, ""
+
+    def enter(self, folder: str) -> list[str]:
+        """Enter the notebook's working folder, or the rank's own one if its machine does not have that.
+
+        Returns:
+            remarks for the student, the same on all ranks of a machine.
+
+        Raises:
+            OSError: the rank is on the notebook's machine, and cannot enter the folder.
+        """
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            if not self._place.elsewhere:
+                raise
+            why = "has no folder" if isinstance(error, FileNotFoundError) else "does not let ranks into the folder"
+        else:
+            return []
+        if not self._own:
+            _remove_leftovers()
+            self._own = _new_folder()
+        os.chdir(self._own)
+        instead = "each rank there works in a temporary folder of its own; files of the notebook are not there."
+        return [f"{self._place.machine} {why} {folder}: {instead}"]
+
+    def remove(self) -> None:
+        """Remove the rank's own folder, if it has one, with all files in it."""
+        if self._own:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+
+def _new_folder() -> str:
+    """Create a folder that is locked until this process has ended, and those that it has forked.
+
+    Another rank may take a folder for a leftover until it is locked; then this one creates another.
+    """
+    while True:
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        locked = _lock(folder)
+        if locked >= 0 and os.path.isdir(folder):
+            return folder
+
+
+def _remove_leftovers() -> None:
+    """Remove the folders of ranks that were killed, which nobody has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        locked = _lock(folder)
+        if locked >= 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(locked)
+
+
+def _lock(folder: str | Path) -> int:
+    """Lock a folder of this user, until the returned file descriptor is closed; return -1 if another process has."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:  # another user's, or removed
+        return -1
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+class Imports:
+    """In a rank: finds the student's modules that have been imported or reloaded.
+
+    Modules that exist before the rank runs the student's code are not examined. Their names are in memory that ranks
+    share until they touch it, and copying it would take a fifth of the time in which a group starts.
+
+    Args:
+        machine: the rank's machine, as in `Place`.
+    """
+
+    def __init__(self, machine: str = "") -> None:
+        self._machine = machine
+        self._before = next(reversed(sys.modules), "")  # modules are in the order of their import
+        self._seen: set[str] = set()
+        self._count = len(sys.modules)
+        self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` replaces it
+
+    def new(self) -> list[ImportedModule]:
+        """Return the modules imported or reloaded since the last call; searches only if their number has changed."""
+        names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
+        if len(sys.modules) != self._count:
+            self._count = len(sys.modules)
+            imported = self._since_start()
+            names += [name for name in imported if name not in self._seen]
+            self._seen.update(imported)
+        found = []
+        for name in names:
+            module = sys.modules.get(name)
+            file = getattr(module, "__file__", None)
+            if not isinstance(file, str) or not file.endswith(".py") or not is_students(file):
+                self._specs.pop(name, None)
+                continue
+            self._specs[name] = getattr(module, "__spec__", None)
+            try:
+                found.append(ImportedModule(name, file, os.stat(file).st_mtime_ns, _digest(file), self._machine))
+            except OSError:  # removed since
+                continue
+        return found
+
+    def _since_start(self) -> list[str]:
+        """Return the names of the modules imported since this rank started; all, if the last one before is gone."""
+        length = 64
+        while True:
+            names = list(itertools.islice(reversed(sys.modules), length))  # atomic: other threads may import
+            if self._before in names:
+                return names[: names.index(self._before)]
+            if len(names) < length:
+                return names
+            length *= 8
+
+
+def edited(modules: Iterable[ImportedModule]) -> list[str]:
+    """Return a line for each module of which ranks have another version than its file.
+
+    A file with the same modification time is not read. Another one need not have been edited: a copy on another machine
+    has a time of its own.
+    """
+    lines = []
+    for module in modules:
+        try:
+            modified_ns = os.stat(module.file).st_mtime_ns
+            if modified_ns == module.modified_ns or _digest(module.file) == module.digest:
+                continue
+        except OSError:  # removed: there is no newer version
+            continue
+        at = time.strftime("%H:%M:%S", time.localtime(modified_ns / 1e9))
+        file = os.path.basename(module.file)
+        have = f"the ranks still have {module.name} as it was when they imported it. Close"
+        if there := module.machine:  # new ranks would import an old copy again
+            have = f"the ranks on {there} have another version of {module.name}. If {there} has a copy, copy it again; then close"
+        lines.append(
+            f"{file} was edited at {at}, and {have} the group and make a new one, or call importlib.reload({module.name}) in the "
+            "function."
+        )
+    return lines
+
+
+def _digest(file: str) -> bytes:
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).digest()
 
 
 def apply(changes: Changes, kept: Collection[str], *, elsewhere: bool) -> None:

@@ -31,10 +31,9 @@ from typing import Any, Final
 
 from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask, machine
 from labkit.recording.cores import thread_delays, usable_cores
-from labkit.recording.fork_isolation import keep_from_forks
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
-from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_buffer import RingReader, RingWriter, keep_from_forks
 from labkit.recording.ring_layout import CAPACITY, RING_BYTES
 from labkit.recording.script_folder import VARIABLE
 

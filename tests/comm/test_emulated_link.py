@@ -16,7 +16,7 @@ import torch.distributed as dist
 from link_starts import link_starts
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.recording.schema import Span

@@ -18,8 +18,8 @@ from time_limits import LIMITS_S, some_limit_does  # noqa: E402
 from torch.distributed import rpc  # noqa: E402
 
 import labkit as lab  # noqa: E402
-from labkit.errors.causes import Cause  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, RankError  # noqa: E402
+from labkit.errors.exit_reasons import Cause  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.recording.group_keys import GroupKind, kind_of, size_of, store_key  # noqa: E402
 from labkit.recording.schema import Pending  # noqa: E402

@@ -12,7 +12,7 @@ import internals_program
 import pytest
 
 from labkit.comm import torch_internals
-from labkit.comm.private_names import PrivateNames
+from labkit.comm.torch_internals import PrivateNames
 
 ENTRIES = {name: entry for name, entry in vars(torch_internals).items() if isinstance(entry, PrivateNames)}
 # What is no longer recorded; all else is.

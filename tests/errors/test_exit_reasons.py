@@ -15,8 +15,7 @@ import pytest
 from fake_control_groups import fake_control_groups
 from processes import left_after
 
-from labkit.errors.causes import Cause
-from labkit.errors.exit_reasons import SAMPLE_EVERY_S, OOMKillCounters, OOMKills, exit_cause, explain_exit
+from labkit.errors.exit_reasons import SAMPLE_EVERY_S, Cause, OOMKillCounters, OOMKills, exit_cause, explain_exit
 
 
 def test_running_out_of_memory_is_reported_if_it_is_known() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from labkit.errors.number_checks import check_number
+from labkit.errors.wrong_calls import check_number
 
 
 @pytest.mark.parametrize(

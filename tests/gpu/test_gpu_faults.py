@@ -13,8 +13,8 @@ import torch
 from gpu_device import DEVICES, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import LabError, RankError, Stopped
+from labkit.errors.exit_reasons import Cause
 
 pytestmark = gpu
 

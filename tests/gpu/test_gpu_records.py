@@ -212,7 +212,7 @@ def test_nvml_sees_the_memory_of_a_rank(alone: lab.Group) -> None:
     pytest.importorskip("pynvml")
 
     def held() -> tuple[int, int]:
-        from labkit.launch.gpus import Gpus
+        from labkit.launch.resource_usage import Gpus
 
         gpus = Gpus()
         torch.cuda.synchronize()

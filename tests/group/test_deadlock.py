@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from rank_states import COMPUTES, RETURNED, THREADS, call, deadlock_of, future, message, op, serve, standing
 
-from labkit.group.deadlock import Reason, find_deadlock, first_mismatch
-from labkit.group.rank_state import RankState
-from labkit.group.remote_calls import cycle_of_calls
+from labkit.group.deadlock import RankState, Reason, cycle_of_calls, find_deadlock, first_mismatch
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.operations import UNSEEN_PROMISE
 from labkit.recording.schema import STREAM, TIMED, Pending

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from labkit.group.deadlock import RankState
 from labkit.group.deadlock_monitor import CONFIRM_NS, LONGEST_PAUSE_NS, DeadlockMonitor
-from labkit.group.rank_state import RankState
 from labkit.launch.frames import frame_at
 from labkit.launch.rank_process import Status
 from labkit.launch.thread_states import RankThreads, Thread

@@ -10,8 +10,8 @@ import pytest
 from rank_states import COMPUTES, RETURNED, THREADS, call, deadlock_of, future, message, op, serve, standing
 
 from labkit.group import deadlock_words
+from labkit.group.deadlock import RankState
 from labkit.group.deadlock_words import deadlock_in_words, doing, mismatch_in_words, serving_for_ever
-from labkit.group.rank_state import RankState
 from labkit.recording.group_keys import TENSORFLOW
 
 S = 1_000_000_000

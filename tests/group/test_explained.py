@@ -15,7 +15,7 @@ import pytest
 from doings import computing
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.ipc.tracebacks import cause_of, headline, students_traceback
 
 

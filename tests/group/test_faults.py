@@ -24,11 +24,10 @@ from doings import computing, returned, waiting
 from processes import SELDOM_SPAWNED, left_after
 
 import labkit as lab
-from labkit.errors.causes import Cause
-from labkit.errors.exit_reasons import explain_exit
+from labkit.errors.exit_reasons import Cause, explain_exit
 from labkit.group.deadlock_words import frozen
-from labkit.group.member import Member
 from labkit.group.output import Output
+from labkit.group.pool_state import Member
 from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS

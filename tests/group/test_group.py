@@ -26,7 +26,7 @@ from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.group.processes import RankPool
 from labkit.ipc.protocol import Message, NewFiles
-from labkit.launch.usable_memory import Memory
+from labkit.launch.capacity import Memory
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from labkit.group.rank_state import RankState
+from labkit.group.deadlock import RankState
 from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import frame_at
 from labkit.launch.thread_states import Active, RankThreads, Thread

@@ -24,10 +24,9 @@ ProcessGroup.gossip = lambda self, tensors, options: self.allreduce(tensors, opt
 
 import labkit as lab  # noqa: E402
 from labkit.comm.install import watch_torch  # noqa: E402
-from labkit.group.deadlock import find_deadlock  # noqa: E402
+from labkit.group.deadlock import RankState, find_deadlock  # noqa: E402
 from labkit.group.deadlock_words import deadlock_in_words, mismatch_in_words  # noqa: E402
 from labkit.group.mismatches import first_unequal  # noqa: E402
-from labkit.group.rank_state import RankState  # noqa: E402
 from labkit.plots.flows import flows_of  # noqa: E402
 from labkit.plots.traffic import _looks  # noqa: E402
 from labkit.recording.record import Recorder  # noqa: E402

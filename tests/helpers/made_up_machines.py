@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from labkit.ipc.place import Place
+from labkit.ipc.options import Place
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.starters import ForkStarter
 

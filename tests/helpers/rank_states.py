@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from labkit.group.deadlock import find_deadlock
-from labkit.group.rank_state import RankState
+from labkit.group.deadlock import RankState, find_deadlock
 from labkit.recording.operations import PROMISE, SERVE, OperationType
 from labkit.recording.schema import Pending
 

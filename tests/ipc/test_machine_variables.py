@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from labkit.ipc.machine_variables import belongs_to_machine
+from labkit.ipc.options import belongs_to_machine
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "SLURM_PROCID"])
@@ -26,7 +26,7 @@ def test_the_import_of_labkit_keeps_the_variables_of_its_moment() -> None:
     """A group that starts later finds out what the notebook has changed since."""
     program = (
         "import os; os.environ['EARLY'] = '1'; import labkit; os.environ['LATE'] = '1'; "
-        "from labkit.ipc.machine_variables import AT_IMPORT; print('EARLY' in AT_IMPORT, 'LATE' in AT_IMPORT)"
+        "from labkit.ipc.options import AT_IMPORT; print('EARLY' in AT_IMPORT, 'LATE' in AT_IMPORT)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=dict(os.environ), capture_output=True, text=True, timeout=200, check=True

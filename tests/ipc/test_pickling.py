@@ -24,7 +24,7 @@ import pytest
 from processes import SELDOM_SPAWNED, START
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.channel import Channel
 from labkit.ipc.pickling_errors import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from made_up_machines import places
 
-from labkit.ipc.place import LOOPBACK, Place
+from labkit.ipc.options import LOOPBACK, Place
 
 
 def test_on_the_notebooks_machine_ranks_are_alone() -> None:

@@ -26,8 +26,8 @@ import pytest
 from processes import GONE_LIMIT_S, left_after
 
 import labkit as lab
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import LabError, Stopped
+from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.output import Notice, Output
 from labkit.ipc.pickling import shared_memory

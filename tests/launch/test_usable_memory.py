@@ -8,7 +8,7 @@ import psutil
 import pytest
 from fake_control_groups import fake_control_groups
 
-from labkit.launch.usable_memory import Memory, usable_memory
+from labkit.launch.capacity import Memory, usable_memory
 
 MIB = 2**20
 

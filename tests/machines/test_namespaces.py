@@ -20,7 +20,7 @@ import pytest
 from two_machines import TwoMachines, missing_for_machines, two_machines
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import notebook
 from labkit.machines.relay_starter import RelayStarter
 

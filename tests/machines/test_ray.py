@@ -21,7 +21,7 @@ import pytest
 from processes import left_after
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import notebook
 from labkit.ipc.pickling import shared_memory
 from labkit.machines import ray as labkit_ray

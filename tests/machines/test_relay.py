@@ -17,7 +17,7 @@ import pytest
 from processes import left_after
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import notebook
 from labkit.machines.relay_starter import survey
 from labkit.recording.schema import UNKNOWN

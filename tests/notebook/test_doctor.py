@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import questions
 
-from labkit.launch.usable_memory import Memory
+from labkit.launch.capacity import Memory
 from labkit.notebook import findings
 from labkit.notebook.doctor import TABLE, Gpus
 from labkit.notebook.doctor_places import PLAIN, Place

@@ -39,7 +39,7 @@ from labkit.recording.schema import READING, UNKNOWN, Span
 from labkit.replaying.replay import replay
 from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
-from labkit.tracing.median_step import median_step
+from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book, alone, data_parallel, many, model_parallel, run_of  # isort: skip

@@ -19,8 +19,7 @@ from PIL import Image
 
 import labkit
 from labkit.errors.units import time_in_words
-from labkit.launch.gpus import Gpus
-from labkit.launch.resource_usage import Load, ResourceMonitor, followed, gpus_of, own_bytes
+from labkit.launch.resource_usage import Gpus, Load, ResourceMonitor, followed, gpus_of, own_bytes
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module

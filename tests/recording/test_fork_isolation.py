@@ -144,7 +144,7 @@ def test_memory_mapped_later_at_the_same_address_is_left_alone(two: lab.Group, h
         import mmap
         import os
 
-        from labkit.recording.fork_isolation import MAP_FIXED, keep_from_forks
+        from labkit.recording.ring_buffer import MAP_FIXED, keep_from_forks
 
         nbytes = 1 << 20
         memory = mmap.mmap(-1, nbytes)

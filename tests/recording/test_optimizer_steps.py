@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from labkit.recording.optimizer_steps import OptimizerSteps
+from labkit.recording.record import OptimizerSteps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import STEP

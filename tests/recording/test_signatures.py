@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.recording.signatures import (
+from labkit.recording.group_keys import (
     Exchange,
     exchange_of,
     of_exchange,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.worker.child_deaths import ChildDeaths
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import labkit as lab
 from labkit.group import output, processes
-from labkit.group.displays import MOST, Displays
+from labkit.group.output import MOST, Displays
 from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.protocol import Displayed
 from labkit.ipc.ranks_cell import cell_filename
@@ -172,7 +172,7 @@ plt.figure();
     assert all(d["image/png"].startswith("iVBORw0KGgo") for d in page.shown[1:])
     page.shown.clear()
     run_cell(cells, "matplotlib.get_backend(), plt.get_fignums()", [0])
-    assert page.shown == ["[a] ('module://labkit.worker.figures', [])"]
+    assert page.shown == ["[a] ('module://labkit.worker.display', [])"]
     page.shown.clear()
     run_cell(cells, "display(fig); fig", [0])
     assert [d["text/plain"] for d in page.shown[1:]] == ["<Figure size 200x100 with 1 Axes>"] * 2

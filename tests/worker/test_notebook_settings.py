@@ -15,9 +15,8 @@ import pytest
 
 import labkit as lab
 from labkit.group import output
-from labkit.group.output import WARNED_AFTER_S, Output
+from labkit.group.output import WARNED_AFTER_S, GroupedWarnings, Output
 from labkit.group.processes import RankPool
-from labkit.group.repeated_warnings import GroupedWarnings
 from labkit.ipc.protocol import Message, NewSettings, Warned
 from labkit.worker.warnings_capture import MOST
 

@@ -13,8 +13,7 @@ import pytest
 
 import labkit as lab
 from labkit.ipc.protocol import Changes, ImportedModule
-from labkit.worker.edited_modules import Imports, _digest, edited
-from labkit.worker.process_state import ProcessState
+from labkit.worker.process_state import Imports, ProcessState, _digest, edited
 
 
 @pytest.mark.processes
@@ -168,7 +167,7 @@ def test_a_module_is_edited_if_its_content_is_another(machine: str, tmp_path: Pa
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """What `Imports` sees as `sys.modules`: the modules of a rank that has just started."""
     found = {name: ModuleType(name) for name in ("before", "last_before")}
-    monkeypatch.setattr("labkit.worker.edited_modules.sys", SimpleNamespace(modules=found))
+    monkeypatch.setattr("labkit.worker.process_state.sys", SimpleNamespace(modules=found))
     return found
 
 

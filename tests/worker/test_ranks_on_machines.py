@@ -13,8 +13,7 @@ from made_up_machines import ADDRESSES, places, started_on
 
 import labkit as lab
 from labkit.errors.exceptions import LabError
-from labkit.ipc.options import Options
-from labkit.ipc.place import Place
+from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.rpc import Rpc

@@ -15,8 +15,8 @@ import pytest
 from made_up_machines import started_on
 
 import labkit as lab
-from labkit.ipc.place import Place
-from labkit.worker.working_folder import PREFIX, WorkingFolder
+from labkit.ipc.options import Place
+from labkit.worker.process_state import PREFIX, WorkingFolder
 
 NOWHERE = "/nowhere/course"
 THERE = Place("pc2")
@@ -62,7 +62,7 @@ def test_a_missing_folder_is_replaced_until_the_rank_ends(tmp_path: Path) -> Non
 @pytest.mark.processes
 def test_folders_of_killed_ranks_are_removed_by_the_next(tmp_path: Path) -> None:
     program = (
-        "import os, tempfile; from labkit.ipc.place import Place; from labkit.worker.working_folder import WorkingFolder; "
+        "import os, tempfile; from labkit.ipc.options import Place; from labkit.worker.process_state import WorkingFolder; "
         f"tempfile.tempdir = {str(tmp_path)!r}; WorkingFolder(Place('pc2')).enter({NOWHERE!r}); print(os.getcwd(), flush=True); "
         "open('file', 'w').close(); input()"
     )

@@ -32,7 +32,7 @@ class Torch(Runtime):
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
         "labkit.worker.main_loop", "labkit.comm.torch_internals:lost", "labkit.comm.install:prepare",
-        "labkit.comm.initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
+        "labkit.comm.process_group_initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
         "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
@@ -121,8 +121,8 @@ class Torch(Runtime):
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
-        from labkit.comm.initialization import Initialization
         from labkit.comm.install import watch_device
+        from labkit.comm.process_group_initialization import Initialization
 
         rank_config = self.rank_config
         store = self._master.address, self._master.port

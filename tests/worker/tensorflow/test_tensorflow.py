@@ -25,10 +25,9 @@ from processes import network_of_ranks, who_listens
 from reported import Reported
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.deadlock import Reason
-from labkit.ipc.options import Options
-from labkit.ipc.place import Place
+from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow

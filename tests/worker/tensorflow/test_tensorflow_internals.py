@@ -12,7 +12,7 @@ import hidden_names
 import pytest
 import tensorflow_internals_program
 
-from labkit.comm.private_names import PrivateNames
+from labkit.comm.torch_internals import PrivateNames
 from labkit.worker.runtimes.tensorflow import tensorflow_internals
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import Patch
 

@@ -17,7 +17,7 @@ import pytest
 from time_limits import some_limit_does
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.collector import Records
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
 from labkit.recording.clock import Clock

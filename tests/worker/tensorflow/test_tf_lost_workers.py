@@ -14,7 +14,7 @@ import pytest
 from processes import network_of_ranks, who_listens
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.plots.live.live import Live
 from labkit.recording.schema import ENDED
 from labkit.tracing.trace import Trace

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import labkit as lab
-from labkit.errors.causes import Cause
 from labkit.errors.exceptions import DeadlockError
+from labkit.errors.exit_reasons import Cause
 from labkit.group.deadlock_words import serving_for_ever
 from labkit.worker.runtimes.tensorflow.runtime import threads_between
 

@@ -13,7 +13,7 @@ from reported import Reported
 from time_limits import some_limit_does
 
 import labkit as lab
-from labkit.errors.causes import Cause
+from labkit.errors.exit_reasons import Cause
 from labkit.group.deadlock import Reason
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow

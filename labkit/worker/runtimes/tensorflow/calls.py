@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final
 
+from labkit.errors.exceptions import LABKIT
 from labkit.errors.lists import counted, listed
-from labkit.errors.own_code import LABKIT
 from labkit.recording.operations import type_of_kernel
 from labkit.recording.record import is_students
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import LIBRARY

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from labkit.comm.private_names import PrivateNames
+from labkit.comm.torch_internals import PrivateNames
 
 
 class Patch(PrivateNames):
