@@ -1,0 +1,63 @@
+"""The public names of labkit, each with the module that defines it."""
+
+from labkit import predict as predict
+from labkit.comm.memory_tracker import track_memory as track_memory
+from labkit.costs.device import Device as Device
+from labkit.costs.link import Link as Link
+from labkit.costs.network import Network as Network
+from labkit.errors.exceptions import DeadlockError as DeadlockError
+from labkit.errors.exceptions import LabError as LabError
+from labkit.errors.exceptions import MismatchError as MismatchError
+from labkit.errors.exceptions import RankError as RankError
+from labkit.errors.exceptions import RunError as RunError
+from labkit.errors.exceptions import RunTimeoutError as RunTimeoutError
+from labkit.errors.exceptions import Stopped as Stopped
+from labkit.exercises.check import check as check
+from labkit.exercises.guesses import guess as guess
+from labkit.exercises.guesses import guesses as guesses
+from labkit.exercises.guesses import reveal as reveal
+from labkit.group.profile import profile as profile
+from labkit.group.run import Run as Run
+from labkit.group.same_as_serial import same_as_serial as same_as_serial
+from labkit.machines.emulated import EmulatedMachines as EmulatedMachines
+from labkit.machines.ray import Ray as Ray
+from labkit.machines.slurm import Slurm as Slurm
+from labkit.machines.ssh import SSH as SSH
+from labkit.notebook.doctor import doctor as doctor
+from labkit.notebook.lessons import lessons as lessons
+from labkit.notebook.lessons import reset_lesson as reset_lesson
+from labkit.notebook.measure_link import measure_link as measure_link
+from labkit.notebook.watched_group import Group as Group
+from labkit.planning.cluster import Cluster as Cluster
+from labkit.planning.plan import plan as plan
+from labkit.planning.workload import Transformer as Transformer
+from labkit.plots.breakdown import breakdown as breakdown
+from labkit.plots.breakdown import compare as compare
+from labkit.plots.byte_counts import memory_mb as memory_mb
+from labkit.plots.byte_counts import sent_mb as sent_mb
+from labkit.plots.explain import explain as explain
+from labkit.plots.explore import explore as explore
+from labkit.plots.memory import memory as memory
+from labkit.plots.predictions import predictions as predictions
+from labkit.plots.scaling import scaling as scaling
+from labkit.plots.timeline import timeline as timeline
+from labkit.plots.traffic import traffic as traffic
+from labkit.plots.what_helps import what_helps as what_helps
+from labkit.recording.record import record as record
+from labkit.recording.record import span as span
+from labkit.recording.record import steps as steps
+from labkit.recording.schema import Span as Span
+from labkit.replaying.critical_path import critical_path as critical_path
+from labkit.replaying.replay import replay as replay
+from labkit.simulation.simulate import simulate as simulate
+from labkit.tracing.ideal_pipeline import schedule as schedule
+from labkit.tracing.load import load_trace as load_trace
+from labkit.tracing.step_times import best_of as best_of
+from labkit.tracing.step_times import step_ms as step_ms
+from labkit.tracing.trace import Trace as Trace
+from labkit.tracing.verdict import verdict as verdict
+from labkit.worker.runtimes.devices import device as device
+from labkit.worker.runtimes.devices import devices as devices
+
+__version__: str
+__all__: list[str]
