@@ -32,7 +32,7 @@ from labkit.recording.ring_layout import SPAN_RECORD
 from labkit.recording.schema import AUTOMATIC, CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
 
-class OptimizerSteps:
+class AutomaticSteps:
     """Records the steps of one rank.
 
     Args:
@@ -103,7 +103,7 @@ class Recorder:
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
         self.facts: Any = None  # set by `labkit.comm`: what is compared with other ranks after a run
-        self.optimizer_steps = OptimizerSteps(self.now, self.step)
+        self.automatic_steps = AutomaticSteps(self.now, self.step)
         self._begin_delay_ns = 0  # how long the main thread had waited for a core when the call began
 
     def now(self) -> Any:
@@ -119,7 +119,7 @@ class Recorder:
 
     def begin_run(self, *, check: bool = False) -> None:
         """Note that a call of the student's function begins; with `check`, tensors are compared afterwards."""
-        self.optimizer_steps.begin_run()
+        self.automatic_steps.begin_run()
         if self.facts is not None:
             self.facts.begin_run(check=check)
         if self.device_clock is not None:
@@ -128,7 +128,7 @@ class Recorder:
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""
-        self.optimizer_steps.end_run()
+        self.automatic_steps.end_run()
         self.ring.write_part(name, CALL, start_ns, end_ns, begin_delay_ns=self._begin_delay_ns)
 
 
@@ -378,10 +378,10 @@ def steps(iterable: Iterable[T]) -> Iterable[T]:
     if not isinstance(iterable, Iterable) and not hasattr(type(iterable), "__getitem__"):
         raise WrongTypeError(f"steps({reprlib.repr(iterable)}): expected something to loop over, such as a list or a DataLoader")
     recorder = here.recorder
-    return iterable if recorder is None else _Steps(iterable, recorder)
+    return iterable if recorder is None else _RecordedSteps(iterable, recorder)
 
 
-class _Steps(Generic[T]):
+class _RecordedSteps(Generic[T]):
     """An iterable whose steps are recorded."""
 
     def __init__(self, iterable: Iterable[T], recorder: Recorder) -> None:
@@ -393,7 +393,7 @@ class _Steps(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         recorder, in_all = self._recorder, operator.length_hint(self._iterable, -1)
-        recorder.optimizer_steps.marked()
+        recorder.automatic_steps.marked()
         if in_all >= 0:
             recorder.ring.write_scalar(STEPS_IN_ALL, clock(), float(in_all))
         start = recorder.now()

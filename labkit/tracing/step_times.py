@@ -43,16 +43,7 @@ class HasTrace(Protocol):
 
 
 def trace_of(run: HasTrace | Trace, function: str) -> Trace:
-    """The trace of a run, which must not be empty.
-
-    Args:
-        run: a run or a trace.
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LabError: the trace is empty.
-        TypeError: `run` is neither a run nor a trace.
-    """
+    """The trace of a run, which must not be empty; errors name the calling `function`."""
     trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
     if not isinstance(trace, Trace):
         if isinstance(run, list | tuple):

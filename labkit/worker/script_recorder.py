@@ -217,7 +217,7 @@ class _Script:
             self._over = True
             self._wake.set()
             self._thread.join(END_LIMIT_S)
-            self._recorder.optimizer_steps.end_run()
+            self._recorder.automatic_steps.end_run()
             if self._recorder.device_clock is not None:
                 self._recorder.device_clock.flush(GPU_LIMIT_S)
             self._meet_at_last()

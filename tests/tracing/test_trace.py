@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from synthetic import many
+from synthetic import chrome, many
 
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
@@ -659,7 +659,7 @@ def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("labkit.tracing.trace.CHUNK", piece)
     for trace in (some_rich_trace(random.Random(3)), Trace([], ranks=[])):
         path = trace.save(tmp_path / "x.json")
-        assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(trace.to_chrome()))
+        assert json.loads(path.read_text(encoding="utf-8"))["traceEvents"] == json.loads(json.dumps(chrome(trace)))
         assert same(load_trace(path), trace)
 
 
@@ -697,7 +697,7 @@ def test_spans_in_one_row_nest_or_are_disjoint() -> None:
         rng = random.Random(seed)
         spans = [travel(0, start := rng.randrange(50), start + rng.randrange(20)) for _ in range(25)]
         rows: dict[int, list[tuple[int, int]]] = {}
-        for event in Trace(spans, ranks=["a"], start_ns=0).to_chrome()["traceEvents"]:
+        for event in chrome(Trace(spans, ranks=["a"], start_ns=0)):
             if event["ph"] == "X":
                 start = round(event["ts"] * 1000)
                 rows.setdefault(event["tid"], []).append((start, start + round(event["dur"] * 1000)))
@@ -711,7 +711,7 @@ def test_rows_are_in_the_order_of_a_run() -> None:
         travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
         Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
     ]  # fmt: skip
-    events = Trace(spans, ranks=["a"]).to_chrome()["traceEvents"]
+    events = chrome(Trace(spans, ranks=["a"]))
     assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
         (1000, "call"), (1001, "step"), (1002, "compute"), (1003, "compute (2)"), (1004, "communication"),
         (1005, "communication (2)"), (1006, "communication on cuda"),
@@ -720,7 +720,7 @@ def test_rows_are_in_the_order_of_a_run() -> None:
 
 def test_spans_that_do_not_cross_share_a_row() -> None:
     spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
-    assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {1000}
+    assert {e["tid"] for e in chrome(Trace(spans, ranks=["a"])) if e["ph"] == "X"} == {1000}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic import chrome
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
@@ -64,7 +65,7 @@ def use(trace: Trace) -> None:
     assert len(trace.shares()) == len(trace.ranks)
     assert len(list(trace)) == len(trace)
     assert all(trace.columns.names[group] is not None for group in trace.waits["group"])
-    trace.ready(), trace.step_bounds(), json.dumps(trace.to_chrome())
+    trace.ready(), trace.step_bounds(), json.dumps(chrome(trace))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from labkit.recording.record import OptimizerSteps
+from labkit.recording.record import AutomaticSteps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import STEP
@@ -24,7 +24,7 @@ class Ring:
         self.memory = mmap.mmap(-1, RING_BYTES)
         self.writer = RingWriter(self.memory)
         self.now_ns = 0
-        self.steps = OptimizerSteps(lambda: self.now_ns, self.write)
+        self.steps = AutomaticSteps(lambda: self.now_ns, self.write)
         self.optimizers: dict[int, Optimizer] = {}
 
     def trace(self) -> Trace:
