@@ -34,9 +34,9 @@ def bytes_in_words(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == "B" else f"{three_digits(nbytes / size)} {unit}"
 
 
-def unit_of_bytes(nbytes: float, unit: str = "B") -> tuple[str, float]:
-    """Return a readable unit for a size, and its length in bytes; `unit` is "B", or "iB" for powers of two."""
-    return next((shown, size) for size, shown in UNITS[unit] if nbytes >= ROUNDS_UP * size or size == 1)
+def unit_of_bytes(nbytes: float) -> tuple[str, float]:
+    """Return a readable unit for a size, and its length in bytes."""
+    return next((shown, size) for size, shown in UNITS["B"] if nbytes >= ROUNDS_UP * size or size == 1)
 
 
 def unit_of(duration_ns: float) -> tuple[str, float]:

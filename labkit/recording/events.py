@@ -131,6 +131,17 @@ class Columns:
         """Return the index of a string in `names`; if it is absent, an index that no span has."""
         return self.names.index(text) if text in self.names else len(self.names)
 
+    def named(self, chosen: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """A boolean per span: whether `chosen` is true of its name."""
+        found: NDArray[np.bool_] = np.array([chosen(name) for name in self.names], bool)[self.data["name"]]
+        return found
+
+    @property
+    def travels(self) -> NDArray[np.bool_]:
+        """A boolean per span: whether it is a communication, and not only a label around one (`around`)."""
+        found: NDArray[np.bool_] = (self.data["kind"] == COMMUNICATION) & ~self.around
+        return found
+
     @cached_property
     def around(self) -> NDArray[np.bool_]:
         """A boolean per span: whether it is the program's own communication span around a recorded operation.

@@ -33,12 +33,7 @@ from labkit.recording.schema import AUTOMATIC, CALL, COMPUTE, CPU, KINDS, STEP, 
 
 
 class AutomaticSteps:
-    """Records the steps of one rank.
-
-    Args:
-        now: returns the present moment, as `write` needs it.
-        write: records a step: its start, its end, and its flags.
-    """
+    """Records one rank's steps by `write`: their start and end, which are moments that `now` returned, and flags."""
 
     def __init__(self, now: Callable[[], Any], write: Callable[[Any, Any, int], None]) -> None:
         self._now, self._write = now, write
@@ -49,10 +44,6 @@ class AutomaticSteps:
         self._marked = False  # whether `lab.steps` marks this run's steps
         self._start = self._end = None  # of the step in progress; None: not yet
         self._stepped: list[ref[Any]] = []  # the optimizers that have stepped in it
-
-    def end_run(self) -> None:
-        """Record the last step: no optimizer will step again."""
-        self._close()
 
     def marked(self) -> None:
         """Note that the program marks its steps itself."""
@@ -66,7 +57,7 @@ class AutomaticSteps:
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
         if any(stepped() in (None, optimizer) for stepped in self._stepped):
-            self._close()
+            self.end_step()
         self.working()
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -74,7 +65,8 @@ class AutomaticSteps:
         self._stepped.append(ref(optimizer))
         self._end = self._now()
 
-    def _close(self) -> None:
+    def end_step(self) -> None:
+        """Record the step in progress; at the end of the run, no optimizer will step again."""
         if self._stepped:
             if not self._marked:
                 self._write(self._start, self._end, AUTOMATIC)
@@ -89,13 +81,7 @@ pack_span = SPAN_RECORD.pack_into
 
 
 class Recorder:
-    """Writes what this rank does to its ring; thread-safe.
-
-    Args:
-        ring: the ring to write to.
-        rank: this rank's number.
-        size: the number of ranks.
-    """
+    """Writes what this rank does to its ring; thread-safe."""
 
     def __init__(self, ring: RingWriter, rank: int = 0, size: int = 1) -> None:
         self.ring, self.rank, self.size = ring, rank, size
@@ -128,7 +114,7 @@ class Recorder:
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""
-        self.automatic_steps.end_run()
+        self.automatic_steps.end_step()
         self.ring.write_part(name, CALL, start_ns, end_ns, begin_delay_ns=self._begin_delay_ns)
 
 
@@ -205,11 +191,11 @@ class TimedSpan(UnrecordedSpan):
             here.opened.append(self)
 
     def begin(self) -> Any:
-        """Note that the span begins, and return what `end` needs to know."""
+        """Note that the span begins."""
         raise NotImplementedError
 
     def end(self, begun: Any) -> None:
-        """Record the span; `begun` is what `begin` returned."""
+        """Record the span."""
         raise NotImplementedError
 
     def __enter__(self) -> None:
@@ -456,11 +442,7 @@ def is_students(filename: str) -> bool:
 
 
 def student_line(innermost: FrameType | None = None) -> str:
-    """Return the current line of the innermost student function on a stack: "cell 5, line 12"; "" if there is none.
-
-    Args:
-        innermost: the innermost frame of the stack; default: the frame of the caller.
-    """
+    """Return the current line of the innermost student function on a stack: "cell 5, line 12"; "" if there is none."""
     frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         if is_students(frame.f_code.co_filename):

@@ -144,9 +144,7 @@ def had_cores(trace: Trace) -> bool:
 
 def _selected(graph: Graph, name: str) -> NDArray[np.bool_]:
     """Return for each span whether it has this name, perhaps followed by a number or a function: "backward 3"."""
-    names = [one == name or one.startswith(f"{name} ") for one in graph.trace.columns.names]
-    found: NDArray[np.bool_] = np.array(names, bool)[graph.trace.columns.data["name"]]
-    return found
+    return graph.trace.columns.named(lambda one: one == name or one.startswith(f"{name} "))
 
 
 def _names(graph: Graph, *, operations: bool = False) -> list[str]:
@@ -157,7 +155,7 @@ def _names(graph: Graph, *, operations: bool = False) -> list[str]:
 
 def _operations(graph: Graph, name: str, rank: int | None) -> list[int]:
     data = graph.trace.columns.data
-    chosen = _selected(graph, name) & (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    chosen = _selected(graph, name) & graph.trace.columns.travels
     if rank is not None:
         chosen &= data["rank"] == rank
     found: list[int] = chosen.nonzero()[0].tolist()
@@ -273,8 +271,8 @@ def as_one_message(graph: Graph, recorded: Rules) -> Rules | None:
 def _consecutive(graph: Graph) -> list[list[int]]:
     """Return the collectives that could be one, on each rank in their order."""
     data = graph.trace.columns.data
-    chosen = (data["nbytes"] > 0) & np.array([kind.collective for kind in graph.types], bool)[data["name"]]
-    chosen &= (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    chosen = graph.trace.columns.travels & (data["nbytes"] > 0)
+    chosen &= np.array([kind.collective for kind in graph.types], bool)[data["name"]]
     if graph.trace.link is None:
         chosen &= data["nbytes"] <= SMALL_BYTES
     passes = _selected(graph, "forward") | _selected(graph, "backward")

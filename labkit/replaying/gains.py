@@ -13,7 +13,7 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
+from labkit.recording.schema import COMPUTE, OWN_THREAD
 from labkit.replaying.changes import ProgramChanges, as_one_message, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
 from labkit.replaying.replay import replayed_steps
@@ -149,7 +149,7 @@ def _took(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
     """Return how long the operations of each name took, once all ranks had arrived."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     took: defaultdict[str, float] = defaultdict(float)
-    for row in ((data["kind"] == COMMUNICATION) & ~graph.trace.columns.around).nonzero()[0].tolist():
+    for row in graph.trace.columns.travels.nonzero()[0].tolist():
         took[names[data["name"][row]]] += recorded.transfer[row]
     return took
 

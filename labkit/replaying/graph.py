@@ -35,7 +35,7 @@ from labkit.recording.operations import (
     OperationType,
     type_of,
 )
-from labkit.recording.schema import AUTOMATIC, CALL, COMMUNICATION, CUDA, MEASURED, NUMBERED, OPEN, OWN_THREAD, SERVED
+from labkit.recording.schema import AUTOMATIC, CALL, CUDA, MEASURED, NUMBERED, OPEN, OWN_THREAD, SERVED
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
@@ -125,7 +125,7 @@ def graph_of(trace: Trace, function: str) -> Graph:
 def _why_not(trace: Trace) -> str:
     """Why a trace cannot be replayed; "" if it can."""
     data, names = trace.columns.data, trace.columns.names
-    travels = data[(data["kind"] == COMMUNICATION) & ~trace.columns.around]
+    travels = data[trace.columns.travels]
     kinds = [kind_of(name) for name in names]
     if trace.simulated:
         return "this trace was simulated; simulate the changed program, or the same with another link or device"
@@ -173,7 +173,7 @@ class _Builder:
         self.trace, columns = trace, trace.columns
         self.data, self.names = columns.data, columns.names
         self.types = [type_of(name) for name in self.names]
-        self.travels = (self.data["kind"] == COMMUNICATION) & ~columns.around
+        self.travels = columns.travels
         self.rank = self.data["rank"].tolist()
         self.type = [self.types[name] for name in self.data["name"].tolist()]
         self.replies: dict[int, int] = {}  # the reply by the span of the served call

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from labkit.costs.network import Network, link_of_pair
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
-from labkit.recording.schema import COMMUNICATION, COMPUTE, OPEN, READING
+from labkit.recording.schema import COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.step_times import step_ms, undisturbed_steps
 from labkit.tracing.trace import Trace
@@ -167,7 +167,7 @@ def _union(sets: Iterable[Intervals]) -> Intervals:
 def _reading_ns(part: Trace, rank: int) -> int:
     """The time in which labkit read the rank's profiler, and in which no other span of the rank was open."""
     own = part.columns.data[(part.columns.data["rank"] == rank) & (part.columns.data["kind"] == COMPUTE)]
-    reads = np.array([name == READING for name in part.columns.names], bool)[own["name"]]
+    reads = own["name"] == part.columns.name_id(READING)
     reading, others = (union(own["start_ns"][which], own["end_ns"][which]) for which in (reads, ~reads))
     window = np.array([[part.start_ns, part.end_ns]], np.int64)
     return length(intersection(difference(reading, others), window))
@@ -209,8 +209,7 @@ def _mean_ns(trace: Trace, steps: range) -> float:
 def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
     """The operations that began and completed in this time, and how long the data of each travelled, in ns."""
     data = part.columns.data
-    here = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0) & ~part.columns.around
-    here &= data["start_ns"] >= part.start_ns
+    here = part.columns.travels & (data["flags"] & OPEN == 0) & (data["start_ns"] >= part.start_ns)
     rows = data[here]
     return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
 
@@ -316,7 +315,6 @@ def _late(rows: Any, ranks: int, clock_error_ns: int) -> tuple[int, float, float
 
 def _in_collectives(part: Trace) -> float:
     """The share of the ranks' blocked time that is in collectives, and not in messages and calls."""
-    data = part.columns.data
-    rows = data[(data["kind"] == COMMUNICATION) & ~part.columns.around]
+    rows = part.columns.data[part.columns.travels]
     waits = np.maximum(rows["wait_end_ns"] - rows["wait_start_ns"], 0)
     return float(waits[_collectives(part, rows)].sum() / max(waits.sum(), 1))

@@ -20,12 +20,12 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.errors.wrong_calls import public_api
+from labkit.recording import TRACE_FOLDER, TRACE_VARIABLE
 from labkit.recording.clock_sync import Reading, on_reference
 from labkit.recording.events import blank, shown
 from labkit.recording.ring_buffer import RingReader
 from labkit.recording.ring_layout import RING_BYTES, record_dtype
 from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending, Tail
-from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
 from labkit.tracing.trace import Trace, about_names, from_records
 from labkit.tracing.trace_file import read_file
 
@@ -105,13 +105,13 @@ def _from_folder(folder: Path, run: int) -> Trace:
 
 def _why_empty(folder: Path) -> str:
     nothing = f"no trace in the folder {str(folder)!r}: "
-    default = Path(DEFAULT_FOLDER)
+    default = Path(TRACE_FOLDER)
     if default.absolute() != folder.absolute() and _left_in(default):
         return (
-            f"{nothing}LABKIT_TRACE was not set when the script ran, and its trace is in {DEFAULT_FOLDER!r}. "
+            f"{nothing}LABKIT_TRACE was not set when the script ran, and its trace is in {TRACE_FOLDER!r}. "
             f"LABKIT_TRACE={folder} before the command names the folder."
         )
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(TRACE_VARIABLE)
     if named and Path(named).absolute() == folder.absolute():
         return (
             f"{nothing}LABKIT_TRACE names it, so the script that ran did not know labkit. "

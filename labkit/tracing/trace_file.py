@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import io
 import json
 import math
 import os
@@ -60,24 +59,25 @@ class TraceInfo:
     @classmethod
     def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
         """Read the entries of a trace file; a `KeyError` or a `TraceFileError` if one is missing or invalid."""
-        ranks, dropped = entries["ranks"], entries["dropped"]
-        notes, nodes = entries.get("notes", []), entries.get("nodes", [])
-        replayed, simulated = entries.get("replayed", False), entries.get("simulated", 0)
-        cores, clock_error_ns = entries.get("cores", 0.0), entries.get("clock_error_ns", 0)
-        _check(_is_list(ranks, str) and _is_list(notes, str), "the names of its ranks, or its notes, are not strings")
-        lost = _is_list(dropped, int) and len(dropped) in (0, len(ranks)) and min(dropped, default=0) >= 0
-        _check(lost, "its numbers of lost records do not match its ranks")
-        _check(_is_list(nodes, int) and len(nodes) in (0, len(ranks)), "its numbers of nodes do not match its ranks")
-        _check(isinstance(replayed, bool), "it does not say whether it was replayed")
-        counted = _is_list([simulated], int) and (not simulated or len(ranks) <= simulated < MOST_RANKS)
-        _check(counted, "it does not say how many ranks were simulated")
-        is_number = isinstance(cores, int | float) and not isinstance(cores, bool)
-        _check(is_number and 0 <= cores < math.inf, "its number of cores is not a number")
-        bounded = _is_list([clock_error_ns], int) and clock_error_ns >= 0
-        _check(bounded, "it does not say by how much the clocks of its machines may differ")
-        link = None if entries.get("link") is None else _link(entries["link"], simulated or len(ranks))
-        facts = (tuple(ranks), tuple(dropped), tuple(notes), tuple(nodes), link)
-        return cls(*facts, replayed=replayed, simulated=simulated, cores=float(cores), clock_error_ns=clock_error_ns)
+        given: dict[str, Any] = {"notes": [], "nodes": [], "replayed": False, "simulated": 0, "cores": 0.0, "clock_error_ns": 0}
+        given |= entries
+        ranks, dropped, nodes = given["ranks"], given["dropped"], given["nodes"]
+        simulated, cores, clock_error_ns = given["simulated"], given["cores"], given["clock_error_ns"]
+        _check(_is_list(ranks, str), "its entry 'ranks' is invalid")
+        valid = {
+            "dropped": _is_list(dropped, int) and len(dropped) in (0, len(ranks)) and min(dropped, default=0) >= 0,
+            "notes": _is_list(given["notes"], str),
+            "nodes": _is_list(nodes, int) and len(nodes) in (0, len(ranks)),
+            "replayed": isinstance(given["replayed"], bool),
+            "simulated": _is_list([simulated], int) and (not simulated or len(ranks) <= simulated < MOST_RANKS),
+            "cores": isinstance(cores, int | float) and not isinstance(cores, bool) and 0 <= cores < math.inf,
+            "clock_error_ns": _is_list([clock_error_ns], int) and clock_error_ns >= 0,
+        }
+        for name, right in valid.items():
+            _check(right, f"its entry {name!r} is invalid")
+        link = None if given.get("link") is None else _link(given["link"], simulated or len(ranks))
+        facts: dict[str, Any] = {"ranks": ranks, "link": link} | {name: given[name] for name in valid}
+        return cls(**facts | {name: tuple(facts[name]) for name in ("ranks", "dropped", "notes", "nodes")})
 
 
 def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
@@ -87,7 +87,7 @@ def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
             return Link(**entries)
         return Network(**entries | {level: Link(**entries[level]) for level in ("inside", "between")}).of(ranks)
     except (TypeError, ValueError, KeyError):
-        raise TraceFileError("its link is invalid") from None
+        raise TraceFileError("its entry 'link' is invalid") from None
 
 
 def _is_list(value: Any, kind: type) -> bool:
@@ -154,26 +154,16 @@ def read_file(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> Any:
     try:
         data = path.read_bytes()
-        if data.startswith(GZIP):
-            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read()
+        return json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
     except FileNotFoundError:
         raise
-    except EOFError:
-        raise TraceFileError("its compressed data end early") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise TraceFileError(f"its compressed data are damaged ({error})") from None
-    except OSError as error:
-        raise TraceFileError(f"it cannot be read: {error.strerror or error}") from None
-    _check(data.strip(), "it is empty")
-    try:
-        return json.loads(data.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise TraceFileError("it is not a text file") from None
     except json.JSONDecodeError as error:
         cut = error.pos >= len(error.doc.rstrip()) - 1
         raise TraceFileError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
-    except RecursionError:
-        raise TraceFileError("it is nested too deeply for a trace") from None
+    except OSError as error:
+        raise TraceFileError(f"it cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError) as error:
+        raise TraceFileError(f"it is damaged: {error}") from None
 
 
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:

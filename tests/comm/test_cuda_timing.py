@@ -395,7 +395,7 @@ def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank,
                 pass
             recorder.automatic_steps.optimizer_begins(optimizer)
             recorder.automatic_steps.optimizer_ends(optimizer)
-        recorder.automatic_steps.end_run()
+        recorder.automatic_steps.end_step()
     finally:
         here.start(None)
     gpu.comes_to(5_000_000)
@@ -493,7 +493,7 @@ def test_a_step_begins_before_the_phase_that_begins_it(gpu: FakeGpu, rank: Rank,
         phases.call(FORWARD, None, lambda: None)
         recorder.automatic_steps.optimizer_begins(optimizer)
         recorder.automatic_steps.optimizer_ends(optimizer)
-        recorder.automatic_steps.end_run()
+        recorder.automatic_steps.end_step()
     finally:
         here.start(None)
     gpu.catch_up()
