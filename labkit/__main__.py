@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from labkit.recording.script_folder import DEFAULT_FOLDER, VARIABLE
+from labkit.recording import TRACE_FOLDER, TRACE_VARIABLE
 from labkit.worker import script_recorder
 
 # The module of each command; its `main` takes the command's arguments and returns the exit status.
@@ -55,12 +55,12 @@ def main(arguments: list[str]) -> None:
         sys.exit(0 if script else 2)
     _check(script, as_module)
     sys.argv[:] = [script, *rest]
-    if not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = DEFAULT_FOLDER
+    if not os.environ.get(TRACE_VARIABLE):
+        os.environ[TRACE_VARIABLE] = TRACE_FOLDER
         if os.environ.get("RANK", "0") == "0":
             print(
-                f"labkit: {VARIABLE} is not set, so the trace is written to {DEFAULT_FOLDER!r} "
-                f"(labkit.load_trace({DEFAULT_FOLDER!r}) reads it)",
+                f"labkit: {TRACE_VARIABLE} is not set, so the trace is written to {TRACE_FOLDER!r} "
+                f"(labkit.load_trace({TRACE_FOLDER!r}) reads it)",
                 file=sys.stderr,
             )
     script_recorder.begin()

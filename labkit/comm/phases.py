@@ -134,7 +134,7 @@ class Phases:
         """Begin a span, and return what ends it."""
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
             return _nothing
-        recorder.optimizer_steps.working()
+        recorder.automatic_steps.working()
         start_ns = clock()  # not earlier: the phase that begins a step belongs to it
         if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
@@ -160,7 +160,7 @@ class Phases:
             return  # an optimizer inside another, as in `ZeroRedundancyOptimizer`
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_begins(optimizer)
+            recorder.automatic_steps.optimizer_begins(optimizer)
             self.facts.optimizer_begins(optimizer)
         self._stepping[get_ident()] = _Stepping(sys._getframe(2), self._begin(recorder, OPTIMIZER))
 
@@ -174,7 +174,7 @@ class Phases:
         stepping.end()
         recorder = _recorder()
         if recorder is not None:
-            recorder.optimizer_steps.optimizer_ends(optimizer)
+            recorder.automatic_steps.optimizer_ends(optimizer)
             self.facts.optimizer_ends(optimizer)
 
 

@@ -12,9 +12,7 @@ def control_group_folders(controller: str, root: Path = Path("/")) -> Iterator[P
     Folders of version 1 have the controller; in those of version 2 its files may be missing. A container may see only a
     part of the hierarchy: the groups outside have no folder. Systems without control groups have none.
 
-    Args:
-        controller: "cpu" or "memory".
-        root: the root of the file system; tests pass their own.
+    The controller is "cpu" or "memory".
 
     Source: cgroups(7) and proc_pid_mountinfo(5).
     """

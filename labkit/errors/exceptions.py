@@ -1,7 +1,4 @@
-"""The exceptions that students see: `LabError`, `RankError` and others, and how a notebook displays them.
-
-Tracebacks that students see leave out the frames in `OWN_CODE`, the folder of labkit's own code.
-"""
+"""The exceptions that students see: `LabError`, `RankError` and others, and how a notebook displays them."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from typing import Any, Final
 
 from labkit.errors.exit_reasons import Cause
 
-LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
+LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # tracebacks leave out its frames
 _RULE = "─" * 70
+_ALL_STOPPED = "All ranks were stopped; the next run starts fresh ones."
 WIDTH: Final = 110  # characters that fit next to a notebook's file browser
 
 
@@ -34,47 +30,27 @@ def install_command(extra: str) -> str:
 
 
 def missing(library: str, extra: str) -> LabError:
-    """Return the error for a library that is not installed: `raise missing("TensorFlow", "tf") from None`.
-
-    Args:
-        library: its name, as its users write it.
-        extra: the extra of labkit that installs it.
-    """
+    """Return the error for a library that is not installed: `raise missing("TensorFlow", "tf") from None`."""
     command = install_command(extra)
     return LabError(f"{library} is not installed; the extra {extra!r} brings it:  {command}  (in a notebook cell: %{command})")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How one rank ended.
-
-    Args:
-        rank: its number.
-        name: its name, as in "rank 2" or "master".
-        headline: one line: the exception's type and message, or the signal and its likely cause.
-        traceback: the student's frames with their source lines; "" if the rank died without a report.
-        at_ns: when it happened, on the clock of `time.perf_counter_ns`.
-        verb: the words between name and headline, such as "failed:"; "" if name and headline form a sentence.
-        cause: why the rank failed, as a value.
-        own: whether the student's own code raised the exception, rather than a library.
-        last: a sentence on what the rank was doing, if it died without a report.
-        broken: whether the process is alive but cannot be reused, because CUDA no longer works in it.
-        in_python: whether Python code raised it and no operation of the framework, as for arguments of a wrong type.
-        own_limit: a sentence on the program's own time limit, if that ended the operation that failed.
-    """
+    """How one rank ended."""
 
     rank: int
-    name: str
-    headline: str
-    traceback: str = ""
-    at_ns: int = 0
-    verb: str = "failed:"
+    name: str  # as in "rank 2" or "master"
+    headline: str  # one line: the exception's type and message, or the signal and its likely cause
+    traceback: str = ""  # the student's frames with their source lines; "" if the rank died without a report
+    at_ns: int = 0  # when it happened, on the clock of `time.perf_counter_ns`
+    verb: str = "failed:"  # the words between name and headline, such as "failed:"; "" if name and headline form a sentence
     cause: Cause = Cause.RAISED
-    last: str = ""
-    own: bool = False
-    broken: bool = False
-    in_python: bool = False
-    own_limit: str = ""
+    last: str = ""  # a sentence on what the rank was doing, if it died without a report
+    own: bool = False  # whether the student's own code raised the exception, rather than a library
+    broken: bool = False  # whether the process is alive but cannot be reused, because CUDA no longer works in it
+    in_python: bool = False  # whether Python code raised it and no operation of the framework, as for arguments of a wrong type
+    own_limit: str = ""  # a sentence on the program's own time limit, if that ended the operation that failed
 
     @property
     def consequence(self) -> bool:
@@ -103,12 +79,9 @@ class RankError(RunError):
         others: for each rank that was stopped because of it, one line on what it was doing.
         stopped: whether all ranks were stopped. They keep running if all have returned and none had communicated.
         hint: the usual mistake behind such a failure; "" if there is none.
-
-    Attributes:
-        closed: whether the error ended the `with` block of a group, and so closed it.
     """
 
-    closed = False
+    closed = False  # whether it ended the `with` block of a group, and so closed it
 
     def __init__(
         self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True, hint: str = ""
@@ -141,11 +114,7 @@ class RankError(RunError):
         rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
         if rest:
             lines += ["", "Meanwhile:", *(f"    {line}" for line in rest)]
-        end = (
-            "All ranks were stopped; the next run starts fresh ones."
-            if self.stopped
-            else "The ranks are still running and keep their state."
-        )
+        end = _ALL_STOPPED if self.stopped else "The ranks are still running and keep their state."
         lines += [_RULE] if self.closed else ["", end, _RULE]
         return "\n".join(lines)
 
@@ -162,7 +131,13 @@ def wrapped(text: str) -> str:
 
 
 class _EndedByGroupError(RunError):
-    """A run that the group stopped although no rank had failed; the report has a line for each rank."""
+    """A run that the group stopped although no rank had failed.
+
+    Args:
+        headline: which ranks wait for which; how the ranks called the operation; the function and the time limit.
+        hint: the usual mistake behind it, or which arguments must agree; "" if there is none.
+        doings: for each rank, one line on what it was doing.
+    """
 
     why = "{}"
 
@@ -173,22 +148,14 @@ class _EndedByGroupError(RunError):
     def __str__(self) -> str:
         why = [wrapped(text) for text in (self.why.format(self.headline), self.hint) if text]
         doings = [f"    {line}" for line in self.doings]
-        end = "All ranks were stopped; the next run starts fresh ones."
-        return "\n" + "\n".join([_RULE, *why, "", *doings, "", end, _RULE])
+        return "\n" + "\n".join([_RULE, *why, "", *doings, "", _ALL_STOPPED, _RULE])
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {str(self).lstrip()}"]  # name and rule share a line, as in a `RankError`
 
 
 class DeadlockError(_EndedByGroupError):
-    """The ranks were in a deadlock and have been stopped.
-
-    Args:
-        headline: which ranks wait for which.
-        hint: the usual mistake behind such a deadlock; "" if there is none.
-        doings: for each rank, one line on what it was doing.
-        operations: the names of the operations in which the ranks wait.
-    """
+    """The ranks were in a deadlock and have been stopped; `operations` are those in which they wait."""
 
     why = "Deadlock: {}."
 
@@ -198,25 +165,13 @@ class DeadlockError(_EndedByGroupError):
 
 
 class MismatchError(_EndedByGroupError):
-    """All ranks returned, but with wrong results: they called one operation with different dtypes, sizes or reductions.
-
-    Args:
-        headline: how the ranks called the operation.
-        hint: which arguments must agree.
-        doings: for each rank, one line on the arguments that it gave.
-    """
+    """All ranks returned, with wrong results: they called one operation with different dtypes, sizes or reductions."""
 
     why = "The results are wrong: {}."
 
 
 class RunTimeoutError(_EndedByGroupError):
-    """A run took longer than the group's `timeout_s`, and its ranks were stopped.
-
-    Args:
-        headline: the function and the time limit.
-        hint: which ranks wait for which; "" if none waits.
-        doings: for each rank, one line on what it was doing.
-    """
+    """A run took longer than the group's `timeout_s`, and its ranks were stopped."""
 
     why = "{}."
 

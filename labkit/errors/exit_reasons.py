@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import re
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -40,21 +39,19 @@ class Cause(enum.Enum):
 
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
-_CAUSES: Final = {
-    "SIGKILL": Cause.KILLED,
-    "SIGABRT": Cause.ABORTED,
-    "SIGSEGV": Cause.CRASHED,
-    "SIGBUS": Cause.CRASHED,
-    "SIGFPE": Cause.CRASHED,
-    "SIGILL": Cause.CRASHED,
-}
-_REASONS: Final = {
-    "SIGKILL": "sent by this or another process; if by none of yours, the machine probably ran out of memory",
-    "SIGSEGV": "segmentation fault: C or C++ code accessed memory outside its address space",
-    "SIGABRT": "C or C++ code aborted; its message is in the rank's output",
-    "SIGBUS": "access to shared memory or a mapped file that no longer exists, often because the disk or /dev/shm is full",
-    "SIGFPE": "integer division by zero in C or C++ code",
-    "SIGILL": "an instruction that this processor does not support",
+_SIGNALS: Final = {
+    "SIGKILL": (
+        Cause.KILLED,
+        "sent by this or another process; if by none of yours, the machine probably ran out of memory",
+    ),
+    "SIGSEGV": (Cause.CRASHED, "segmentation fault: C or C++ code accessed memory outside its address space"),
+    "SIGABRT": (Cause.ABORTED, "C or C++ code aborted; its message is in the rank's output"),
+    "SIGBUS": (
+        Cause.CRASHED,
+        "access to shared memory or a mapped file that no longer exists, often because the disk or /dev/shm is full",
+    ),
+    "SIGFPE": (Cause.CRASHED, "integer division by zero in C or C++ code"),
+    "SIGILL": (Cause.CRASHED, "an instruction that this processor does not support"),
 }
 _REMEDY = "use smaller batches, a smaller model or fewer ranks"
 _OUT_OF_MEMORY = {
@@ -63,32 +60,10 @@ _OUT_OF_MEMORY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OOMKills:
-    """How many processes the kernel's OOM killer has ended so far; None if the kernel does not report it.
-
-    Args:
-        group: in the control group of this process and its ranks.
-        machine: on the whole machine.
-    """
-
-    group: int | None
-    machine: int | None
-
-    def since(self, before: OOMKills) -> str:
-        """Return where processes were killed since `before`: "group", "machine", or "" if nowhere or not known."""
-        if self.group is not None and before.group is not None:
-            return "group" if self.group > before.group else ""  # counts every kill in the group, whatever caused it
-        if self.machine is not None and before.machine is not None and self.machine > before.machine:
-            return "machine"
-        return ""
-
-
 class OOMKillCounters:
     """The kernel's counters of OOM kills, sampled regularly: did they rise when a rank was killed?
 
-    Args:
-        root: the root of the file system; tests pass their own.
+    One counts the kills in the control group of this process and its ranks, the other those on the whole machine.
 
     Source: "memory.events" in the kernel's Documentation/admin-guide/cgroup-v2.rst; "memory.oom_control" in
     cgroup-v1/memory.rst.
@@ -100,35 +75,24 @@ class OOMKillCounters:
         self._last = self._before = self._read()
 
     def sample(self, now_s: float) -> None:
-        """Read the counters, if the last sample is at least `SAMPLE_EVERY_S` old.
-
-        Args:
-            now_s: the time in seconds, on any monotonic clock.
-        """
+        """Read the counters, if the last sample is at least `SAMPLE_EVERY_S` old by this monotonic clock."""
         if now_s - self._sampled_s >= SAMPLE_EVERY_S:
             self._sampled_s, self._before, self._last = now_s, self._last, self._read()
 
     def recent(self) -> str:
         """Return where the OOM killer was active in the last seconds: "group", "machine" or ""."""
         # Compared with the sample before the last: a large process takes a while to end after it was killed.
-        return self._read().since(self._before)
+        for where, before, now in zip(("group", "machine"), self._before, self._read(), strict=True):
+            if before is not None and now is not None:  # the group's counter counts every kill in it: it decides alone
+                return where if now > before else ""
+        return ""
 
-    def _read(self) -> OOMKills:
-        return OOMKills(*(_count(path) for path in self._counters))
-
-
-def exit_cause(code: int | None, oom_kills: str = "") -> Cause:
-    """Return why a process ended, as a value; the arguments are those of `explain_exit`."""
-    if code is None:
-        return Cause.LOST_MACHINE
-    if code >= 0:
-        return Cause.EXITED
-    cause = _CAUSES.get(_signal_name(code), Cause.SIGNALLED)
-    return Cause.OUT_OF_MEMORY if cause is Cause.KILLED and oom_kills else cause
+    def _read(self) -> list[int | None]:
+        return [_count(path) for path in self._counters]
 
 
-def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> str:
-    """Say why a process ended.
+def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> tuple[Cause, str]:
+    """Say why a process ended, as a value and in words.
 
     Args:
         code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
@@ -136,20 +100,17 @@ def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> str:
         lost: the name of its machine, and how the loss was noticed.
     """
     if code is None:
-        return f"its machine {lost}"
+        return Cause.LOST_MACHINE, f"its machine {lost}"
     if code >= 0:
-        return f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
-    name = _signal_name(code)
-    reason = _OUT_OF_MEMORY[oom_kills] if name == "SIGKILL" and oom_kills else _REASONS.get(name)
-    return f"killed by {name}" + (f" ({reason})" if reason else "")
-
-
-def _signal_name(code: int) -> str:
-    return signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+        return Cause.EXITED, f"the process ended with exit code {code} (os._exit, or a library that ended the process)"
+    name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
+    cause, reason = _SIGNALS.get(name, (Cause.SIGNALLED, ""))
+    if cause is Cause.KILLED and oom_kills:
+        cause, reason = Cause.OUT_OF_MEMORY, _OUT_OF_MEMORY[oom_kills]
+    return cause, f"killed by {name}" + (f" ({reason})" if reason else "")
 
 
 def _own_group(root: Path) -> Path | None:
-    """Return the file that counts the OOM kills in this process's control group."""
     files = (
         folder / name for folder in control_group_folders("memory", root) for name in ("memory.events", "memory.oom_control")
     )

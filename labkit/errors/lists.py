@@ -10,11 +10,7 @@ from typing import Any
 def listed(items: Iterable[Any], *, word: str = "and", most: int | None = None, rest: str = "more") -> str:
     """Join items as in "a, b and c"; "" if there are none.
 
-    Args:
-        items: anything that `str` turns into text.
-        word: the word before the last item: "and" or "or".
-        most: the number of items to name; if at least two are left, they are only counted: "a, b and 3 more".
-        rest: the word for those that are only counted: "more", "others".
+    Only so many as `most` are named; if at least two are left, they are counted: "a, b and 3 more", or another `rest`.
     """
     texts = [str(item) for item in items]
     if most is not None and len(texts) > most + 1:

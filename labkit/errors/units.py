@@ -14,14 +14,8 @@ ROUNDS_UP: Final = 0.9995  # share of a unit from which three digits would read 
 
 
 def in_words(value: float, unit: str) -> str:
-    """Format a number with three digits and a suitable unit: "16.1 ms", "4 MB", "27.3 %".
-
-    Args:
-        value: in units of `unit`; a fraction from 0 to 1 if `unit` is "".
-        unit: "s", "B", "iB" (bytes in powers of two), "bit/s", or "".
-    """
-    figures, shown = scaled(value, unit)
-    return f"{figures} {shown}"
+    """Format a number, given in one of `UNITS`, with three digits: "16.1 ms", "4 MB"; a fraction: "27.3 %"."""
+    return " ".join(scaled(value, unit))
 
 
 def scaled(value: float, unit: str) -> tuple[str, str]:
@@ -40,16 +34,13 @@ def bytes_in_words(nbytes: float) -> str:
     return f"{nbytes:.0f} B" if unit == "B" else f"{three_digits(nbytes / size)} {unit}"
 
 
-def unit_of_bytes(nbytes: float, unit: str = "B") -> tuple[str, float]:
-    """Return a readable unit for a size, and its length in bytes; `unit` is "B", or "iB" for powers of two."""
-    return next((shown, size) for size, shown in UNITS[unit] if nbytes >= ROUNDS_UP * size or size == 1)
+def unit_of_bytes(nbytes: float) -> tuple[str, float]:
+    """Return a readable unit for a size, and its length in bytes."""
+    return next((shown, size) for size, shown in UNITS["B"] if nbytes >= ROUNDS_UP * size or size == 1)
 
 
 def unit_of(duration_ns: float) -> tuple[str, float]:
-    """Return a readable unit for a time, and its length in ns.
-
-    The unit is chosen for axes: the time is at least one and a half units long, so that the axis has several ticks.
-    """
+    """Return a unit for a time, and its length in ns: on an axis of at least one and a half units are several ticks."""
     return next((shown, size * 1e9) for size, shown in UNITS["s"] if duration_ns >= 1.5e9 * size or shown == "ns")
 
 

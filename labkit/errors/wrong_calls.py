@@ -36,19 +36,9 @@ def check_number(
     above: float = -math.inf,
     below: float | None = None,
 ) -> None:
-    """Check that a value is a number in a range.
+    """Check that a value is a number in a range; by default, it may be infinite.
 
-    Args:
-        value: what was given.
-        expected: the message if it is something else: what was given, and what was expected.
-        whole: whether it must be a whole number.
-        at_least: the lowest value.
-        above: a value that it must exceed.
-        below: a value that it must not reach; default: it may be infinite.
-
-    Raises:
-        TypeError: it is no such number.
-        ValueError: it is out of range, or not a number (nan).
+    The message of the `TypeError` or `ValueError` is `expected`: what was given, and what was expected.
     """
     if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
         raise TypeError(expected)
@@ -143,9 +133,9 @@ def _is_in_libraries(traceback: types.TracebackType | None) -> bool:
 def public_api(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: its errors reach the student without labkit's frames.
 
-    If an error comes from elsewhere, the arguments are compared with their annotations; an argument of a wrong type
-    becomes a `WrongTypeError`. Arguments are compared only then, so that a call that works costs nothing and is never
-    rejected. Any other error is a bug in labkit and keeps its frames.
+    If an error comes from elsewhere, the arguments are compared with their annotations, and one of a wrong type becomes
+    a `WrongTypeError`. A call that works costs nothing and is never rejected. Any other error is a bug in labkit and
+    keeps its frames.
     """
 
     @functools.wraps(function)
@@ -201,7 +191,10 @@ def _shortened(message: str) -> str:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether a `raise` statement in labkit raised it; other errors are not written for the student."""
+    """Whether a `raise` statement in labkit raised it; other errors are not written for the student.
+
+    The bytecode tells them apart: a `ValueError` that `int("x")` raises in labkit is a bug in labkit.
+    """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -215,14 +208,12 @@ def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, .
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].name == "self":
         parameters, args = parameters[1:], args[1:]
-    plain = [_plain(p) for p in parameters]
-    shown = inspect.Signature(plain)
+    shown = inspect.Signature([_plain(p) for p in parameters])
+    why, hint = "the arguments do not fit", ""
     try:
         shown.bind(*args, **kwargs)
-        why = "the arguments do not fit"
     except TypeError as error:
         why = str(error)
-    hint = ""
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if unknown := [name for name in kwargs if name not in {p.name for p in parameters}]:
         why = f"got an unexpected argument {unknown[0]!r}"
@@ -230,19 +221,18 @@ def _wrong_arguments(name: str, signature: inspect.Signature, args: tuple[Any, .
     return WrongTypeError(f"{name}(): {why}; expected {name}{shown}.{hint}")
 
 
-class _Written:
-    """A default value as a signature shows it: its `repr`, or "..." if that is long."""
+class _Text(str):
+    """A default value as a signature shows it."""
 
-    def __init__(self, value: Any) -> None:
-        self.text = "..." if value is ... or len(repr(value)) > _LONGEST else repr(value)
-
-    def __repr__(self) -> str:
-        return self.text
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter without its annotation: name and default only."""
-    default = parameter.default if parameter.default is parameter.empty else _Written(parameter.default)
+    """Return a parameter without its annotation, and with "..." for a long default value."""
+    default = parameter.default
+    if default is not parameter.empty:
+        default = _Text("..." if default is ... or len(repr(default)) > _LONGEST else repr(default))
     return parameter.replace(annotation=parameter.empty, default=default)
 
 
@@ -290,7 +280,7 @@ class _Absent:
     """Stands for a class that is imported for type checkers only, such as matplotlib's Axes; compared by name."""
 
 
-class _Names(dict[str, Any]):
+class _ModuleNames(dict[str, Any]):
     """The names of a module, with placeholders for those that only type checkers import."""
 
     def __missing__(self, name: str) -> Any:
@@ -304,7 +294,7 @@ def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
     if not isinstance(annotation, str):
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
-        return eval(annotation, {}, _Names(inspect.unwrap(function).__globals__))  # labkit's own annotations
+        return eval(annotation, {}, _ModuleNames(inspect.unwrap(function).__globals__))  # labkit's own annotations
     except (TypeError, AttributeError):  # a form of annotation that this function does not support
         return Any
 
@@ -358,13 +348,11 @@ def _words(hint: Any) -> list[str]:
 
 
 def _choice(hint: Any) -> str:
-    """Return the words for a type, as in "a number, a list or None"."""
     return listed(dict.fromkeys(_words(hint)), word="or")
 
 
 def _kind_of(value: Any) -> str:
-    return (
-        value.__name__
-        if isinstance(value, type)
-        else f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
-    )
+    if isinstance(value, type):
+        return value.__name__
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
-from labkit.errors.exit_reasons import OOMKillCounters, exit_cause, explain_exit
+from labkit.errors.exit_reasons import OOMKillCounters, explain_exit
 from labkit.errors.lists import counted, listed
 from labkit.group.message_loop import MessageLoop
 from labkit.group.output import Notice, notebook_shell
@@ -318,7 +318,7 @@ class RankPool:
         oom_kills = oom_kills or end.oom_kills
         printed = member.unshown.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
-        headline, cause = explain_exit(end.code, oom_kills, end.lost), exit_cause(end.code, oom_kills)
+        cause, headline = explain_exit(end.code, oom_kills, end.lost)
         if end.lost and last:  # it may have gone on since
             last = f"By its last report, {ago_ns / 1e9:.1f} s earlier, {last[0].lower()}{last[1:]}"
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)

@@ -10,7 +10,7 @@ from typing import Final
 
 import labkit.ipc.options  # noqa: F401  # keeps the variables of this moment
 from labkit.notebook.spawn_hint import SpawnHints
-from labkit.recording.script_folder import VARIABLE
+from labkit.recording import TRACE_VARIABLE
 
 FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live")  # with what they import, 70 modules
 
@@ -25,7 +25,7 @@ def begin() -> None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if shell is None:
-        if os.environ.get(VARIABLE) and not _is_command():
+        if os.environ.get(TRACE_VARIABLE) and not _is_command():
             from labkit.worker import script_recorder
 
             script_recorder.begin()

@@ -33,7 +33,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._sent_ns = self._there_ns = 0  # of the newest reading
+        self._there_ns = 0  # of the newest reading
         self._low_ns = self._high_ns = 0  # the offset is between these when the other clock shows `_there_ns`
         self._newest_ns: int | None = None  # the newest time that was converted
         # The line: from each of these times the offset changes with this slope, until the next; at last it is constant.
@@ -48,10 +48,7 @@ class Clock:
         Where a machine has slept or a clock was set, the next reading contradicts those before, which are then
         forgotten. A step smaller than the readings' bounds may go unnoticed, and the error then exceeds its bound.
 
-        Args:
-            sent_ns: when the question was sent, on this clock.
-            there_ns: what the other clock showed when it answered.
-            received_ns: when the answer was received, on this clock.
+        On this clock, the question was sent and the answer was received; in between, the other clock showed `there_ns`.
         """
         low_ns, high_ns = sent_ns - there_ns, received_ns - there_ns
         if self._times:
@@ -59,7 +56,7 @@ class Clock:
             before_low_ns, before_high_ns = self._low_ns - change_ns, self._high_ns + change_ns
             if max(low_ns, before_low_ns) <= min(high_ns, before_high_ns):
                 low_ns, high_ns = max(low_ns, before_low_ns), min(high_ns, before_high_ns)
-        self._sent_ns, self._there_ns, self._low_ns, self._high_ns = sent_ns, there_ns, low_ns, high_ns
+        self._there_ns, self._low_ns, self._high_ns = there_ns, low_ns, high_ns
         self._aim((low_ns + high_ns) // 2)
 
     def _aim(self, target_ns: int) -> None:
@@ -112,10 +109,6 @@ class Clock:
         # Until the line has reached its target it may be further off than at the time of the reading.
         offsets_ns = [self._offset_ns(self._there_ns), *self._offsets[ahead:]] if self._times else [0]
         return max(max(offset_ns - self._low_ns, self._high_ns - offset_ns) for offset_ns in offsets_ns)
-
-    def error_at(self, now_ns: int) -> int:
-        """Return a bound on the error of what is converted, from the newest reading until a time of this clock."""
-        return self.error_ns + _drift_ns(max(now_ns - self._sent_ns, 0)) if self._times else 0
 
     def _piece(self, ns: int) -> int:
         return max(bisect_right(self._times, ns) - 1, 0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Clock = Callable[[], int]
+ReadClock = Callable[[], int]
 
 TRIES: Final = 16  # each may tighten the bound; the first ones run with cold caches
 LIMIT_S: Final = 0.5  # for all tries together
@@ -46,21 +46,11 @@ def machine() -> str:
 
 
 class ClockServer:
-    """Serves the time of a clock to clients that know a secret, on its own thread.
+    """Serves the time of a clock in nanoseconds to clients that first send a secret of 16 bytes, on its own thread."""
 
-    Args:
-        host: the address to listen on; "" for all addresses.
-        secret: the 16 bytes that a client must send first.
-        clock: the clock to serve, in nanoseconds.
-
-    Attributes:
-        port: the port that it listens on.
-        asked: the number of clients that have been served and have disconnected.
-    """
-
-    def __init__(self, host: str, secret: bytes, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, host: str, secret: bytes, clock: ReadClock = time.perf_counter_ns) -> None:
         self._secret, self._clock = secret, clock
-        self.asked = 0
+        self.asked = 0  # clients that have been served and have disconnected
         self._socket = socket.create_server((host, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._serve, name="labkit-clock", daemon=True).start()
@@ -86,18 +76,8 @@ class ClockServer:
         self._socket.close()
 
 
-def ask(hosts: Sequence[str], port: int, secret: bytes, clock: Clock = time.perf_counter_ns) -> Reading | None:
-    """Read the clock of a `ClockServer`.
-
-    Args:
-        hosts: possible addresses of the server; the first that accepts a connection is used.
-        port: the port that the server listens on.
-        secret: the server's secret.
-        clock: this process's clock, in nanoseconds.
-
-    Returns:
-        the reading; None if no server answered in time.
-    """
+def ask(hosts: Sequence[str], port: int, secret: bytes, clock: ReadClock = time.perf_counter_ns) -> Reading | None:
+    """Read the clock of a `ClockServer` at the first of some addresses that accepts; None if none answered in time."""
     for host in hosts:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=LIMIT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -106,7 +86,7 @@ def ask(hosts: Sequence[str], port: int, secret: bytes, clock: Clock = time.perf
     return None
 
 
-def _ask(connection: socket.socket, clock: Clock) -> Reading | None:
+def _ask(connection: socket.socket, clock: ReadClock) -> Reading | None:
     until_s = time.monotonic() + LIMIT_S
     exchanges: list[tuple[int, int, int]] = []
     reading = None
@@ -130,12 +110,10 @@ def bounds(exchanges: Iterable[tuple[int, int, int]]) -> Reading:
 
     The server reads its clock after the question was sent and before the answer was received. Each exchange therefore
     bounds the offset from both sides, however long the messages took in either direction. Several exchanges together
-    give tighter bounds than the fastest one alone.
-    Source: K. Marzullo and S. Owicki, "Maintaining the Time in a Distributed System", 1983.
+    give tighter bounds than the fastest one alone. There is at least one; for each, `exchanges` has when the question
+    was sent, what the server's clock showed, and when the answer was received.
 
-    Args:
-        exchanges: at least one; for each, when the question was sent, what the server's clock showed, and when the
-            answer was received.
+    Source: K. Marzullo and S. Owicki, "Maintaining the Time in a Distributed System", 1983.
     """
     exchanges = list(exchanges)
     low = max(server - received for _, server, received in exchanges)
@@ -150,11 +128,8 @@ def on_reference(times_ns: NDArray[np.int64], readings: Sequence[Reading]) -> ND
     """Convert times of a clock to the reference clock, given readings of the offset between the two.
 
     The offset is interpolated linearly between readings. Before the first and after the last reading it is extrapolated
-    with the mean slope between these two. This corrects for the drift of the crystals, about 10 µs per second.
-
-    Args:
-        times_ns: any number of times, in any order.
-        readings: at least one, in the order in which they were taken.
+    with the mean slope between these two. This corrects for the drift of the crystals, about 10 µs per second. There is
+    at least one reading; the readings are in the order in which they were taken, the times in any order.
     """
     import numpy as np  # imported here because a script may be recorded without numpy
 

@@ -19,9 +19,6 @@ CLOSED: Final = -1
 def usable_cores(root: Path = Path("/")) -> float:
     """The number of cores that this process may use at once, by its affinity and its container's quota; may be 0.5.
 
-    Args:
-        root: the root of the file system; tests pass their own.
-
     Source: "cpu.max" in the kernel's Documentation/admin-guide/cgroup-v2.rst; scheduler/sched-bwc.rst for version 1.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -46,13 +43,7 @@ def machine_load() -> float:
 
 
 def load_of_others(load: float, cores: float, own: int) -> float:
-    """Return a load if other programs cause so much of it that cores are lacking; else 0.
-
-    Args:
-        load: the load average.
-        cores: the cores.
-        own: how many of the student's processes and threads may run at once.
-    """
+    """Return a load average if other programs than `own` processes and threads make cores scarce; else 0."""
     return load if load > cores + own else 0.0
 
 

@@ -46,21 +46,13 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class ProfilerEvent:
-    """An event that torch's profiler recorded in a rank: an operator, a kernel, or a call to the CUDA runtime.
-
-    Args:
-        rank: the rank's number.
-        track: where the event ran: a thread of the rank, or a stream of a GPU.
-        name: torch's name for it, such as "aten::mm" or the name of a kernel.
-        category: torch's category: "cpu_op", "kernel", "user_annotation", ...
-        start_ns, end_ns: its times, on the same clock as the spans.
-    """
+    """An event that torch's profiler recorded in a rank: an operator, a kernel, or a call to the CUDA runtime."""
 
     rank: int
-    track: str
-    name: str
-    category: str
-    start_ns: int
+    track: str  # where the event ran: a thread of the rank, or a stream of a GPU
+    name: str  # torch's name for it, such as "aten::mm" or the name of a kernel
+    category: str  # torch's: "cpu_op", "kernel", "user_annotation", ...
+    start_ns: int  # on the same clock as the spans
     end_ns: int
 
 
@@ -80,14 +72,11 @@ def blank(count: int, dtype: Any = COLUMNS) -> Any:
 
 
 class Columns:
-    """Spans in one numpy array, sorted by start time, so that a million of them can be counted and drawn.
+    """Spans in one numpy array of `COLUMNS`, sorted by start time, so that a million of them can be counted and drawn.
 
-    Args:
-        data: an array of `COLUMNS` with the fields of `Span`. Strings are stored as indices into `names`, the kind as
-            an index into `recording.schema.KINDS`.
-        names: the strings; the first is "".
-        ready_ns, around: the values of these two properties, one per entry of `data`. Pass them for a part of a trace,
-            which may lack some of the ranks of an operation, or the operations inside a span.
+    Strings are stored as indices into `names`, whose first is "", the kind as an index into `recording.schema.KINDS`.
+    For a part of a trace, which may lack some of the ranks of an operation, or the operations inside a span, `ready_ns`
+    and `around` are the values of these two properties, one per entry of `data`.
     """
 
     def __init__(
@@ -141,6 +130,17 @@ class Columns:
     def name_id(self, text: str) -> int:
         """Return the index of a string in `names`; if it is absent, an index that no span has."""
         return self.names.index(text) if text in self.names else len(self.names)
+
+    def named(self, chosen: Callable[[str], bool]) -> NDArray[np.bool_]:
+        """A boolean per span: whether `chosen` is true of its name."""
+        found: NDArray[np.bool_] = np.array([chosen(name) for name in self.names], bool)[self.data["name"]]
+        return found
+
+    @property
+    def travels(self) -> NDArray[np.bool_]:
+        """A boolean per span: whether it is a communication, and not only a label around one (`around`)."""
+        found: NDArray[np.bool_] = (self.data["kind"] == COMMUNICATION) & ~self.around
+        return found
 
     @cached_property
     def around(self) -> NDArray[np.bool_]:
@@ -204,14 +204,9 @@ def under_way(
 ) -> Any:
     """Return an array of `COLUMNS` with everything that is still in progress, as if it ended now.
 
-    Args:
-        start_ns: when the calls began.
-        now_ns: the current time.
-        number: returns a string's index in `Columns.names`.
-        calls: the ranks whose function has not returned, each with the function's name.
-        pending: for each rank, its pending operations.
-        silent: the ranks whose machine does not answer, each with the time of its last report: what was in progress
-            ends there, and the rest is unknown.
+    `calls` are the ranks whose function has not returned since `start_ns`, each with its name; `number` returns a
+    string's index in `Columns.names`. Where a rank's machine does not answer, which `silent` says with the time of its
+    last report, what was in progress ends there, and the rest is unknown.
     """
     began, reported_ns = list(calls), dict(silent)
     found = [(rank, *one) for rank, operations in enumerate(pending) for one in shown(operations)]
@@ -260,7 +255,6 @@ def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int
 
 
 def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
-    """Return the values of a field, one per row."""
     if isinstance(field.place, Flag):
         is_set = rows["flags"] & field.place.bit != 0
         values: list[Any] = (~is_set if field.default else is_set).tolist()

@@ -61,11 +61,9 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(signature: str, size: int) -> Exchange | None:
-    """One rank's side of an all-to-all; None if the signature does not say it.
+    """One rank's side of an all-to-all in a group of `size` ranks; None if the signature does not say it.
 
-    Args:
-        signature: one of `of_exchange`, or one of `of_tensor` that `with_elements` returned: a tensor in equal parts.
-        size: the number of ranks in the group.
+    The signature is one of `of_exchange`, or of a tensor in equal parts: `with_elements(of_tensor(...))`.
     """
     if parts := _EXCHANGE.fullmatch(signature):
         sent, received = ([int(n) for n in parts[side].split(",") if n] for side in ("sent", "received"))
@@ -106,22 +104,22 @@ _BEGIN: Final = {
 
 
 def pair_key(source: int, destination: int, tag: int, group: str = "world") -> str:
-    """Return the key of messages with one tag from one rank to another; `group` is the key of their process group."""
+    """The key of messages with one tag from one rank to another; `group` is the key of their process group."""
     return f"{_BEGIN[GroupKind.PAIR]}{source}>{destination} tag {tag}" + ("" if group == "world" else f" {group}")
 
 
 def call_key(caller: int, callee: int) -> str:
-    """Return the key of the remote calls from one rank to another."""
+    """The key of the remote calls from one rank to another."""
     return f"{_BEGIN[GroupKind.CALL]}{caller}>{callee}"
 
 
 def rendezvous_key(where: str, size: int) -> str:
-    """Return the key of the calls by which `size` ranks meet at an address."""
+    """The key of the calls by which `size` ranks meet at an address."""
     return f"{_BEGIN[GroupKind.RENDEZVOUS]}{where} of {size} ranks"
 
 
 def store_key(keys: str) -> str:
-    """Return the key of the waits for keys of a store."""
+    """The key of the waits for keys of a store."""
     return f"{_BEGIN[GroupKind.STORE]}{keys}"
 
 
@@ -137,7 +135,7 @@ def of_ranks(name: str, ranks: Iterable[int]) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def kind_of(key: str) -> GroupKind:
-    """Return the kind of communication that a key identifies."""
+    """The kind of communication that a key identifies."""
     return _WHOLE.get(key) or next((kind for kind, begin in _BEGIN.items() if key.startswith(begin)), GroupKind.COLLECTIVE)
 
 

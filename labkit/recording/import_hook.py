@@ -11,19 +11,13 @@ from typing import Any
 
 
 class _Finder:
-    """Stays in `sys.meta_path` until a module has been imported, then calls a function.
-
-    Args:
-        name: the name of the module.
-        then: the function to call with the module.
-    """
+    """Stays in `sys.meta_path` until a module has been imported, then calls a function with it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
         self._looking = False
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the module, with a loader that calls `then` after loading; None for other modules."""
         if name != self._name or self._looking:
             return None
         self._looking = True  # `importlib` asks all finders, including this one
@@ -46,12 +40,7 @@ class _Finder:
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call a function as soon as a module has been imported; at once if it already has been.
-
-    Args:
-        name: the name of the module.
-        then: the function to call with the module.
-    """
+    """Call a function with a module as soon as it has been imported; at once if it already has been."""
     if name in sys.modules:
         then(sys.modules[name])
     else:

@@ -44,42 +44,28 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cost:
-    """The time of an operation on p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes.
+    """The time of an operation on p ranks, rounds·α + share·n/B: α is a link's latency, B its bandwidth, n bytes."""
 
-    Args:
-        rounds: the number of rounds, as a function of p.
-        share: the share of n, as a function of p. For a ring, each rank also sends this share to the next rank.
-        formula: the time as a LaTeX formula.
-        source: where the formula comes from.
-        algorithm: who sends to whom in each round, which matters where not all ranks have the same link.
-    """
-
-    rounds: Callable[[int], int]
+    rounds: Callable[[int], int]  # the number of rounds, as a function of p
+    # the share of n, as a function of p; for a ring, each rank also sends this share to the next rank
     share: Callable[[int], float]
-    formula: str
+    formula: str  # in LaTeX
     source: str
+    # who sends to whom in each round, which matters where not all ranks have the same link
     algorithm: Algorithm = Algorithm.RING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """One form of an operation. All forms of an operation move the same bytes.
+    """One form of an operation. All forms of an operation move the same bytes."""
 
-    Args:
-        name: the name that students know and that records use: "all_gather_into_tensor".
-        methods: the methods of torch's process group that carry it out. Some have one name in torch 2.11 and another
-            since 2.13.
-        alike: the index of the argument that must match in number and type on all ranks; None if it may differ.
-        parts: the index of the argument that lists, for each tensor, what each rank sends or receives; None if there
-            is no such argument.
-        of_one: the form that a call with a single tensor counts as; "" for this form.
-    """
-
-    name: str
+    name: str  # the name that students know and that records use: "all_gather_into_tensor"
+    # the methods of torch's process group that carry it out; some have one name in torch 2.11, another since 2.13
     methods: tuple[str, ...] = ()
-    alike: int | None = None
+    alike: int | None = None  # the index of the argument that must match in number and type on all ranks; None if it may differ
+    # the index of the argument that lists, for each tensor, what each rank sends or receives; None if there is none
     parts: int | None = None
-    of_one: str = ""
+    of_one: str = ""  # the form that a call with a single tensor counts as; "" for this form
 
 
 OTHER_COLOUR: Final = "#690F2D"
@@ -87,35 +73,22 @@ OTHER_COLOUR: Final = "#690F2D"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperationType:
-    """Everything that labkit knows about an operation.
+    """Everything that labkit knows about an operation."""
 
-    Args:
-        name: the name of its plainest form, used by `costs` and `lab.predict`.
-        traffic: who sends what to whom.
-        forms: its forms; a record names one of them.
-        cost: its cost; None if no closed formula is known.
-        colour: its colour in every figure: warm, like all communication, and distinct for colour-blind readers too.
-        of_function: whether records append the name of the student's function to that of the form:
-            "rpc_sync Net.forward".
-        reduces: whether it combines elements of several ranks into one.
-        root_has_all: whether n in the cost is the total of all ranks' bytes, although a rank other than the root counts
-            only its own part.
-        own_limit: whether each call may have its own time limit.
-        kernels: the prefixes of the names of the TensorFlow kernels that carry it out.
-        name_in_messages: its name in messages about waiting and mismatches; "" for the name in the record.
-    """
-
-    name: str
-    traffic: Traffic
-    forms: tuple[Form, ...]
-    cost: Cost | None = None
+    name: str  # the name of its plainest form, used by `costs` and `lab.predict`
+    traffic: Traffic  # who sends what to whom
+    forms: tuple[Form, ...]  # its forms; a record names one of them
+    cost: Cost | None = None  # its cost; None if no closed formula is known
+    # its colour in every figure: warm, like all communication, and distinct for colour-blind readers too
     colour: str = OTHER_COLOUR
+    # whether records append the name of the student's function to that of the form: "rpc_sync Net.forward"
     of_function: bool = False
-    reduces: bool = False
+    reduces: bool = False  # whether it combines elements of several ranks into one
+    # whether n in the cost is the total of all ranks' bytes, although a rank other than the root counts only its part
     root_has_all: bool = False
-    own_limit: bool = False
-    kernels: tuple[str, ...] = ()
-    name_in_messages: str = ""
+    own_limit: bool = False  # whether each call may have its own time limit
+    kernels: tuple[str, ...] = ()  # the prefixes of the names of the TensorFlow kernels that carry it out
+    name_in_messages: str = ""  # its name in messages about waiting and mismatches; "" for the name in the record
 
     @property
     def collective(self) -> bool:
@@ -137,12 +110,8 @@ class OperationType:
         return "" if begin is None else recorded[len(begin) + 1 :]
 
     def in_words(self, recorded: str) -> str:
-        """Return the name that messages use.
-
-        Args:
-            recorded: the name in the record.
-        """
-        return " ".join(filter(None, (self.name_in_messages, self.function_in(recorded)))) if self.name_in_messages else recorded
+        """Return the name that messages use, given the name in the record."""
+        return f"{self.name_in_messages} {self.function_in(recorded)}".rstrip() if self.name_in_messages else recorded
 
 
 THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
@@ -289,11 +258,7 @@ def type_of(name: str) -> OperationType:
 
 @functools.lru_cache(maxsize=1 << 12)
 def type_of_kernel(name: str) -> OperationType:
-    """Return the operation of a TensorFlow kernel or of the Python function that creates it; `OTHER` if not collective.
-
-    Args:
-        name: such as "CollectiveReduceV2" or "collective_reduce_v2".
-    """
+    """Return the operation of "CollectiveReduceV2" or "collective_reduce_v2"; `OTHER` if it is no collective."""
     plain = name.replace("_", "").lower()
     begins = {kernel.lower(): kind for kind in OPERATION_TYPES for kernel in kind.kernels if plain.startswith(kernel.lower())}
     return begins[max(begins, key=len)] if begins else OTHER  # the longest match: ReduceScatter, not Reduce

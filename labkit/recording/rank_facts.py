@@ -36,22 +36,14 @@ class FactKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of one rank.
-
-    Args:
-        kind: what it is about.
-        step: the number of optimizer steps before it.
-        line: the student's line.
-        of: what must be the same on the ranks to be compared: a process group and the number of its operation, an
-            optimizer, ...
-        ranks: the ranks whose facts are compared; () for all that were called.
-        values: its values by name. Tensors with the same bits have the same digest; a sketch is a few numbers that
-            depend linearly on a tensor's elements. None for a tensor that does not exist, or has neither.
-    """
+    """A fact of one rank."""
 
     kind: FactKind
-    step: int
-    line: str
+    step: int  # the number of optimizer steps before it
+    line: str  # the student's line
+    # what must be the same on the ranks to be compared: a process group and an operation's number, an optimizer, ...
     of: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # the ranks whose facts are compared; () for all that were called
+    # its values by name. Tensors with the same bits have the same digest; a sketch is a few numbers that depend
+    # linearly on a tensor's elements. None for a tensor that does not exist, or has neither.
     values: dict[str, Any] = field(default_factory=dict)

@@ -32,13 +32,8 @@ from labkit.recording.ring_layout import SPAN_RECORD
 from labkit.recording.schema import AUTOMATIC, CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
 
-class OptimizerSteps:
-    """Records the steps of one rank.
-
-    Args:
-        now: returns the present moment, as `write` needs it.
-        write: records a step: its start, its end, and its flags.
-    """
+class AutomaticSteps:
+    """Records one rank's steps by `write`: their start and end, which are moments that `now` returned, and flags."""
 
     def __init__(self, now: Callable[[], Any], write: Callable[[Any, Any, int], None]) -> None:
         self._now, self._write = now, write
@@ -49,10 +44,6 @@ class OptimizerSteps:
         self._marked = False  # whether `lab.steps` marks this run's steps
         self._start = self._end = None  # of the step in progress; None: not yet
         self._stepped: list[ref[Any]] = []  # the optimizers that have stepped in it
-
-    def end_run(self) -> None:
-        """Record the last step: no optimizer will step again."""
-        self._close()
 
     def marked(self) -> None:
         """Note that the program marks its steps itself."""
@@ -66,7 +57,7 @@ class OptimizerSteps:
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
         if any(stepped() in (None, optimizer) for stepped in self._stepped):
-            self._close()
+            self.end_step()
         self.working()
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -74,7 +65,8 @@ class OptimizerSteps:
         self._stepped.append(ref(optimizer))
         self._end = self._now()
 
-    def _close(self) -> None:
+    def end_step(self) -> None:
+        """Record the step in progress; at the end of the run, no optimizer will step again."""
         if self._stepped:
             if not self._marked:
                 self._write(self._start, self._end, AUTOMATIC)
@@ -89,13 +81,7 @@ pack_span = SPAN_RECORD.pack_into
 
 
 class Recorder:
-    """Writes what this rank does to its ring; thread-safe.
-
-    Args:
-        ring: the ring to write to.
-        rank: this rank's number.
-        size: the number of ranks.
-    """
+    """Writes what this rank does to its ring; thread-safe."""
 
     def __init__(self, ring: RingWriter, rank: int = 0, size: int = 1) -> None:
         self.ring, self.rank, self.size = ring, rank, size
@@ -103,7 +89,7 @@ class Recorder:
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
         self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
         self.facts: Any = None  # set by `labkit.comm`: what is compared with other ranks after a run
-        self.optimizer_steps = OptimizerSteps(self.now, self.step)
+        self.automatic_steps = AutomaticSteps(self.now, self.step)
         self._begin_delay_ns = 0  # how long the main thread had waited for a core when the call began
 
     def now(self) -> Any:
@@ -119,7 +105,7 @@ class Recorder:
 
     def begin_run(self, *, check: bool = False) -> None:
         """Note that a call of the student's function begins; with `check`, tensors are compared afterwards."""
-        self.optimizer_steps.begin_run()
+        self.automatic_steps.begin_run()
         if self.facts is not None:
             self.facts.begin_run(check=check)
         if self.device_clock is not None:
@@ -128,7 +114,7 @@ class Recorder:
 
     def call(self, name: str, start_ns: int, end_ns: int) -> None:
         """Record one complete call of the student's function."""
-        self.optimizer_steps.end_run()
+        self.automatic_steps.end_step()
         self.ring.write_part(name, CALL, start_ns, end_ns, begin_delay_ns=self._begin_delay_ns)
 
 
@@ -205,11 +191,11 @@ class TimedSpan(UnrecordedSpan):
             here.opened.append(self)
 
     def begin(self) -> Any:
-        """Note that the span begins, and return what `end` needs to know."""
+        """Note that the span begins."""
         raise NotImplementedError
 
     def end(self, begun: Any) -> None:
-        """Record the span; `begun` is what `begin` returned."""
+        """Record the span."""
         raise NotImplementedError
 
     def __enter__(self) -> None:
@@ -378,10 +364,10 @@ def steps(iterable: Iterable[T]) -> Iterable[T]:
     if not isinstance(iterable, Iterable) and not hasattr(type(iterable), "__getitem__"):
         raise WrongTypeError(f"steps({reprlib.repr(iterable)}): expected something to loop over, such as a list or a DataLoader")
     recorder = here.recorder
-    return iterable if recorder is None else _Steps(iterable, recorder)
+    return iterable if recorder is None else _RecordedSteps(iterable, recorder)
 
 
-class _Steps(Generic[T]):
+class _RecordedSteps(Generic[T]):
     """An iterable whose steps are recorded."""
 
     def __init__(self, iterable: Iterable[T], recorder: Recorder) -> None:
@@ -393,7 +379,7 @@ class _Steps(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         recorder, in_all = self._recorder, operator.length_hint(self._iterable, -1)
-        recorder.optimizer_steps.marked()
+        recorder.automatic_steps.marked()
         if in_all >= 0:
             recorder.ring.write_scalar(STEPS_IN_ALL, clock(), float(in_all))
         start = recorder.now()
@@ -456,11 +442,7 @@ def is_students(filename: str) -> bool:
 
 
 def student_line(innermost: FrameType | None = None) -> str:
-    """Return the current line of the innermost student function on a stack: "cell 5, line 12"; "" if there is none.
-
-    Args:
-        innermost: the innermost frame of the stack; default: the frame of the caller.
-    """
+    """Return the current line of the innermost student function on a stack: "cell 5, line 12"; "" if there is none."""
     frame: FrameType | None = innermost or sys._getframe(1)
     while frame is not None:
         if is_students(frame.f_code.co_filename):

@@ -105,10 +105,7 @@ def keep_from_forks(memory: mmap.mmap) -> None:
     """Give every process forked from now on its own zeroed pages in place of this memory.
 
     A forked process inherits spans, process groups and hooks that refer to this memory, and it continues the rank's
-    numbering of records. They keep working, but write to memory that nobody reads.
-
-    Args:
-        memory: shared memory. Once it is closed, forks are no longer affected.
+    numbering of records. They keep working, but write to memory that nobody reads. Closed memory is left alone.
     """
     if not hasattr(os, "register_at_fork"):
         return
@@ -136,11 +133,7 @@ OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
 
 
 class RingWriter:
-    """The rank's end of its ring; thread-safe.
-
-    Args:
-        buffer: writable shared memory: `RING_BYTES` bytes, initially zero.
-    """
+    """The rank's end of its ring, `RING_BYTES` of shared memory that are zero at first; thread-safe."""
 
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
@@ -196,7 +189,6 @@ class RingWriter:
         return self.name(text) if self._used < LINES_LIMIT or text in self.ids else 0
 
     def _known_or(self, name: str, limit: int, instead: str, kind: str) -> str:
-        """Return a name if it is known or there is room for it; otherwise `instead`."""
         if self._used < limit or name in self.ids:
             return name
         self._note_no_room(kind)
@@ -268,11 +260,7 @@ class RingWriter:
         self, name: str, start_ns: int, *, nbytes: int = 0, peer: int = -1, root: int = -1, group: str = "", match: int = 0,
         line: str = "", signature: str = "",
     ) -> int:  # fmt: skip
-        """Note that an operation was issued.
-
-        Returns:
-            the slot that `waiting` and `unpend` ask for; -1, which they ignore, where all are taken.
-        """
+        """Note that an operation was issued; return its slot, or -1, which `waiting` and `unpend` ignore."""
         slot = self._free_slot()
         if slot >= 0:
             ids = self.ids
@@ -287,11 +275,9 @@ class RingWriter:
         return slot
 
     def _signature(self, text: str) -> int:
-        """Return the number of a signature; 0, which is the empty string, if there is no room left for signatures."""
         return self.name(self._known_or(text, SIGNATURES_LIMIT, "", "sizes"))
 
     def _free_slot(self) -> int:
-        """Return a free slot for a pending operation; -1 if all are taken."""
         try:
             return self._free.pop()
         except IndexError:
@@ -329,12 +315,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The notebook's end of one rank's ring.
-
-    Args:
-        buffer: the memory that the rank writes to.
-        first: the number of the first record to read.
-    """
+    """The notebook's end of one rank's ring; `first` is the number of the first record to read."""
 
     def __init__(self, buffer: Any, first: int = 1) -> None:
         import numpy  # imported here because ranks import this module, and a bare rank runs without numpy
@@ -357,11 +338,7 @@ class RingReader:
         self._names_used = numpy.frombuffer(buffer, numpy.uint32, 1)  # is loaded at once, unlike by `unpack_from`
 
     def names(self) -> list[str]:
-        """Return all strings interned so far; the numbers in a record that was read before this call are its indices.
-
-        Raises:
-            ValueError: the names area is damaged.
-        """
+        """Return all strings interned so far; the numbers in a record that was read before are its indices."""
         used = self.names_bytes
         if used > NAMES_BYTES:
             raise ValueError("its names are damaged")

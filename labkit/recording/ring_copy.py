@@ -69,11 +69,7 @@ _START: Final = _HEADER.size + _SIZES.size
 
 
 class RingTap:
-    """Reads a rank's ring for a copy on another machine.
-
-    Args:
-        ring: the memory that the rank writes to.
-    """
+    """Reads a rank's ring for a copy on another machine."""
 
     def __init__(self, ring: Any) -> None:
         import numpy  # imported here because ranks import this package, and a bare rank runs without numpy
@@ -92,8 +88,7 @@ class RingTap:
     def news(self, limit_bytes: int) -> bytes:
         """Return what is new since the last call, as a message for `RingCopy.apply`; b"" if nothing is.
 
-        Args:
-            limit_bytes: the largest size of the message, if that suffices for one record.
+        The limit holds if it suffices for one record.
         """
         if not self.behind:
             self._look()
@@ -140,12 +135,7 @@ class RingTap:
 
 
 class RingCopy:
-    """Writes the messages of a `RingTap` into a ring on this machine, with all times on this machine's clock.
-
-    Args:
-        ring: writable memory for the copy: `RING_BYTES` bytes, initially zero.
-        clock: the clock of the rank's machine.
-    """
+    """Writes the messages of a `RingTap` into a ring on this machine, zero at first, with this machine's times."""
 
     def __init__(self, ring: Any, clock: Clock) -> None:
         import numpy as np  # imported here because ranks import this package, and a bare rank runs without numpy

@@ -27,12 +27,7 @@ assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if isinstan
 
 
 def _struct(codes: Mapping[str, str], given: Collection[str]) -> struct.Struct:
-    """Return the layout of some fields. It writes zeros for those that are not given, and in front of the last field.
-
-    Args:
-        codes: all fields in their order, with their type codes.
-        given: the fields that are passed to it.
-    """
+    """Return the layout of fields in their order. It writes zeros for those not given, and in front of the last one."""
     *letters, last = (code if name in given else f"{struct.calcsize(code)}x" for name, code in codes.items())
     text = "<" + "".join(letters)
     return struct.Struct(f"{text}{-struct.calcsize(text) % 8}x{last}")

@@ -53,28 +53,18 @@ MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A field in every record: spans of all kinds, and scalars.
+    """A field in every record: spans of all kinds, and scalars."""
 
-    Args:
-        code: a type code of Python's `struct` module.
-        is_time: whether it is a time on the clock of the rank's machine.
-    """
-
-    code: str
-    is_time: bool = False
+    code: str  # a type code of Python's `struct` module
+    is_time: bool = False  # whether it is a time on the clock of the rank's machine
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A field in the record of a communication.
+    """A field in the record of a communication."""
 
-    Args:
-        code: a type code of Python's `struct` module.
-        is_time: whether it is a time on the clock of the rank's machine, or 0 if it does not apply.
-    """
-
-    code: str
-    is_time: bool = False
+    code: str  # a type code of Python's `struct` module
+    is_time: bool = False  # whether it is a time on the clock of the rank's machine, or 0 if it does not apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,22 +165,18 @@ class Pending:
     """An operation that a rank has issued and that has not completed: the rank waits for it, or computes meanwhile.
 
     The fields have the same meaning as in `Span`, and are stored in the same way.
-
-    Args:
-        wait_start_ns: since when the rank has been blocked in it; 0 while it is not.
-        thread: the native id of the thread that is blocked in it, or that issued it.
     """
 
     name: str
     start_ns: int
-    wait_start_ns: int = 0
+    wait_start_ns: int = 0  # since when the rank has been blocked in it; 0 while it is not
     nbytes: int = 0
     peer: int = -1
     group: str = ""
     match: int = 0
     line: str = ""
     signature: str = ""
-    thread: int = 0
+    thread: int = 0  # the native id of the thread that is blocked in it, or that issued it
     root: int = -1
 
     @property
@@ -206,19 +192,12 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One entry of the schema.
+    """One entry of the schema."""
 
-    Args:
-        name: the name of the attribute.
-        place: where a record stores it.
-        default: the value of a span that does not specify one; `dataclasses.MISSING` if every span must.
-        is_text: whether it is an interned string.
-    """
-
-    name: str
-    place: Head | Tail | Flag | OfRank
-    default: Any
-    is_text: bool
+    name: str  # of the attribute
+    place: Head | Tail | Flag | OfRank  # where a record stores it
+    default: Any  # the value of a span that does not specify one; `dataclasses.MISSING` if every span must
+    is_text: bool  # whether it is an interned string
 
     @property
     def code(self) -> str:

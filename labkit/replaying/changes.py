@@ -40,12 +40,8 @@ AS_RECORDED: Final = AsRecorded.AS_RECORDED
 
 
 @dataclass(frozen=True)
-class Changes:
-    """What is changed; the arguments are those of `replay`.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-    """
+class ProgramChanges:
+    """What is changed; the arguments are those of `replay`, and so are the errors."""
 
     link: Link | Network | AsRecorded | None = AS_RECORDED
     own_cores: bool = False
@@ -93,12 +89,10 @@ class Changes:
         return listed(said) or "nothing changed"
 
 
-def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
+def rules_for(graph: Graph, recorded: Rules, changes: ProgramChanges) -> Rules:
     """Return the rules of a replay with these changes, given those of the recorded run (`times.measured`).
 
-    Raises:
-        LabError: the trace lacks what a change needs.
-        ValueError: the trace has no such name or rank.
+    A `LabError` says that the trace lacks what a change needs, a `ValueError` that it has no such name or rank.
     """
     rules = recorded.copy()
     if changes.own_cores:
@@ -123,7 +117,7 @@ def rules_for(graph: Graph, recorded: Rules, changes: Changes) -> Rules:
     return rules
 
 
-def of_other_threads(graph: Graph, changes: Changes) -> list[str]:
+def of_other_threads(graph: Graph, changes: ProgramChanges) -> list[str]:
     """Return the names that `changes` makes faster or slower of spans for whose threads nobody is known to wait."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     apart = (data["flags"] & OWN_THREAD != 0) & (data["kind"] == COMPUTE)
@@ -150,9 +144,7 @@ def had_cores(trace: Trace) -> bool:
 
 def _selected(graph: Graph, name: str) -> NDArray[np.bool_]:
     """Return for each span whether it has this name, perhaps followed by a number or a function: "backward 3"."""
-    names = [one == name or one.startswith(f"{name} ") for one in graph.trace.columns.names]
-    found: NDArray[np.bool_] = np.array(names, bool)[graph.trace.columns.data["name"]]
-    return found
+    return graph.trace.columns.named(lambda one: one == name or one.startswith(f"{name} "))
 
 
 def _names(graph: Graph, *, operations: bool = False) -> list[str]:
@@ -163,19 +155,19 @@ def _names(graph: Graph, *, operations: bool = False) -> list[str]:
 
 def _operations(graph: Graph, name: str, rank: int | None) -> list[int]:
     data = graph.trace.columns.data
-    chosen = _selected(graph, name) & (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    chosen = _selected(graph, name) & graph.trace.columns.travels
     if rank is not None:
         chosen &= data["rank"] == rank
     found: list[int] = chosen.nonzero()[0].tolist()
     return found
 
 
-def _factors(changes: Changes) -> list[tuple[str, float]]:
+def _factors(changes: ProgramChanges) -> list[tuple[str, float]]:
     """Return the names with the factor by which their time is multiplied."""
     return [(name, 1 / factor) for name, factor in changes.faster.items()] + [*changes.slower.items()]
 
 
-def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
+def _change_gaps(graph: Graph, rules: Rules, changes: ProgramChanges) -> None:
     """Multiply the threads' own work by the factors of the innermost span with a factor around it."""
     data = graph.trace.columns.data
     factor = np.full(len(data) + 1, np.nan)  # the last entry is for work outside of spans
@@ -201,12 +193,7 @@ def _change_gaps(graph: Graph, rules: Rules, changes: Changes) -> None:
 
 
 def pace_of_others(graph: Graph, gaps: Sequence[Sequence[int]], rank: int) -> tuple[dict[int, float], float]:
-    """Compare a rank's work with that of the other ranks, in spans of the same name.
-
-    Args:
-        graph: the graph.
-        gaps: for each thread, the time before each event.
-        rank: the rank.
+    """Compare a rank's work with that of the other ranks, in spans of the same name, given each thread's gaps.
 
     Returns:
         by the number of a name, how long its spans take on the other ranks, as a multiple of what they take on this
@@ -284,8 +271,8 @@ def as_one_message(graph: Graph, recorded: Rules) -> Rules | None:
 def _consecutive(graph: Graph) -> list[list[int]]:
     """Return the collectives that could be one, on each rank in their order."""
     data = graph.trace.columns.data
-    chosen = (data["nbytes"] > 0) & np.array([kind.collective for kind in graph.types], bool)[data["name"]]
-    chosen &= (data["kind"] == COMMUNICATION) & ~graph.trace.columns.around
+    chosen = graph.trace.columns.travels & (data["nbytes"] > 0)
+    chosen &= np.array([kind.collective for kind in graph.types], bool)[data["name"]]
     if graph.trace.link is None:
         chosen &= data["nbytes"] <= SMALL_BYTES
     passes = _selected(graph, "forward") | _selected(graph, "backward")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.schema import KINDS
 from labkit.replaying.graph import ISSUE, WAIT, Graph, graph_of
-from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Times, measured, play
 from labkit.tracing.step_times import HasTrace, median_step, trace_of
 from labkit.tracing.trace import Trace
@@ -16,17 +15,11 @@ from labkit.tracing.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a critical path, from `start_ns` to `end_ns`.
+    """A part of a critical path, from `start_ns` to `end_ns`."""
 
-    Args:
-        rank: the rank that worked, or that waited for the operation.
-        name: the name of the innermost span, or of the operation; "" outside of all spans.
-        kind: "compute" or "communication"; "step" or "call" between the spans of a step or a call; "" outside of these.
-    """
-
-    rank: int
-    name: str
-    kind: str
+    rank: int  # the rank that worked, or that waited for the operation
+    name: str  # the name of the innermost span, or of the operation; "" outside of all spans
+    kind: str  # "compute" or "communication"; "step" or "call" between the spans of a step or a call; "" outside of these
     start_ns: int
     end_ns: int
 
@@ -67,13 +60,8 @@ def critical_path(run: HasTrace | Trace, step: int | None = None) -> list[Piece]
 
 
 def path_between(trace: Trace, start_ns: int, end_ns: int) -> list[Piece]:
-    """Return the critical path of a part of a trace, in order.
-
-    Raises:
-        LabError: the trace cannot be replayed.
-    """
-    check_replayable(trace, "critical_path")
-    graph = graph_of(trace)
+    """Return the critical path of a part of a trace, in order."""
+    graph = graph_of(trace, "critical_path")
     return _Walk(graph, play(graph, measured(graph)), start_ns, end_ns).pieces
 
 

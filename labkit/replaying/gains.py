@@ -13,10 +13,9 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.recording.schema import COMMUNICATION, COMPUTE, OWN_THREAD
-from labkit.replaying.changes import Changes, as_one_message, pace_of_others, rules_for, shorten
+from labkit.recording.schema import COMPUTE, OWN_THREAD
+from labkit.replaying.changes import ProgramChanges, as_one_message, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
-from labkit.replaying.refusals import check_replayable
 from labkit.replaying.replay import replayed_steps
 from labkit.replaying.times import Rules, measured, play
 from labkit.tracing.overlapping import BACKWARD, after_backward
@@ -34,53 +33,30 @@ AS_ONE_MESSAGE: Final = "consecutive messages as one"
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a change saves.
+    """What a change saves."""
 
-    Args:
-        change: the change in words: "backward twice as fast".
-        saved_ns: by how much the median step is shorter; negative if it is longer.
-        in_spread: whether that is less than recorded steps differ from one another.
-        ideal: whether nobody can make this change; it bounds what others save.
-    """
-
-    change: str
-    saved_ns: float
-    in_spread: bool
-    ideal: bool = False
+    change: str  # the change in words: "backward twice as fast"
+    saved_ns: float  # by how much the median step is shorter; negative if it is longer
+    in_spread: bool  # whether that is less than recorded steps differ from one another
+    ideal: bool = False  # whether nobody can make this change; it bounds what others save
 
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What several changes save.
+    """What several changes save."""
 
-    Args:
-        gains: what each change saves: first those that one can make, then the ideals, each the largest first.
-        step_ns: the median of the recorded steps; of a run without steps, its duration.
-        low_ns, high_ns: the quartiles: half of the steps last between them.
-        steps: whether the run has steps.
-    """
-
-    gains: tuple[Gain, ...]
-    step_ns: float
-    low_ns: float
+    gains: tuple[Gain, ...]  # what each change saves: first those that one can make, then the ideals, each the largest first
+    step_ns: float  # the median of the recorded steps; of a run without steps, its duration
+    low_ns: float  # half of the steps last between the two
     high_ns: float
-    steps: bool
+    steps: bool  # whether the run has steps
 
 
 class Questions:
-    """Asks a trace what changes would save. Its graph is built once.
-
-    Args:
-        trace: the trace.
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LabError: it cannot be replayed.
-    """
+    """Asks a trace, of which a graph is built once, what changes would save; a `LabError` if it cannot be replayed."""
 
     def __init__(self, trace: Trace, function: str) -> None:
-        check_replayable(trace, function)
-        self.trace, self.graph = trace, graph_of(trace)
+        self.trace, self.graph = trace, graph_of(trace, function)
         self.recorded = measured(self.graph)
         self.low_ns, self.step_ns, self.high_ns = spread_ns(trace)
         self.steps = self.step_ns > 0
@@ -101,7 +77,7 @@ class Questions:
         kept = sorted(largest, key=lambda gain: gain.ideal)
         return Gains(tuple(kept), self.step_ns, self.low_ns, self.high_ns, self.steps)
 
-    def ask(self, words: str, changes: Changes) -> Gain | None:
+    def ask(self, words: str, changes: ProgramChanges) -> Gain | None:
         """Return what a change saves; None if the trace lacks what it needs."""
         try:
             return self._gain(words, rules_for(self.graph, self.recorded, changes))
@@ -111,7 +87,7 @@ class Questions:
     def without_communication(self) -> Gain | None:
         """Return what is saved if no operation takes any time; None if there are none."""
         took = _took(self.graph, self.recorded)
-        rules = rules_for(self.graph, self.recorded, Changes(free=tuple(took)))
+        rules = rules_for(self.graph, self.recorded, ProgramChanges(free=tuple(took)))
         return self._gain(WITHOUT_COMMUNICATION, rules, ideal=True) if took else None
 
     def beside_backward(self) -> Gain | None:
@@ -144,17 +120,17 @@ def gains_of(trace: Trace, function: str) -> Gains:
     return Questions(trace, function).all()
 
 
-def like_others(trace: Trace, rank: int) -> tuple[str, Changes]:
+def like_others(trace: Trace, rank: int) -> tuple[str, ProgramChanges]:
     """Return the question what is saved if a rank works as fast as the others."""
-    return f"{trace.ranks[rank]} as fast as the others", Changes(like_others=rank)
+    return f"{trace.ranks[rank]} as fast as the others", ProgramChanges(like_others=rank)
 
 
-def twice_as_fast(graph: Graph) -> Iterator[tuple[str, Changes]]:
+def twice_as_fast(graph: Graph) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the questions what is saved if a phase of the computation is twice as fast, those of most work first."""
     work, total = _work(graph), graph.trace.duration_ns * len(graph.trace.ranks)
     for name in sorted(work, key=lambda name: -work[name])[:PHASES]:
         if work[name] > NOTICED * total:
-            yield f"{name} twice as fast", Changes(faster={name: 2})
+            yield f"{name} twice as fast", ProgramChanges(faster={name: 2})
 
 
 def _work(graph: Graph) -> defaultdict[str, float]:
@@ -173,12 +149,12 @@ def _took(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
     """Return how long the operations of each name took, once all ranks had arrived."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     took: defaultdict[str, float] = defaultdict(float)
-    for row in ((data["kind"] == COMMUNICATION) & ~graph.trace.columns.around).nonzero()[0].tolist():
+    for row in graph.trace.columns.travels.nonzero()[0].tolist():
         took[names[data["name"][row]]] += recorded.transfer[row]
     return took
 
 
-def _slow_ranks(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
+def _slow_ranks(graph: Graph, recorded: Rules) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield that ranks which spend more time in their spans than others be as fast as these."""
     saves = [pace_of_others(graph, recorded.gaps, rank)[1] for rank in range(len(graph.trace.ranks))]
     for rank in np.argsort(saves)[::-1][:STRAGGLERS].tolist():
@@ -186,9 +162,9 @@ def _slow_ranks(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
             yield like_others(graph.trace, rank)
 
 
-def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
+def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the changes that make sense for a trace, each in a student's words."""
-    trace, nothing = graph.trace, Changes()
+    trace, nothing = graph.trace, ProgramChanges()
     yield from twice_as_fast(graph)
     if trace.columns.data["issue_delay_ns"].any():
         yield "a core for each rank", replace(nothing, own_cores=True)
@@ -205,17 +181,17 @@ def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, Changes]]:
         yield from better_links(trace)
 
 
-def better_links(trace: Trace) -> Iterator[tuple[str, Changes]]:
+def better_links(trace: Trace) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the questions what is saved over a link with twice the bandwidth, or with half the latency."""
     link = trace.link
     if isinstance(link, Network):
         for words, better in _better(link.inside):
-            yield f"{words} inside the nodes", Changes(link=replace(link, inside=better))
+            yield f"{words} inside the nodes", ProgramChanges(link=replace(link, inside=better))
         for words, better in _better(link.between):
-            yield f"{words} between the nodes", Changes(link=replace(link, between=better))
+            yield f"{words} between the nodes", ProgramChanges(link=replace(link, between=better))
     elif link is not None:
         for words, better in _better(link):
-            yield words, Changes(link=better)
+            yield words, ProgramChanges(link=better)
 
 
 def _better(link: Link) -> list[tuple[str, Link]]:

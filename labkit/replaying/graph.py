@@ -9,7 +9,7 @@ Source: the same graph is the basis of dPRO (H. Hu et al., MLSys 2022) and of Da
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,20 +18,24 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.recording.group_keys import GroupKind, kind_of, ranks_of
 from labkit.recording.operations import (
     GRADIENTS,
     RECEIVED_GRADIENTS,
     RECEIVED_REPLY,
+    RECV,
     REMOTE,
     REPLY,
     RPC,
+    SEND,
     SERVE,
     VALUE,
     OperationType,
     type_of,
 )
-from labkit.recording.schema import AUTOMATIC, CALL, COMMUNICATION, OWN_THREAD, SERVED
+from labkit.recording.schema import AUTOMATIC, CALL, CUDA, MEASURED, NUMBERED, OPEN, OWN_THREAD, SERVED
 from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
@@ -42,77 +46,47 @@ MEETING: Final = (GroupKind.COLLECTIVE, GroupKind.PAIR, GroupKind.CALL, GroupKin
 
 
 @dataclass(slots=True)
-class Thread:
-    """The events of one thread in their order; the lists have one entry per event.
-
-    Args:
-        rank: its rank.
-        request: the span of the remote call that the thread serves, as an index into the trace's columns; -1 if it
-            serves none, and begins when it did.
-        kinds: `PLAIN`, `ISSUE` or `WAIT`.
-        times: which time it determines: 4 * span + `START`, `END`, `WAIT_START` or `WAIT_END`.
-        at_ns: when it happened.
-        gaps: the time since the event before, without the waits.
-        inside: the innermost span in which that time lies; -1 if there is none.
-    """
+class ThreadEvents:
+    """The events of one thread in their order; the lists have one entry per event."""
 
     rank: int
+    # the span of the remote call that it serves, an index into the trace's columns; -1: none, and it begins when it did
     request: int
-    kinds: list[int]
-    times: list[int]
-    at_ns: list[int]
-    gaps: list[int]
-    inside: list[int]
+    kinds: list[int]  # `PLAIN`, `ISSUE` or `WAIT`
+    times: list[int]  # which time it determines: 4 * span + `START`, `END`, `WAIT_START` or `WAIT_END`
+    at_ns: list[int]  # when it happened
+    gaps: list[int]  # the time since the event before, without the waits
+    inside: list[int]  # the innermost span in which that time lies; -1 if there is none
 
 
 @dataclass(slots=True)
 class Gate:
-    """What must be issued before an operation can complete, and the spans that complete then.
-
-    Args:
-        operation: its type.
-        needs: the spans that must be issued.
-        opens: the spans that complete: all, or those of one rank that does not need the others.
-        members: all spans of the operation; it occupies a link once all are issued.
-        ranks: all its ranks, if the graph has spans of some only; () if it has those of all.
-        alike: how many such operations the ranks of a node carry out at the same time, counting those without spans.
-        fastest: whether the fastest algorithm carries it out, as in NCCL; otherwise that of emulated links.
-    """
+    """What must be issued before an operation can complete, and the spans that complete then."""
 
     operation: OperationType
-    needs: list[int]
-    opens: list[int]
-    members: list[int]
-    ranks: tuple[int, ...] = ()
-    alike: float = 1
-    fastest: bool = False
+    needs: list[int]  # the spans that must be issued
+    opens: list[int]  # the spans that complete: all, or those of one rank that does not need the others
+    members: list[int]  # all spans of the operation; it occupies a link once all are issued
+    ranks: tuple[int, ...] = ()  # all its ranks, if the graph has spans of some only; () if it has those of all
+    alike: float = 1  # how many such operations the ranks of a node carry out at the same time, counting those without spans
+    fastest: bool = False  # whether the fastest algorithm carries it out, as in NCCL; otherwise that of emulated links
 
 
 @dataclass
 class Graph:
-    """A trace as a graph.
-
-    Args:
-        trace: the trace.
-        gates: the gates of all operations.
-        done_ns: for each of them, when the backend had completed it, if that is known; else when it completed.
-        done_known: for each of them, whether that is known.
-        before: for each of them, the operation of the same group after which the backend began it; -1 if none.
-        served: the served call's span by the span of the call.
-        parent: for each span, the span of the same thread around it; -1 if there is none.
-        threads: its threads. Spans of no thread move with the other events of their rank.
-    """
+    """A trace as a graph."""
 
     trace: Trace
-    gates: list[Gate]
-    done_ns: NDArray[np.int64]
-    done_known: NDArray[np.bool_]
-    before: NDArray[np.int64]
-    served: dict[int, int]
-    parent: list[int]
-    threads: list[Thread] = field(default_factory=list)
+    gates: list[Gate]  # the gates of all operations
+    done_ns: NDArray[np.int64]  # for each of them, when the backend had completed it, if that is known; else when it completed
+    done_known: NDArray[np.bool_]  # for each of them, whether that is known
+    before: NDArray[np.int64]  # for each of them, the operation of the same group after which the backend began it; -1 if none
+    served: dict[int, int]  # the served call's span by the span of the call
+    parent: list[int]  # for each span, the span of the same thread around it; -1 if there is none
+    # its threads. Spans of no thread move with the other events of their rank.
+    threads: list[ThreadEvents] = field(default_factory=list)
 
-    def threads_of(self, *, followed: bool) -> list[Thread]:
+    def threads_of(self, *, followed: bool) -> list[ThreadEvents]:
         """Return the main threads and those that serve a call; or the others, for which nobody is known to wait."""
         ranks = len(self.trace.ranks)
         return [thread for i, thread in enumerate(self.threads) if (i < ranks or thread.request >= 0) is followed]
@@ -137,9 +111,61 @@ class Graph:
         return {thread.request: number for number, thread in enumerate(self.threads) if thread.request >= 0}
 
 
-def graph_of(trace: Trace) -> Graph:
-    """Build the graph of a trace that `refusals.check_replayable` accepts."""
+def graph_of(trace: Trace, function: str) -> Graph:
+    """Build the graph of a trace, which is not empty; errors name the calling `function`.
+
+    Raises:
+        LabError: it cannot be replayed; the message says why.
+    """
+    if reason := _why_not(trace):
+        raise LabError(f"{function}: {reason}")
     return _Builder(trace).build()
+
+
+def _why_not(trace: Trace) -> str:
+    """Why a trace cannot be replayed; "" if it can."""
+    data, names = trace.columns.data, trace.columns.names
+    travels = data[trace.columns.travels]
+    kinds = [kind_of(name) for name in names]
+    if trace.simulated:
+        return "this trace was simulated; simulate the changed program, or the same with another link or device"
+    if any(trace.dropped):
+        return f"{sum(trace.dropped)} records of this run were lost, so that the order of events is not known"
+    tensorflow = np.array([kind is GroupKind.TENSORFLOW for kind in kinds], bool)[data["group"]]
+    if ((data["flags"] & MEASURED) != 0).any() or (data["device"] >= NUMBERED).any() or tensorflow.any():
+        return "TensorFlow's runs cannot be replayed: which operations its threads wait for is not recorded"
+    if (data["device"] == CUDA).any():
+        return "runs on a GPU cannot be replayed: what its streams wait for is not recorded"
+    if opened := _named(trace, travels["name"][(travels["flags"] & OPEN) != 0]):
+        return f"{opened} had not completed when the recording ended, so that its duration is not known"
+    outside = (travels["start_ns"] < trace.start_ns) | (travels["end_ns"] > trace.end_ns)
+    if cut := _named(trace, travels["name"][outside]):
+        return f"this part of the run begins or ends in the middle of {cut}; replay the whole run"
+    if lonely := _named(trace, _incomplete(trace, travels)):
+        return f"some ranks of {lonely} are not in this trace; replay the trace of all ranks"
+    return ""
+
+
+def _named(trace: Trace, name_numbers: NDArray[Any]) -> str:
+    return listed(dict.fromkeys(trace.columns.names[number] for number in name_numbers.tolist()), most=3)
+
+
+def _incomplete(trace: Trace, travels: NDArray[Any]) -> NDArray[Any]:
+    """Return the names of operations that fewer ranks recorded than others of the group, or only one end of two."""
+    names = trace.columns.names
+    is_message = np.array([type_of(name) in (SEND, RECV) for name in names], bool)
+    of_ranks = np.array([kind_of(name) is GroupKind.COLLECTIVE for name in names], bool)
+    rows = travels[of_ranks[travels["group"]] | is_message[travels["name"]]]
+    keys = list(zip(rows["group"].tolist(), rows["match"].tolist(), strict=True))
+    came = Counter(keys)
+    expected = dict.fromkeys(rows["group"][is_message[rows["name"]]].tolist(), 2)
+    for (group, _), count in came.items():
+        listed_ranks = ranks_of(names[group])
+        least = len(listed_ranks) if listed_ranks else len(trace.ranks) if names[group] == "world" else 0
+        expected[group] = max(expected.get(group, 0), count, least)
+    fewer = np.array([came[key] < expected[key[0]] for key in keys], bool)
+    found: NDArray[Any] = rows["name"][fewer]
+    return found
 
 
 class _Builder:
@@ -147,7 +173,7 @@ class _Builder:
         self.trace, columns = trace, trace.columns
         self.data, self.names = columns.data, columns.names
         self.types = [type_of(name) for name in self.names]
-        self.travels = (self.data["kind"] == COMMUNICATION) & ~columns.around
+        self.travels = columns.travels
         self.rank = self.data["rank"].tolist()
         self.type = [self.types[name] for name in self.data["name"].tolist()]
         self.replies: dict[int, int] = {}  # the reply by the span of the served call
@@ -290,7 +316,7 @@ class _Builder:
         before[second[follows]] = first[follows]
         return before
 
-    def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[Thread]:
+    def _threads(self, thread: NDArray[np.int64], requests: list[int], parent: list[int]) -> Iterator[ThreadEvents]:
         data = self.data
         waits = self.travels & (data["wait_start_ns"] > 0)
         chosen = (~self.travels, self.travels, waits & (data["wait_start_ns"] > data["start_ns"]), waits)
@@ -322,7 +348,7 @@ class _Builder:
             busy = _busy(at[own], data[row[own][kind[own] == WAIT]])
             rank = int(data["rank"][row[own[0]]]) if len(own) else number
             inside = self._innermost(row[own].tolist(), which[own].tolist(), kind[own].tolist(), parent)
-            yield Thread(
+            yield ThreadEvents(
                 rank, request, kind[own].tolist(), (4 * row[own] + which[own]).tolist(), at[own].tolist(),
                 np.diff(busy, prepend=busy[:1]).tolist(), inside,
             )  # fmt: skip

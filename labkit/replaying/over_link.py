@@ -16,28 +16,15 @@ from labkit.replaying.graph import Gate, Graph
 
 
 class Passage(NamedTuple):
-    """How an operation passes the link.
+    """How an operation passes the link."""
 
-    Args:
-        start_ns: when it starts.
-        due_ns: when it ends.
-        after: the span of the operation that occupied the link until it started; -1 if the link was free.
-    """
-
-    start_ns: int
-    due_ns: int
-    after: int
+    start_ns: int  # when it starts
+    due_ns: int  # when it ends
+    after: int  # the span of the operation that occupied the link until it started; -1 if the link was free
 
 
 class OverLink:
-    """The schedule of a link, as the emulation computes it.
-
-    Args:
-        graph: the graph.
-        link: the link or the network.
-        nbytes: the size of each span's operation.
-        faster: by how much each span's operation is faster than on the link; inf if it takes no time at all.
-    """
+    """The schedule of a link, as the emulation computes it; `nbytes` and `faster` are those of `Rules`, by span."""
 
     def __init__(self, graph: Graph, link: Link | Network, nbytes: Sequence[int], faster: Sequence[float]) -> None:
         self._graph, self._nbytes, self._faster = graph, nbytes, faster
@@ -56,10 +43,8 @@ class OverLink:
     def through(self, gate: Gate, opened_ns: int, issued_ns: Sequence[int | None]) -> Passage | None:
         """Schedule an operation whose gate has opened; None if the link does not delay it.
 
-        Args:
-            gate: its gate.
-            opened_ns: when the last of the spans that it needs was issued.
-            issued_ns: when each span was issued: every fourth time of `issued_ns`, as in `Thread.times`.
+        The gate opened when the last of the spans that it needs was issued. Every fourth time of `issued_ns`, as in
+        `ThreadEvents.times`, says when a span was issued.
         """
         kind, first = gate.operation, gate.needs[0]
         if kind in (REPLY, VALUE) or self._faster[first] == math.inf:

@@ -16,15 +16,14 @@ from labkit.errors.units import time_in_words
 from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.events import WAITS, Columns
 from labkit.recording.schema import STEP
-from labkit.replaying.changes import AS_RECORDED, AsRecorded, Changes, had_cores, of_other_threads, rules_for
+from labkit.replaying.changes import AS_RECORDED, AsRecorded, ProgramChanges, had_cores, of_other_threads, rules_for
 from labkit.replaying.graph import END, START, WAIT_END, WAIT_START, Graph, graph_of
-from labkit.replaying.refusals import check_replayable
 from labkit.replaying.times import Rules, Times, measured, play
 from labkit.tracing.step_times import HasTrace, spread_ns, trace_of
 from labkit.tracing.trace import Trace
 
 DELAYS = ("issue_delay_ns", "wait_delay_ns")
-TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `Thread.times`
+TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `ThreadEvents.times`
 
 
 @public_api
@@ -67,17 +66,16 @@ def replay(
         TypeError, ValueError: an invalid argument.
     """
     trace = trace_of(run, "replay")
-    changes = Changes(link, own_cores, faster or {}, slower or {}, rank, free, like_others, one_bucket)
+    changes = ProgramChanges(link, own_cores, faster or {}, slower or {}, rank, free, like_others, one_bucket)
     for name, number in (("rank", rank), ("like_others", like_others)):
         if number is not None:
             expected = f"replay({name}={number!r}): expected the number of a rank, 0 to {len(trace.ranks) - 1}"
             check_number(number, expected, whole=True, at_least=0, below=len(trace.ranks))
-    if changes == Changes(own_cores=True) and had_cores(trace):
+    if changes == ProgramChanges(own_cores=True) and had_cores(trace):
         return trace
     if isinstance(link, Network):
         changes = replace(changes, link=link.of(len(trace.ranks)))
-    check_replayable(trace, "replay")
-    graph = graph_of(trace)
+    graph = graph_of(trace, "replay")
     words = changes.in_words(trace.ranks)
     if apart := of_other_threads(graph, changes):
         words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
@@ -93,19 +91,12 @@ def replay(
 
 
 def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
-    """Return the trace with these times.
-
-    Args:
-        graph: the graph of the recorded trace.
-        rules: what the times were computed with.
-        times: the times.
-        changed: the changes in words.
-    """
+    """Return the trace with times that were computed with these rules; `changed` are the changes in words."""
     trace, link = graph.trace, rules.link
     data = trace.columns.data.copy()
     known = np.array([time is not None for time in times.at_ns], bool).reshape(-1, 4)
     at_ns = np.array([time or 0 for time in times.at_ns], np.int64).reshape(-1, 4)
-    moved = [_Clock(graph, at_ns, rank) for rank in range(len(trace.ranks))]
+    moved = [_MovedTimes(graph, at_ns, rank) for rank in range(len(trace.ranks))]
     clock_of = data["rank"]
     for column, name in enumerate(TIMES):
         recorded = data[name].copy()
@@ -165,7 +156,7 @@ def _end_ns(graph: Graph, times: Times) -> int:
     return max(latest + trace.end_ns - last, trace.start_ns)
 
 
-class _Clock:
+class _MovedTimes:
     """Moves times that no event determines, such as those of recorded values, along with the events around them."""
 
     def __init__(self, graph: Graph, at_ns: Any, rank: int) -> None:

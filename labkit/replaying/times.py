@@ -17,30 +17,18 @@ from labkit.replaying.over_link import OverLink
 
 @dataclass
 class Rules:
-    """How long everything takes, in ns; lists without a remark have one entry per span.
+    """How long everything takes, in ns; lists without a remark have one entry per span."""
 
-    Args:
-        gaps: for each thread, the time before each event.
-        transfer: how long the backend takes for an operation, once all ranks that it needs have arrived.
-        late: how long after the link's own end an operation completes.
-        lag: how long after an operation's recorded completion the thread that waits for it can continue.
-        request: how long the message with a remote call takes; by the span of the call.
-        request_late: how long after the end of that message on the link the call is served.
-        link: the emulated link, if any.
-        nbytes: the size of an operation.
-        faster: by how much an operation is faster than on the link; inf if it takes no time.
-        instead: operations that do not take place, each with the one that does its work.
-    """
-
-    gaps: list[list[int]]
-    transfer: list[int]
-    late: list[int]
-    lag: list[int]
-    request: dict[int, int]
-    request_late: dict[int, int]
-    link: Link | Network | None
-    nbytes: list[int]
-    faster: list[float]
+    gaps: list[list[int]]  # for each thread, the time before each event
+    transfer: list[int]  # how long the backend takes for an operation, once all ranks that it needs have arrived
+    late: list[int]  # how long after the link's own end an operation completes
+    lag: list[int]  # how long after an operation's recorded completion the thread that waits for it can continue
+    request: dict[int, int]  # how long the message with a remote call takes; by the span of the call
+    request_late: dict[int, int]  # how long after the end of that message on the link the call is served
+    link: Link | Network | None  # the emulated link, if any
+    nbytes: list[int]  # the size of an operation
+    faster: list[float]  # by how much an operation is faster than on the link; inf if it takes no time
+    # operations that do not take place, each with the one that does its work
     instead: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> Rules:
@@ -51,22 +39,15 @@ class Rules:
 
 @dataclass
 class Times:
-    """When everything happens, in ns, and why not earlier.
+    """When everything happens, in ns, and why not earlier."""
 
-    Args:
-        at_ns: the times of all spans, numbered as in `Thread.times`; None for those of no thread.
-        done_ns: for each span, when the backend had completed its operation.
-        begun_ns: for each span, when its operation began to be transferred.
-        cause: for each span, why its operation did not begin earlier: the span that was issued last, or ~span of the
-            operation that was transferred until then.
-        waited: for each span, whether a thread had to wait for its operation.
-    """
-
-    at_ns: list[int | None]
-    done_ns: list[int | None]
-    begun_ns: list[int]
+    at_ns: list[int | None]  # the times of all spans, numbered as in `ThreadEvents.times`; None for those of no thread
+    done_ns: list[int | None]  # for each span, when the backend had completed its operation
+    begun_ns: list[int]  # for each span, when its operation began to be transferred
+    # for each span, why its operation did not begin earlier: the span that was issued last, or ~span of the
+    # operation that was transferred until then
     cause: list[int]
-    waited: list[bool]
+    waited: list[bool]  # for each span, whether a thread had to wait for its operation
 
 
 def measured(graph: Graph) -> Rules:
@@ -122,10 +103,10 @@ def play(graph: Graph, rules: Rules) -> Times:
     Raises:
         LabError: some events never happen, since the records contradict each other.
     """
-    return _Pass(graph, rules).run()
+    return _Playback(graph, rules).run()
 
 
-class _Pass:
+class _Playback:
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
         count = len(graph.trace)

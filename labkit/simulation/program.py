@@ -171,11 +171,6 @@ class Program:
         return self._all(Communication)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes that the rank's tensors occupy at one time."""
-        return max((event.live_bytes for event in self._all(Memory)), default=0)
-
-    @property
     def peers(self) -> set[int]:
         """The global ranks with which the rank exchanges messages."""
         return {communication.peer for communication in self.communications if communication.peer >= 0}

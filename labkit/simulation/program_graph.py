@@ -22,7 +22,7 @@ from labkit.recording.events import Columns
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, of_ranks, pair_key
 from labkit.recording.operations import OTHER, type_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
-from labkit.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, Thread
+from labkit.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, ThreadEvents
 from labkit.replaying.times import Rules
 from labkit.simulation.program import Communication, Elapsed, Kernel, Mark, Memory, OnStream, Program, StreamEvent, Value, Wait
 from labkit.tracing.trace import Trace
@@ -188,7 +188,7 @@ class _Rank:
     def __init__(self, whole: ProgramGraph, program: Program, device: Device | None) -> None:
         self._whole, self._program, self._rank, self._device = whole, program, program.rank, device
         self._ahead = device is not None and device.runs_ahead
-        self._threads: dict[int, Thread] = {}  # by stream
+        self._threads: dict[int, ThreadEvents] = {}  # by stream
         self._work_ns: defaultdict[int, float] = defaultdict(float)  # of each stream since its last event
         self._stream = 0
         self._matches: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class _Rank:
         self._events: dict[int, tuple[int, int, int]] = {}  # of streams: the span, the stream, and what it had waited for
         self._open: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # spans that have begun
 
-    def threads(self, name: str) -> list[Thread]:
+    def threads(self, name: str) -> list[ThreadEvents]:
         """Return the threads.
 
         Args:
@@ -240,7 +240,7 @@ class _Rank:
     def _append(self, kind: int, row: int, which: int, stream: int = 0) -> None:
         if stream not in self._threads:
             first = row if not stream else self._whole.add(self._rank)
-            self._threads[stream] = Thread(self._rank, -1, [PLAIN], [4 * first + START], [0], [0], [-1])
+            self._threads[stream] = ThreadEvents(self._rank, -1, [PLAIN], [4 * first + START], [0], [0], [-1])
             if first == row:
                 return
         thread = self._threads[stream]

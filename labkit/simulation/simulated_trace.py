@@ -24,7 +24,7 @@ from labkit.simulation.program import Program
 from labkit.simulation.program_graph import ProgramGraph
 from labkit.tracing.trace import Trace
 
-TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `replaying.graph.Thread.times`
+TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `replaying.graph.ThreadEvents.times`
 
 
 def simulated_trace(

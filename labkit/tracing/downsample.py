@@ -20,15 +20,10 @@ VALUES: Final = 20  # of each curve
 
 
 def downsample(rows: Any, loop_name: int) -> Any:
-    """Reduce records to a bounded number.
+    """Reduce one rank's records to a bounded number, if there are more than `FEW`.
 
-    Args:
-        rows: the records of one rank, as read from its ring.
-        loop_name: the number of the scalar's name that starts a loop; -1 if there is none.
-
-    Returns:
-        the same rows if there are at most `FEW`; else at most `MOST` spans; the last steps, and up to two rows for the
-        other steps, each with their `count`; some values of each curve, including the last; and no waits.
+    Kept are at most `MOST` spans; the last steps, and up to two rows for the others, each with their `count`; and some
+    values of each curve, including the last. `loop_name` is the number of the scalar's name that starts a loop, or -1.
     """
     if len(rows) <= FEW:
         return rows

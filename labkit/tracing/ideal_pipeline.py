@@ -83,7 +83,7 @@ def schedule(
     times_ns = (_in_ns("backward", backward, stages), _in_ns("forward", forward, stages))
     (travel_ns,) = _in_ns("communication", communication, 1, zero=True)
     plans = [list(order(rank, ranks, stages, micro_batches)) for rank in range(ranks)]
-    return _Pipeline(plans, stages, times_ns, travel_ns).trace()
+    return _IdealPipeline(plans, stages, times_ns, travel_ns).trace()
 
 
 def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[int]:
@@ -138,15 +138,8 @@ _ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Pass]]]] = {
 }
 
 
-class _Pipeline:
-    """Simulates a pipeline.
-
-    Args:
-        plans: the passes of each rank, in order.
-        stages: the number of stages.
-        times_ns: durations per stage, of the backward and of the forward pass.
-        travel_ns: how long a stage's output takes between two ranks.
-    """
+class _IdealPipeline:
+    """Simulates a pipeline: the passes of each rank in order; durations per stage, of backward and of forward."""
 
     def __init__(self, plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> None:
         self.plans, self.stages, self.times_ns, self.travel_ns = plans, stages, times_ns, travel_ns

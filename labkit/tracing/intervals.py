@@ -11,12 +11,7 @@ Intervals = NDArray[np.int64]  # shape (n, 2): start and end in ns, disjoint and
 
 
 def union(start_ns: Any, end_ns: Any) -> Intervals:
-    """Merge intervals, which may overlap and be in any order, into disjoint ascending ones; empty ones are dropped.
-
-    Args:
-        start_ns: start of each, shape (n,).
-        end_ns: end of each, shape (n,).
-    """
+    """Merge intervals, which may overlap and be in any order, into disjoint ascending ones; empty ones are dropped."""
     start, end = np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64)
     keep = end > start
     start, end = start[keep], end[keep]

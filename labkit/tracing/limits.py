@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from labkit.costs.network import Network, link_of_pair
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
-from labkit.recording.schema import COMMUNICATION, COMPUTE, OPEN, READING
+from labkit.recording.schema import COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.step_times import step_ms, undisturbed_steps
 from labkit.tracing.trace import Trace
@@ -42,87 +42,56 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The numbers behind an explanation, as means over the ranks.
+    """The numbers behind an explanation, as means over the ranks."""
 
-    Args:
-        limit: the largest loss.
-        duration_ns: the time looked at: all steps but the first, or the whole trace if there are fewer than three.
-        steps: how many steps that is; 0 if the trace has none.
-        step_ns: the median step; 0 if the trace has none.
-        mean_step_ns: the mean of these steps, on the rank that took longest for them; 0 if the trace has none.
-        compute, data, overlap, exposed, waiting: shares of that time, from 0 to 1; overlap is a part of compute.
-        reading: the share in which labkit read TensorFlow's profiler and the rank did nothing else.
-        standing: the share in which a rank recorded nothing while another one, with which it communicates, computed.
-        absent: the share in which a rank recorded nothing while others communicated or waited, and no rank computed.
-        unrecorded: the share in which nobody recorded anything; where the ranks do not communicate, the mean over the
-            ranks of the share in which each recorded nothing.
-        working: how many ranks compute at the same time, while any does.
-        late_rank: the rank for which the others waited most; -1 if there were no collectives.
-        late_share: its share of all waiting in collectives.
-        late_data: the share of the time in which this rank waited for data.
-        late_ns: how long after the first rank it came, as the median of the collectives at which it came last.
-        messages: operations of each rank.
-        nbytes: bytes of each rank's operations.
-        under_way: the share of the time in which some rank waited for a remote call and no rank computed.
-        call_ns: the median time from a remote call to its result; 0 if there were none.
-        call_bytes: the median bytes of a remote call; 0 if there were none.
-        operation_ns: the median time of a small operation; of any operation, if there are no small ones.
-        latency_ns: what an emulated link's latency takes of an operation, as a median; 0 without one.
-        transfer_ns: the time in which each rank's operations moved data.
-    """
-
-    limit: Limit
-    duration_ns: int
-    steps: int
-    step_ns: float
-    mean_step_ns: float
-    compute: float
+    limit: Limit  # the largest loss
+    duration_ns: int  # the time looked at: all steps but the first, or the whole trace if there are fewer than three
+    steps: int  # how many steps that is; 0 if the trace has none
+    step_ns: float  # the median step; 0 if the trace has none
+    mean_step_ns: float  # the mean of these steps, on the rank that took longest for them; 0 if the trace has none
+    compute: float  # this and the next four are shares of that time, from 0 to 1; overlap is a part of compute
     data: float
     overlap: float
     exposed: float
     waiting: float
-    reading: float
-    standing: float
-    absent: float
+    reading: float  # the share in which labkit read TensorFlow's profiler and the rank did nothing else
+    standing: float  # the share in which a rank recorded nothing while another one, with which it communicates, computed
+    absent: float  # the share in which a rank recorded nothing while others communicated or waited, and no rank computed
+    # the share in which nobody recorded anything; if the ranks do not communicate, the mean of each rank's own share
     unrecorded: float
-    working: float
-    late_rank: int
-    late_share: float
-    late_data: float
-    late_ns: float
-    messages: float
-    nbytes: float
-    under_way: float
-    call_ns: float
-    call_bytes: float
-    operation_ns: float
-    latency_ns: float
-    transfer_ns: float
+    working: float  # how many ranks compute at the same time, while any does
+    late_rank: int  # the rank for which the others waited most; -1 if there were no collectives
+    late_share: float  # its share of all waiting in collectives
+    late_data: float  # the share of the time in which this rank waited for data
+    late_ns: float  # how long after the first rank it came, as the median of the collectives at which it came last
+    messages: float  # operations of each rank
+    nbytes: float  # bytes of each rank's operations
+    under_way: float  # the share of the time in which some rank waited for a remote call and no rank computed
+    call_ns: float  # the median time from a remote call to its result; 0 if there were none
+    call_bytes: float  # the median bytes of a remote call; 0 if there were none
+    operation_ns: float  # the median time of a small operation; of any operation, if there are no small ones
+    latency_ns: float  # what an emulated link's latency takes of an operation, as a median; 0 without one
+    transfer_ns: float  # the time in which each rank's operations moved data
 
 
 def limit_of(trace: Trace) -> Finding:
-    """Find what limits a run.
-
-    Args:
-        trace: of at least one rank, with something in it.
-    """
+    """Find what limits a run; its trace is not empty."""
     settled, part = _settled(trace)
-    steps = len(settled)
     shares = part.shares()
     ranks, window = len(shares), max(part.duration_ns, 1)
-    compute, data, overlap, exposed, waiting, idle = (
-        float(np.mean([getattr(s, f"{name}_ns") for s in shares])) / window
+    spent = {
+        name: float(np.mean([getattr(share, f"{name}_ns") for share in shares])) / window
         for name in ("compute", "data", "overlap", "exposed", "waiting", "idle")
-    )
+    }
+    idle = spent.pop("idle")
     activities = [part.activity(rank) for rank in range(ranks)]
     reading = float(np.mean([_reading_ns(part, rank) for rank in range(ranks)])) / window
-    compute -= reading
+    spent["compute"] -= reading
     computing = [activity["compute"] for activity in activities]
     anybody = _union(computing)
-    working = sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0
     unrecorded = 1 - length(_union([kind for activity in activities for kind in activity.values()])) / window
     standing = float(np.mean(_standing_ns(part, activities))) / window
-    absent = max(idle - waiting - unrecorded - standing, 0.0)
+    absent = max(idle - spent["waiting"] - unrecorded - standing, 0.0)
     rows, transfer = _operations(part)
     calls = _calls(part, rows)
     whole = np.array([[part.start_ns, part.end_ns]], np.int64)
@@ -130,41 +99,44 @@ def limit_of(trace: Trace) -> Finding:
     served = float(np.mean([_served_ns(a, calls[calls["rank"] == i], anybody) for i, a in enumerate(activities)])) / window
     late_rank, late_share, late_ns = _late(rows[_collectives(part, rows)], ranks, part.clock_error_ns)
     causes, latency_ns = _causes_ns(part, rows, _one_by_one(rows, transfer))
-    small = rows["nbytes"] <= SMALL_BYTES
-    of_operations = transfer[small] if small.any() else transfer
     if not len(rows):
         standing, absent, unrecorded = 0.0, 0.0, idle
-        limit = Limit.DATA if data > max(idle, 1 - BUSY) else Limit.COMPUTE if compute >= idle else Limit.UNRECORDED
-    elif compute >= BUSY:
+        losses = {Limit.COMPUTE: spent["compute"], Limit.UNRECORDED: idle}
+        limit = Limit.DATA if spent["data"] > max(idle, 1 - BUSY) else _largest(losses)
+    elif spent["compute"] >= BUSY:
         limit = Limit.COMPUTE
-    elif data > max(exposed, waiting + standing, unrecorded):
-        limit = Limit.DATA
-    elif unrecorded >= max(exposed, waiting + standing):
-        limit = Limit.UNRECORDED
-    elif under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
-        limit = Limit.CALLS
-    elif exposed - served >= waiting + standing + served:
-        limit = max(causes, key=lambda cause: causes[cause])
-    elif standing + served > waiting or _in_collectives(part) < 1 - MOSTLY:
-        limit = Limit.TURNS
     else:
-        limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
+        # Of equal losses, the first counts. The kinds of communication and of waiting are told apart below.
+        waiting = spent["waiting"] + standing
+        losses = {
+            Limit.UNRECORDED: unrecorded,
+            Limit.BANDWIDTH: spent["exposed"],
+            Limit.TURNS: waiting,
+            Limit.DATA: spent["data"],
+        }
+        limit = _largest(losses)
+        if limit in (Limit.BANDWIDTH, Limit.TURNS):
+            if under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
+                limit = Limit.CALLS
+            elif spent["exposed"] - served >= waiting + served:
+                limit = _largest(causes)
+            elif standing + served > spent["waiting"] or _in_collectives(part) < 1 - MOSTLY:
+                limit = Limit.TURNS
+            else:
+                limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
+    small = rows["nbytes"] <= SMALL_BYTES
     return Finding(
         limit=limit,
         duration_ns=part.duration_ns,
-        steps=steps,
-        step_ns=1e6 * step_ms(trace) if steps else 0.0,
+        steps=len(settled),
+        step_ns=1e6 * step_ms(trace) if settled else 0.0,
         mean_step_ns=_mean_ns(trace, settled),
-        compute=compute,
-        data=data,
-        overlap=overlap,
-        exposed=exposed,
-        waiting=waiting,
+        **spent,
         reading=reading,
         standing=standing,
         absent=absent,
         unrecorded=unrecorded,
-        working=working,
+        working=sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0,
         late_rank=late_rank,
         late_share=late_share,
         late_data=shares[late_rank].data_ns / window if late_rank >= 0 else 0.0,
@@ -172,12 +144,20 @@ def limit_of(trace: Trace) -> Finding:
         messages=len(rows) / ranks,
         nbytes=float(rows["nbytes"].sum()) / ranks,
         under_way=under_way_ns / window,
-        call_ns=float(np.median(calls["end_ns"] - calls["start_ns"])) if len(calls) else 0.0,
-        call_bytes=float(np.median(calls["nbytes"])) if len(calls) else 0.0,
-        operation_ns=float(np.median(of_operations)) if len(rows) else 0.0,
+        call_ns=_median(calls["end_ns"] - calls["start_ns"]),
+        call_bytes=_median(calls["nbytes"]),
+        operation_ns=_median(transfer[small] if small.any() else transfer),
         latency_ns=latency_ns,
         transfer_ns=float(transfer.sum()) / ranks,
     )
+
+
+def _largest(losses: dict[Limit, float]) -> Limit:
+    return max(losses, key=lambda loss: losses[loss])
+
+
+def _median(values: NDArray[Any]) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def _union(sets: Iterable[Intervals]) -> Intervals:
@@ -187,7 +167,7 @@ def _union(sets: Iterable[Intervals]) -> Intervals:
 def _reading_ns(part: Trace, rank: int) -> int:
     """The time in which labkit read the rank's profiler, and in which no other span of the rank was open."""
     own = part.columns.data[(part.columns.data["rank"] == rank) & (part.columns.data["kind"] == COMPUTE)]
-    reads = np.array([name == READING for name in part.columns.names], bool)[own["name"]]
+    reads = own["name"] == part.columns.name_id(READING)
     reading, others = (union(own["start_ns"][which], own["end_ns"][which]) for which in (reads, ~reads))
     window = np.array([[part.start_ns, part.end_ns]], np.int64)
     return length(intersection(difference(reading, others), window))
@@ -229,8 +209,7 @@ def _mean_ns(trace: Trace, steps: range) -> float:
 def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:
     """The operations that began and completed in this time, and how long the data of each travelled, in ns."""
     data = part.columns.data
-    here = (data["kind"] == COMMUNICATION) & (data["flags"] & OPEN == 0) & ~part.columns.around
-    here &= data["start_ns"] >= part.start_ns
+    here = part.columns.travels & (data["flags"] & OPEN == 0) & (data["start_ns"] >= part.start_ns)
     rows = data[here]
     return rows, np.maximum(rows["end_ns"] - part.ready()[here], 0)
 
@@ -249,10 +228,8 @@ def _one_by_one(rows: Any, transfer: NDArray[np.int64]) -> NDArray[np.int64]:
 def _causes_ns(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> tuple[dict[Limit, float], float]:
     """Divide the time of some operations into what bytes, latency and overhead take, in ns.
 
-    Over an emulated link, its model knows the first two. Without one, overhead is what a small operation takes.
-
-    Returns:
-        the time by its cause; and the median of what the link's latency takes of an operation.
+    Over an emulated link, its model knows the first two. Without one, overhead is what a small operation takes. The
+    second result is the median of what the link's latency takes of an operation.
     """
     of_link, latency = (np.minimum(transfer, _modelled_ns(part, rows, empty)) for empty in (False, True))
     small = rows["nbytes"] <= SMALL_BYTES
@@ -260,7 +237,7 @@ def _causes_ns(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> tuple[dic
     overhead = np.where(small, transfer, overhead)
     overhead = np.where(of_link > 0, transfer - of_link, overhead)
     causes = {Limit.BANDWIDTH: transfer - latency - overhead, Limit.LATENCY: latency, Limit.OVERHEAD: overhead}
-    return {cause: float(took.sum()) for cause, took in causes.items()}, float(np.median(latency)) if len(rows) else 0.0
+    return {cause: float(took.sum()) for cause, took in causes.items()}, _median(latency)
 
 
 def _modelled_ns(part: Trace, rows: Any, empty: bool) -> NDArray[np.float64]:
@@ -333,12 +310,11 @@ def _late(rows: Any, ranks: int, clock_error_ns: int) -> tuple[int, float, float
     waited = np.bincount(came_last, np.bincount(number, waits), ranks)
     worst = int(waited.argmax())
     gaps = (shared["start_ns"][last] - shared["start_ns"][first])[came_last == worst]
-    return worst, float(waited[worst] / max(waited.sum(), 1)), float(np.median(gaps)) if len(gaps) else 0.0
+    return worst, float(waited[worst] / max(waited.sum(), 1)), _median(gaps)
 
 
 def _in_collectives(part: Trace) -> float:
     """The share of the ranks' blocked time that is in collectives, and not in messages and calls."""
-    data = part.columns.data
-    rows = data[(data["kind"] == COMMUNICATION) & ~part.columns.around]
+    rows = part.columns.data[part.columns.travels]
     waits = np.maximum(rows["wait_end_ns"] - rows["wait_start_ns"], 0)
     return float(waits[_collectives(part, rows)].sum() / max(waits.sum(), 1))

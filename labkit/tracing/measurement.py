@@ -21,19 +21,13 @@ MOST_RANKS: Final = 8  # of a lesson: where the run is not known, so much of the
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A measured value.
+    """A measured value."""
 
-    Args:
-        value: of several measurements or steps, the median.
-        low, high: the spread: the smallest and the largest measurement; of one run, the quartiles of its steps. Both
-            are `value` if the spread is not known.
-        busy: what `busy_machine` says of it.
-    """
-
-    value: float
+    value: float  # of several measurements or steps, the median
+    # the smallest and the largest measurement; of one run, the quartiles of its steps; both `value` if unknown
     low: float
     high: float
-    busy: str = ""
+    busy: str = ""  # what `busy_machine` says of it
 
     def too_close(self, other: Measurement) -> bool:
         """Whether the difference of two measurements is inside their spread."""
@@ -51,16 +45,9 @@ def is_run(given: Any) -> bool:
 
 
 def measurement_of(given: Any, unit: str, function: str) -> Measurement | None:
-    """Return what was measured; None if it is something else.
+    """Return what was measured: a number in `unit`; the steps of a run or a trace; a list of either. Else None.
 
-    Args:
-        given: a number in `unit`; a run or a trace, for the length of its steps; or a list of either.
-        unit: for a run: "s", "ms" or "µs".
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LabError: a run has no steps.
-        TypeError: the unit is not one of time.
+    Errors, which name the calling `function`, say that a run has no steps, or that the unit is not one of time.
     """
     if is_run(given):
         return _of_steps(given, unit, function)

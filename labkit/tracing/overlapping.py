@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.recording.operations import type_of
-from labkit.recording.schema import COMMUNICATION, COMPUTE, OPTIMIZER
+from labkit.recording.schema import COMPUTE, OPTIMIZER
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
@@ -37,11 +37,7 @@ def after_backward(trace: Trace) -> NDArray[np.int64]:
 
 def in_backward(trace: Trace) -> NDArray[np.int64]:
     """Return the operations that begin within a backward pass, as rows of a trace."""
-    data, found = trace.columns.data, []
-    for rank in range(len(trace.ranks)):
-        rows = np.flatnonzero(_travels(trace) & (data["rank"] == rank))
-        found.append(rows[_inside(passes(trace, rank, BACKWARD), data["start_ns"][rows])])
-    return np.concatenate(found)
+    return _within(trace, trace.columns.travels, BACKWARD)
 
 
 def needed_at_once(trace: Trace) -> NDArray[np.int64]:
@@ -49,42 +45,34 @@ def needed_at_once(trace: Trace) -> NDArray[np.int64]:
 
     They are those of the process groups that reduce something within a forward pass: activations.
     """
-    data, found = trace.columns.data, []
-    of_groups = _travels(trace) & np.isin(data["group"], _groups_in_forward(trace))
-    for rank in range(len(trace.ranks)):
-        rows = np.flatnonzero(of_groups & (data["rank"] == rank))
-        forward, backward = (_inside(passes(trace, rank, which), data["start_ns"][rows]) for which in (FORWARD, BACKWARD))
-        found.append(rows[forward | backward])
-    return np.sort(np.concatenate(found))
+    of_groups = np.isin(trace.columns.data["group"], _groups_in_forward(trace))
+    return _within(trace, trace.columns.travels & of_groups, FORWARD, BACKWARD)
 
 
 def _groups_in_forward(trace: Trace) -> NDArray[Any]:
     """Return the numbers of the names of the process groups that reduce something within a forward pass."""
-    data, found = trace.columns.data, [np.empty(0, trace.columns.data["group"].dtype)]
-    reduces = _reduces(trace)
-    for rank in range(len(trace.ranks)):
-        rows = data[reduces & (data["rank"] == rank)]
-        found.append(rows["group"][_inside(passes(trace, rank, FORWARD), rows["start_ns"])])
-    return np.unique(np.concatenate(found))
-
-
-def _travels(trace: Trace) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (trace.columns.data["kind"] == COMMUNICATION) & ~trace.columns.around
-    return found
+    return np.unique(trace.columns.data["group"][_within(trace, _reduces(trace), FORWARD)])
 
 
 def _reduces(trace: Trace) -> NDArray[np.bool_]:
-    types = [type_of(name) for name in trace.columns.names]
-    named = np.array([kind.collective and kind.reduces for kind in types], bool)
-    found: NDArray[np.bool_] = _travels(trace) & named[trace.columns.data["name"]]
-    return found
+    return trace.columns.travels & trace.columns.named(lambda name: type_of(name).collective and type_of(name).reduces)
+
+
+def _within(trace: Trace, chosen: NDArray[np.bool_], *names: str) -> NDArray[np.int64]:
+    """Return those of the chosen spans that begin within a pass with one of these names of their rank, as rows."""
+    data, found = trace.columns.data, [np.empty(0, np.int64)]
+    for rank in range(len(trace.ranks)):
+        rows = np.flatnonzero(chosen & (data["rank"] == rank))
+        inside = [_inside(passes(trace, rank, name), data["start_ns"][rows]) for name in names]
+        found.append(rows[np.any(inside, axis=0)])
+    return np.sort(np.concatenate(found))
 
 
 def passes(trace: Trace, rank: int, which: str) -> Intervals:
     """Return the bounds of a rank's passes of this name, such as "backward", in order of their start, in ns."""
     data = trace.columns.data
     # "backward", or with the number of a micro-batch, "backward 3"
-    named = np.array([name == which or name.startswith(f"{which} ") for name in trace.columns.names], bool)[data["name"]]
+    named = trace.columns.named(lambda name: name == which or name.startswith(f"{which} "))
     rows = data[named & (data["kind"] == COMPUTE) & (data["rank"] == rank)]
     return np.stack([rows["start_ns"], rows["end_ns"]], axis=1)
 

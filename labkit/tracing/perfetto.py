@@ -41,16 +41,7 @@ def write_events(
     Each rank becomes a process, with rows for its calls, steps, compute and communication, and below them rows for the
     events of torch's profiler. There is a curve for each scalar and for the bytes of pending operations, and an arrow
     for each message and remote call. Scalars that are not finite, and the total number of steps, become marks.
-
-    Args:
-        spans: the spans, in any order.
-        scalars: the recorded values, in any order.
-        ranks: the names of the ranks.
-        start_ns: the origin of all times. Nothing may start earlier, since Perfetto drops negative times.
-        profile: the events of torch's profiler, in any order.
-
-    Yields:
-        one event at a time.
+    `start_ns` is the origin of all times. Nothing may start earlier, since Perfetto drops negative times.
     """
     next_row = [_first_row(rank) for rank in range(len(ranks))]
     for rank, name in enumerate(ranks):
@@ -99,15 +90,7 @@ def write_events(
 
 
 def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
-    """Convert events of `write_events` back.
-
-    Args:
-        events: the events, in any order; other kinds of events are ignored.
-        start_ns: the origin of their times.
-
-    Returns:
-        the spans, the scalars, and the events of torch's profiler.
-    """
+    """Convert events of `write_events` back, in any order; other kinds of events are ignored."""
     spans, scalars, profile = [], [], []
     for event in events:
         if event.get("cat") in _DERIVED:
@@ -165,8 +148,9 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
 
     A viewer attaches the end of an arrow to the span at that row and time, so an arrow ends a nanosecond before the end
     of its span. But Perfetto draws an arrow from the end of the span that starts first to the start of the other. This
-    is the wrong direction if a receive starts before its send. Therefore the longer side gets an inner span, to which
-    the arrow is attached: in a receive it starts when the message is sent; in a send it lasts until the receive starts.
+    is the wrong direction if a receive starts before its send, as most do, or a call before its reply. Therefore the
+    longer side gets an inner span, to which the arrow is attached: in a receive it starts when the message is sent; in
+    a send it lasts until the receive starts.
     """
     events: list[Event] = []
     serving: dict[tuple[int, str, int], int] = {}  # by rank, function and end, which is also the start of the reply
@@ -219,9 +203,8 @@ def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], 
 def _lanes(spans: Sequence[Span | ProfilerEvent], *, nest: bool = True) -> Iterator[int]:
     """Yield a lane for each span, since viewers cannot draw spans of one row that overlap without nesting.
 
-    Args:
-        spans: the spans, ordered by start; of those with the same start, the longest first.
-        nest: whether a span may share a lane with one that contains it.
+    Spans are ordered by start; of those with the same start, the longest first. With `nest`, one may share a lane with
+    another that contains it.
     """
     lanes: list[list[int]] = []  # for each lane, the ends of its open spans, the innermost last
     for span in spans:

@@ -19,15 +19,10 @@ Pair = tuple[int, int]  # the ranks that send and receive
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Pipelines of equal shape beside one another, usually one.
+    """Pipelines of equal shape beside one another, usually one."""
 
-    Args:
-        chains: of each pipeline, its ranks in the order of their stages.
-        micro_batches: how many go through it in a step.
-    """
-
-    chains: tuple[tuple[int, ...], ...]
-    micro_batches: int
+    chains: tuple[tuple[int, ...], ...]  # of each pipeline, its ranks in the order of their stages
+    micro_batches: int  # how many go through it in a step
 
 
 def pipeline_of(trace: Trace) -> Pipeline | None:

@@ -97,21 +97,13 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SilentFault:
-    """A fault that raises no error.
+    """A fault that raises no error."""
 
-    Args:
-        kind: what is wrong.
-        ranks: the numbers of the ranks on which it shows.
-        line: the student's line, or "".
-        sentence: what the record shows.
-        tensors: the names of the tensors, if it is about tensors.
-    """
-
-    kind: FaultKind
-    ranks: tuple[int, ...]
-    line: str
-    sentence: str
-    tensors: tuple[str, ...] = ()
+    kind: FaultKind  # what is wrong
+    ranks: tuple[int, ...]  # the numbers of the ranks on which it shows
+    line: str  # the student's line, or ""
+    sentence: str  # what the record shows
+    tensors: tuple[str, ...] = ()  # the names of the tensors, if it is about tensors
 
     @property
     def cure(self) -> str:

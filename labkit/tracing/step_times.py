@@ -22,7 +22,7 @@ from labkit.tracing.trace import Trace
 def undisturbed_steps(trace: Trace) -> NDArray[np.int64]:
     """The numbers of the steps in which no rank reads TensorFlow's profiler; all numbers if there are no such steps."""
     bounds, data = trace.step_bounds(), trace.columns.data
-    reads = data[np.array([name == READING for name in trace.columns.names], bool)[data["name"]]]
+    reads = data[data["name"] == trace.columns.name_id(READING)]
     disturbed = (reads["start_ns"] < bounds[:, 1:]) & (reads["end_ns"] > bounds[:, :1])
     own = np.flatnonzero(~disturbed.any(axis=1))
     return own if len(own) else np.arange(len(bounds))
@@ -43,16 +43,7 @@ class HasTrace(Protocol):
 
 
 def trace_of(run: HasTrace | Trace, function: str) -> Trace:
-    """The trace of a run, which must not be empty.
-
-    Args:
-        run: a run or a trace.
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LabError: the trace is empty.
-        TypeError: `run` is neither a run nor a trace.
-    """
+    """The trace of a run, which must not be empty; errors name the calling `function`."""
     trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
     if not isinstance(trace, Trace):
         if isinstance(run, list | tuple):

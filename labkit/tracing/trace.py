@@ -6,7 +6,7 @@ import json
 import numbers
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.wrong_calls import public_api
 from labkit.recording.events import COLUMNS, WAITS, Columns, ProfilerEvent, Scalar, under_way
+from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
 from labkit.recording.schema import (
     AUTOMATIC,
     CALL,
@@ -42,13 +43,11 @@ from labkit.recording.schema import (
 )
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.perfetto import write_events
-from labkit.tracing.trace_file import writing
-from labkit.tracing.trace_info import TraceInfo
+from labkit.tracing.trace_file import TraceInfo, writing
 from labkit.tracing.waiting import blocked, waits_for_data
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
 
 _LOST: Final = {
     "spans": f"spans have more different names than can be kept; further ones are called '{OTHER_SPANS}'. Let a span's name say "
@@ -59,13 +58,13 @@ _LOST: Final = {
 }
 
 
+CHUNK: Final = 10_000  # events that are serialized at once: the text of a million takes 230 MB
+
+
 def about_names(kinds: Iterable[str]) -> list[str]:
     """A line for each kind of name (see `recording.ring_buffer.NO_ROOM`) for which a rank had no room."""
     found = set(kinds)
     return [words for kind, words in _LOST.items() if kind in found]
-
-
-CHUNK: Final = 10_000  # events that are serialized at once: the text of a million takes 230 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,8 @@ class Trace:
             for spans given as `Columns`; None if there are none.
 
     Attributes:
-        waits: these waits, in order of time. Only those of the rank's function are known, not those of its threads.
+        columns: the spans in one numpy array.
+        waits: the waits, in order of time. Only those of the rank's function are known, not those of its threads.
 
     Raises:
         ValueError: a span has a rank without a name, or the end is before the start.
@@ -144,11 +144,10 @@ class Trace:
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
-        lost = tuple(dropped) or (0,) * len(ranks)
-        self.info = TraceInfo(
-            tuple(ranks), lost, tuple(notes), tuple(nodes), link, replayed=replayed, simulated=simulated, cores=cores,
-            clock_error_ns=clock_error_ns,
-        )  # fmt: skip
+        self.ranks, self.dropped = tuple(ranks), tuple(dropped) or (0,) * len(ranks)
+        self.notes, self.nodes = tuple(notes), tuple(nodes)
+        self.link, self.replayed, self.simulated = link, replayed, simulated
+        self.cores, self.clock_error_ns = cores, clock_error_ns
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -165,41 +164,6 @@ class Trace:
         self.waits = waits[np.argsort(waits["time_ns"], kind="stable")]
 
     @property
-    def ranks(self) -> tuple[str, ...]:
-        """The names of the ranks, in rank order."""
-        return self.info.ranks
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """The number of lost records, per rank."""
-        return self.info.dropped
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes for the reader."""
-        return self.info.notes
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank in an emulated network; empty without one."""
-        return self.info.nodes
-
-    @property
-    def link(self) -> Link | Network | None:
-        """The emulated link or network over which the ranks communicated; None without one."""
-        return self.info.link
-
-    @property
-    def replayed(self) -> bool:
-        """Whether `labkit.replay` computed it: this run did not happen."""
-        return self.info.replayed
-
-    @property
-    def simulated(self) -> int:
-        """The number of ranks that `labkit.simulate` simulated, of which this trace has some; 0 for a run."""
-        return self.info.simulated
-
-    @property
     def origin(self) -> str:
         """What it is if it was not run: "replayed", or "simulated: 3 of 1,024 ranks"; otherwise ""."""
         if self.simulated:
@@ -207,14 +171,9 @@ class Trace:
         return "replayed" if self.replayed else ""
 
     @property
-    def cores(self) -> float:
-        """The number of cores that the ranks shared; 0 if unknown."""
-        return self.info.cores
-
-    @property
-    def clock_error_ns(self) -> int:
-        """A bound on the error between the clocks of the ranks' machines; 0 on one machine."""
-        return self.info.clock_error_ns
+    def info(self) -> TraceInfo:
+        """What is known of it besides its events."""
+        return TraceInfo(**{field.name: getattr(self, field.name) for field in fields(TraceInfo)})
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -352,11 +311,7 @@ class Trace:
 
     @public_api
     def activity(self, rank: int) -> dict[str, Intervals]:
-        """Return one rank's intervals in the window: "compute", "data", "communication", "waiting", each (n, 2) in ns.
-
-        Raises:
-            TypeError, ValueError: the trace has no such rank.
-        """
+        """Return a rank's intervals in the window: "compute", "data", "communication", "waiting", each (n, 2) in ns."""
         self._check_rank(rank, "activity")
         window = np.array([[self.start_ns, self.end_ns]], np.int64)
         computing = self._computing(rank)
@@ -372,11 +327,7 @@ class Trace:
 
     @public_api
     def blocked(self, rank: int) -> Intervals:
-        """Return when a rank was blocked and computed nothing, shape (n, 2) in ns; see `tracing.waiting`.
-
-        Raises:
-            TypeError, ValueError: the trace has no such rank.
-        """
+        """Return when a rank was blocked and computed nothing, shape (n, 2) in ns; see `tracing.waiting`."""
         self._check_rank(rank, "blocked")
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 
@@ -417,24 +368,14 @@ class Trace:
         return path
 
     def to_pandas(self) -> DataFrame:
-        """Return a pandas table: a row per span, in order of their start, and a column per field of `Span`.
-
-        Raises:
-            LabError: pandas is not installed.
-        """
+        """Return a pandas table: a row per span, in order of their start, and a column per field of `Span`."""
         try:
             from pandas import DataFrame
         except ImportError:
             raise LabError("to_pandas: pandas is not installed; `pip install pandas` installs it") from None
         return DataFrame(self.columns.by_field())
 
-    def to_chrome(self) -> dict[str, Any]:
-        """Return what `save` writes: one process per rank, with rows for its steps, compute and communication."""
-        events, about = self._chrome()
-        return about | {"traceEvents": list(events)}
-
     def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
-        """Return the events of a trace file, and its other content."""
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
@@ -480,7 +421,7 @@ class Trace:
         return chosen
 
     def _computing(self, rank: int) -> Any:
-        """Return the spans that count as compute: compute spans; if the program recorded none, its calls, too."""
+        """The rows that count as compute: compute spans; if the program recorded none, its calls, too."""
         computes = self._is(rank, COMPUTE)
         calls = self._is(rank, CALL) & ~self._is_unknown(rank)
         return self.columns.data[computes if rank in self.labelled else computes | calls]
@@ -514,18 +455,9 @@ def from_records(
 ) -> Trace:
     """Make the trace of a run from the records that `recording.ring_buffer.RingReader` read for each rank.
 
-    Args:
-        records: per rank, an array of `recording.ring_buffer.record_dtype()`.
-        names: per rank, its table of strings, read after the records.
-        ranks: the names of the ranks.
-        calls: the ranks whose function has not returned, each with the function's name; their spans last until
-            `end_ns`.
-        pending: per rank, the operations that have not completed; they last until `end_ns`.
-        silent: the ranks whose machine does not answer, each with the time of its last report.
-        dropped: lost records per rank.
-        start_ns: start of the trace's window; default: the first span's start.
-        end_ns: end of the window; default: the last span's end.
-        others: further arguments of `Trace`.
+    `records` are arrays of `recording.ring_layout.record_dtype()`, `names` the tables of strings, read after those.
+    What was in progress lasts until `end_ns`: `calls`, the ranks whose function has not returned, each with its name;
+    and `pending`, per rank. `silent` are ranks whose machine does not answer, each with the time of its last report.
     """
     ids: dict[str, int] = {"": 0}
 
@@ -566,13 +498,7 @@ def from_records(
 
 
 def steps_of_rank(steps: Any, start_ns: int, end_ns: int) -> Intervals:
-    """Return the bounds of a rank's steps that contain no other step, shape (steps, 2), in ns.
-
-    Args:
-        steps: the rank's spans of steps, as rows of a trace.
-        start_ns: the start of a window; a step counts if its middle lies in the window.
-        end_ns: the end of the window.
-    """
+    """Return the bounds of those of a rank's steps that contain no other step, and whose middle is in a window."""
     steps = steps[np.lexsort((-steps["end_ns"], steps["start_ns"]))]
     steps = steps[np.append(steps["start_ns"][1:] >= steps["end_ns"][:-1], np.ones(len(steps[:1]), bool))]
     middle = steps["start_ns"] + (steps["end_ns"] - steps["start_ns"]) // 2

@@ -41,15 +41,10 @@ class CheckedRun(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """The faults of a run. A notebook shows it at the end of the cell; `print` shows the same as text.
+    """The faults of a run. A notebook shows it at the end of the cell; `print` shows the same as text."""
 
-    Args:
-        faults: the faults that are certain, then those that may be intended.
-        compared: what was compared, in words.
-    """
-
-    faults: tuple[SilentFault, ...]
-    compared: str
+    faults: tuple[SilentFault, ...]  # the faults that are certain, then those that may be intended
+    compared: str  # what was compared, in words
 
     def __repr__(self) -> str:
         return "\n".join([*map(str, self.faults), self.compared])

@@ -14,19 +14,12 @@ from labkit.tracing.intervals import Intervals, difference, union
 
 
 def blocked(operations: Any, spans: Any) -> Intervals:
-    """Return when a rank was blocked in communication and computed nothing.
+    """Return when a rank was blocked in communication and computed nothing, given the rows of both.
 
     A thread that serves a remote call is only blocked by its own operations, and does not block the rank's function.
     Otherwise the thread of a record is unknown. But a blocked thread starts nothing: a span that starts while an
     operation blocks the rank belongs to another thread, which computes except while a later operation blocks it. Spans
     measured by TensorFlow's profiler always count as compute.
-
-    Args:
-        operations: the rank's communication operations, with the columns `recording.events.COLUMNS`.
-        spans: the spans in which it computes, with the same columns.
-
-    Returns:
-        the intervals, shape (n, 2) in ns.
     """
     operations = operations[np.argsort(operations["wait_start_ns"], kind="stable")]
     waits = union(operations["wait_start_ns"], operations["wait_end_ns"])
@@ -42,25 +35,17 @@ def blocked(operations: Any, spans: Any) -> Intervals:
         of_function = union(calls["start_ns"], calls["end_ns"])
         waits = difference(waits, difference(of_function, union(own["wait_start_ns"], own["wait_end_ns"])))
     others = spans[~for_others]
-    before = (
-        np.searchsorted(operations["wait_start_ns"], others["start_ns"]) - 1
-    )  # the last operation that blocked before the span started
+    # the last operation that blocked before the span started
+    before = np.searchsorted(operations["wait_start_ns"], others["start_ns"]) - 1
     reach = np.maximum.accumulate(operations["wait_end_ns"])
     beside = (before >= 0) & (reach[before] > others["start_ns"])
     return difference(waits, _computing(others[beside], operations))
 
 
 def waits_for_data(spans: Any, name: int) -> Intervals:
-    """Return when a rank's program only waited for data.
+    """Return when a rank only waited for data, in compute spans with this number of a name.
 
     Operations that TensorFlow's profiler measured, served calls and a GPU's work run beside it.
-
-    Args:
-        spans: the rank's compute spans, as for `blocked`.
-        name: the number of the name of those in which it waits for data.
-
-    Returns:
-        the intervals, shape (n, 2) in ns.
     """
     is_wait = spans["name"] == name
     beside = ~is_wait & ((spans["flags"] & (MEASURED | SERVED) != 0) | (spans["device"] == CUDA))

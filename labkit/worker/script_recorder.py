@@ -29,13 +29,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from labkit.recording import TRACE_VARIABLE
 from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask, machine
 from labkit.recording.cores import thread_delays, usable_cores
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
 from labkit.recording.ring_buffer import RingReader, RingWriter, keep_from_forks
 from labkit.recording.ring_layout import CAPACITY, RING_BYTES
-from labkit.recording.script_folder import VARIABLE
 
 CHECK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s
@@ -57,11 +57,11 @@ def begin() -> None:
     Called by `import labkit` if the variable is set, and by `python -m labkit`.
     """
     # Removed, because processes that this one starts, such as DataLoader workers, import the script, but are no ranks.
-    folder = os.environ.pop(VARIABLE)
+    folder = os.environ.pop(TRACE_VARIABLE)
     try:
         _Script(Path(folder).absolute(), os.environ).start()
     except Exception as error:  # noqa: BLE001  # recording must not end the training
-        _report(f"{VARIABLE}={folder}: {_words(error)}. This rank runs without being recorded.")
+        _report(f"{TRACE_VARIABLE}={folder}: {_words(error)}. This rank runs without being recorded.")
 
 
 class _Script:
@@ -217,7 +217,7 @@ class _Script:
             self._over = True
             self._wake.set()
             self._thread.join(END_LIMIT_S)
-            self._recorder.optimizer_steps.end_run()
+            self._recorder.automatic_steps.end_step()
             if self._recorder.device_clock is not None:
                 self._recorder.device_clock.flush(GPU_LIMIT_S)
             self._meet_at_last()

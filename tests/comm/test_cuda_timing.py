@@ -390,12 +390,12 @@ def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank,
     optimizer = FakeEvent(gpu)
     try:
         for _ in steps(range(2)) if marked else range(2):
-            recorder.optimizer_steps.working()
+            recorder.automatic_steps.working()
             with span("forward"):
                 pass
-            recorder.optimizer_steps.optimizer_begins(optimizer)
-            recorder.optimizer_steps.optimizer_ends(optimizer)
-        recorder.optimizer_steps.end_run()
+            recorder.automatic_steps.optimizer_begins(optimizer)
+            recorder.automatic_steps.optimizer_ends(optimizer)
+        recorder.automatic_steps.end_step()
     finally:
         here.start(None)
     gpu.comes_to(5_000_000)
@@ -491,9 +491,9 @@ def test_a_step_begins_before_the_phase_that_begins_it(gpu: FakeGpu, rank: Rank,
     here.start(recorder)
     try:
         phases.call(FORWARD, None, lambda: None)
-        recorder.optimizer_steps.optimizer_begins(optimizer)
-        recorder.optimizer_steps.optimizer_ends(optimizer)
-        recorder.optimizer_steps.end_run()
+        recorder.automatic_steps.optimizer_begins(optimizer)
+        recorder.automatic_steps.optimizer_ends(optimizer)
+        recorder.automatic_steps.end_step()
     finally:
         here.start(None)
     gpu.catch_up()

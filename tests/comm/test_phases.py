@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
-from labkit.tracing.script_traces import load_folder
+from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace
 
 pytestmark = pytest.mark.processes
@@ -486,7 +486,7 @@ def test_a_recorded_script(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "labkit", str(script)]
     subprocess.run(command, env=os.environ | {"LABKIT_TRACE": str(tmp_path / "trace")}, check=True, timeout=120)
-    trace = load_folder(tmp_path / "trace")
+    trace = load_trace(tmp_path / "trace")
     for rank in (0, 1):
         assert phases(trace, rank) == {"forward": 4, "backward": 4, "optimizer": 4}
     assert len(trace.step_bounds()) == 4

@@ -13,6 +13,7 @@ from typing import Any
 import comm_rpc_cases as cases
 import pytest
 import torch
+from synthetic import chrome
 
 from labkit.comm.futures import Futures
 from labkit.group.group import Group
@@ -116,7 +117,7 @@ def test_both_ends_are_one_operation(run: Run) -> None:
 
 
 def test_a_trace_file_leads_from_each_call_to_what_serves_it_and_back(run: Run) -> None:
-    events = run.trace.to_chrome()["traceEvents"]
+    events = chrome(run.trace)
     arrows = [e["name"] for e in events if e["ph"] == "f"]
     replies = [both for both in ends(run).values() if any(s.name.startswith("reply") for s in both)]
     later = [both for both in replies if any(s.name == "reply add_later" for s in both)]  # replies after it was served

@@ -43,6 +43,11 @@ class Book:
         return Trace(self.spans, self.scalars, ranks=names, **window)
 
 
+def chrome(trace: Trace) -> list[dict[str, Any]]:
+    """The events of the file that `Trace.save` writes."""
+    return list(trace._chrome()[0])
+
+
 def run_of(*lengths_ms: float, load: float = 0.0) -> SimpleNamespace:
     """A run whose steps last so long, after a first one that does not count; a single one is repeated."""
     book, at = Book(), 0.0

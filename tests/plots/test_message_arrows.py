@@ -18,7 +18,7 @@ from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, data_parallel, gpu_and_cpu, master_and_workers, model_parallel, remote_calls  # isort: skip
+from synthetic import MS, Book, chrome, data_parallel, gpu_and_cpu, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def arrows(ax):
@@ -164,5 +164,5 @@ def test_a_call_that_is_served_before_it_is_issued_does_no_harm():
     assert any(m.arrived_ns < m.sent_ns for m in messages(early))
     assert len(arrows(timeline(early))) == 8
     assert lab.traffic(early)
-    assert early.to_chrome()["traceEvents"]
+    assert chrome(early)
     assert len(messages(Trace(spans, ranks=trace.ranks))) == 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -407,7 +406,7 @@ def test_the_nodes_of_a_network():
     trace = collective("all_reduce", [1000] * 4)
     ax = traffic(trace)
     assert "between nodes" not in ax.get_title(loc="left")
-    trace.info = replace(trace.info, nodes=(0, 0, 1, 1))
+    trace.nodes = (0, 0, 1, 1)
     flows = flows_of(trace)
     assert flows.node.tolist() == [0, 0, 1, 1]
     assert flows.between_nodes() == 3000
@@ -421,7 +420,7 @@ def test_the_nodes_of_a_network():
     assert [text.get_text() for text in matrix.texts if text.get_text().startswith("node")] == ["node 0", "node 1"]
     part = trace.between(trace.start_ns, trace.end_ns)
     assert part.nodes == trace.filter(rank=0).nodes == (0, 0, 1, 1)
-    trace.info = replace(trace.info, nodes=(0, 0, 0, 0))
+    trace.nodes = (0, 0, 0, 0)
     assert "between nodes" not in traffic(trace).get_title(loc="left")
 
 

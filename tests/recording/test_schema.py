@@ -32,7 +32,7 @@ VALUES_WRITTEN = "resumed_ns, retries, self.name(algorithm)"
 # What adding a field takes: its declaration, its place in a record, and the parameter of what writes it.
 CHANGES = [
     ("schema.py", LAST, LAST + ADDED),
-    ("schema.py", "    thread: int = 0\n", '    algorithm: str = ""\n    thread: int = 0\n'),
+    ("schema.py", "    thread: int = 0  #", '    algorithm: str = ""\n    thread: int = 0  #'),
     ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns", "retries", "algorithm",\n'),
     ("ring_layout.py", '"peer", "root", "start_ns",\n', '"peer", "root", "algorithm", "start_ns",\n'),
     ("ring_buffer.py", DELAYS, DELAYS + PARAMETERS),

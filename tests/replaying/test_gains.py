@@ -7,7 +7,7 @@ import pytest
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.replaying.changes import Changes, rules_for
+from labkit.replaying.changes import ProgramChanges, rules_for
 from labkit.replaying.gains import Gains, gains_of
 from labkit.replaying.graph import graph_of
 from labkit.replaying.replay import replay, replayed, replayed_steps
@@ -111,9 +111,9 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 @pytest.mark.parametrize("trace", [blocking(), beside(), waited_over(ONE_GBIT), data_parallel(), remote_calls(), alone()])
 @pytest.mark.parametrize("factor", [1, 3])
 def test_the_steps_alone_are_those_of_the_whole_trace(trace: Trace, factor: int) -> None:
-    graph = graph_of(trace)
+    graph = graph_of(trace, "what_helps")
     first = next(span.name for span in trace if span.kind == "compute")
-    rules = rules_for(graph, measured(graph), Changes(slower={first: factor}))
+    rules = rules_for(graph, measured(graph), ProgramChanges(slower={first: factor}))
     times = play(graph, rules)
     steps, whole = replayed_steps(graph, times), replayed(graph, rules, times, "")
     assert step_lengths_ns(steps).tolist() == step_lengths_ns(whole).tolist()

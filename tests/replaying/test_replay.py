@@ -91,13 +91,6 @@ def test_a_run_of_centuries_is_a_trace_or_one_clear_error() -> None:
         replay(beside(), slower={"backward": 9.9e11})
 
 
-def test_a_run_without_spans_has_none_to_choose() -> None:
-    book = Book()
-    book.whole(0, "step", 0, 10)
-    with pytest.raises(ValueError, match="no span is named 'backward'; it has none"):
-        replay(book.trace(1), faster={"backward": 2})
-
-
 def test_a_faster_operation() -> None:
     assert step_ms(replay(blocking(), faster={"all_reduce": 4})) == 9.5
 
@@ -147,26 +140,23 @@ def test_who_issues_first_gets_the_port() -> None:
     assert times(turned, 0, "send") == [(4, 22)]
 
 
-def test_the_root_of_a_broadcast_does_not_wait_for_receivers() -> None:
+def broadcast(nbytes: int = 8) -> Trace:
     book = Book()
     for rank, (start, end) in enumerate(((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))):
         book.compute(rank, "forward", 0, start)
-        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=8, group="world", match=1, root=0)
-    trace = replay(book.trace(3), slower={"forward": 3}, rank=1)
+        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=nbytes, group="world", match=1, root=0)
+    return book.trace(3)
+
+
+def test_the_root_of_a_broadcast_does_not_wait_for_receivers() -> None:
+    trace = replay(broadcast(), slower={"forward": 3}, rank=1)
     assert times(trace, 0, "broadcast") == [(2, 3)]
     assert times(trace, 1, "broadcast") == [(15, 16)]
-    late = replay(book.trace(3), slower={"forward": 3}, rank=0)
+    late = replay(broadcast(), slower={"forward": 3}, rank=0)
     assert times(late, 2, "broadcast") == [(1, 7.5)]  # 1.5 after its root, as recorded
     assert times(late, 1, "broadcast") == [(5, 7)]
-
-
-def test_over_a_link_the_root_of_a_broadcast_does_not_wait_for_receivers_either() -> None:
-    book = Book()
-    for rank, (start, end) in enumerate(((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))):
-        book.compute(rank, "forward", 0, start)
-        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=MB10, group="world", match=1, root=0)
-    trace = replay(book.trace(3), link=ONE_GBIT)  # a tree of two rounds, of 10 each
-    assert [times(trace, rank, "broadcast") for rank in range(3)] == [[(2, 22)], [(5, 25)], [(1, 22)]]
+    over = replay(broadcast(MB10), link=ONE_GBIT)  # a tree of two rounds, of 10 each
+    assert [times(over, rank, "broadcast") for rank in range(3)] == [[(2, 22)], [(5, 25)], [(1, 22)]]
 
 
 def test_a_slower_server_delays_its_callers() -> None:
@@ -392,11 +382,20 @@ def test_a_wrong_argument_is_one_clear_error(name: str) -> None:
         replay(beside(), **arguments)
 
 
-def test_one_bucket_needs_several_buckets() -> None:
-    with pytest.raises(LabError, match="no backward pass of this run has several all-reduces"):
-        replay(blocking(), one_bucket=True)
+def a_step_alone() -> Trace:
+    book = Book()
+    book.whole(0, "step", 0, 10)
+    return book.trace(1)
 
 
-def test_like_others_needs_others_with_the_same_spans() -> None:
-    with pytest.raises(LabError, match="the other ranks have no spans with the names"):
-        replay(remote_calls(), like_others=0)
+@pytest.mark.parametrize(
+    ("trace", "arguments", "kind", "says"),
+    [
+        (a_step_alone(), {"faster": {"backward": 2}}, ValueError, "no span is named 'backward'; it has none"),
+        (blocking(), {"one_bucket": True}, LabError, "no backward pass of this run has several all-reduces"),
+        (remote_calls(), {"like_others": 0}, LabError, "the other ranks have no spans with the names"),
+    ],
+)
+def test_what_a_trace_lacks_for_a_change(trace: Trace, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        replay(trace, **arguments)

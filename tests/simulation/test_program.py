@@ -54,6 +54,4 @@ def test_a_program_finds_its_kernels_communications_and_peers() -> None:
     assert [k.name for k in program.kernels] == ["a", "b"]
     assert [c.number for c in program.communications] == [0, 1]
     assert program.peers == {2}
-    assert program.peak_bytes == 7
     assert pickle.loads(pickle.dumps(program)) == program
-    assert Program(0, 1, ()).peak_bytes == 0

@@ -41,13 +41,6 @@ def all_reduces(count, nbytes, ms):
     return travel
 
 
-def test_nearly_all_time_is_computing():
-    found = limit_of(steps(all_reduces(1, 1 << 20, 0.5)))
-    assert found.limit is Limit.COMPUTE
-    assert found.compute == pytest.approx(10 / 10.5)
-    assert found.exposed == pytest.approx(0.5 / 10.5)
-
-
 def loading(data_ms, compute_ms, gap=0.0):
     """Steps of one rank: it waits for data, then computes, then does nothing for a while."""
     book, at = Book(), 0.0
@@ -96,18 +89,6 @@ def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
     assert (found.compute, found.exposed, found.waiting) == pytest.approx((usual.compute, usual.exposed, usual.waiting))
 
 
-def test_many_small_operations():
-    found = limit_of(steps(all_reduces(8, 40, 0.5)))
-    assert found.limit is Limit.OVERHEAD
-    assert (found.messages / found.steps, found.nbytes / found.steps, found.operation_ns) == (8, 320, 500_000)
-
-
-def test_many_bytes():
-    found = limit_of(steps(all_reduces(1, 8 << 20, 6)))
-    assert found.limit is Limit.BANDWIDTH
-    assert found.nbytes / found.transfer_ns == pytest.approx((8 << 20) / 6e6)
-
-
 @pytest.mark.parametrize(
     ("count", "nbytes", "ms", "limit"), [(1, 8 << 20, 6, Limit.BANDWIDTH), (15, 40_000, 0.55, Limit.OVERHEAD)]
 )
@@ -149,13 +130,6 @@ def test_operations_that_wait_for_one_another_on_a_link_have_no_overhead():
     assert limit_of(Trace(trace.columns, ranks=trace.ranks, link=Link(gbit_per_s=4.5, latency_us=0))).limit is Limit.BANDWIDTH
 
 
-def test_one_rank_comes_late():
-    found = limit_of(steps(all_reduces(1, 40, 0.5), compute=(3.0, 10.0)))
-    assert found.limit is Limit.LATE_RANK
-    assert (found.late_rank, found.late_share, found.late_ns) == (1, 1.0, 7_000_000)
-    assert found.waiting == pytest.approx(7 / 10.5 / 2)
-
-
 def test_ranks_come_late_in_turns():
     def travel(book, ready, number):
         slow = book.compute(number % 2, "forward", max(ready), max(ready) + 8)
@@ -189,19 +163,6 @@ def calls(under_way, served, computed=0.0):
     return book.trace(("master", "worker"))
 
 
-def test_calls_are_under_way_most_of_the_time():
-    found = limit_of(calls(under_way=5.0, served=0.5))
-    assert found.limit is Limit.CALLS
-    assert found.under_way == pytest.approx(5.01 / 5.51)
-    assert found.call_ns == 5_510_000
-
-
-def test_calls_are_served_most_of_the_time():
-    found = limit_of(calls(under_way=0.5, served=5.0))
-    assert found.limit is Limit.TURNS
-    assert found.under_way == pytest.approx(0.51 / 5.51)
-
-
 def calls_without_record(nbytes=40, computed=1.0):
     """Ten calls of one of torch's functions, such as `torch.add`: the callee runs it in C++ and records nothing."""
     book, t = Book(), 0.0
@@ -213,15 +174,48 @@ def calls_without_record(nbytes=40, computed=1.0):
     return book.trace(("master", "worker"))
 
 
-def test_a_callee_that_records_nothing_does_not_make_ranks_work_in_turns():
-    found = limit_of(calls_without_record(nbytes=50_000))
-    assert found.limit is Limit.CALLS
-    assert (found.under_way, found.call_ns, found.call_bytes) == (pytest.approx(0.9), 9_000_000, 50_000)
-    assert (found.standing, found.absent) == pytest.approx((0.1 / 2, 0.9 / 2))  # the worker: computing, calls of the master
+def two_ranks(*spans):
+    """Two ranks that compute in these spans: their name, start and end in ms."""
+    book = Book()
+    for rank in range(2):
+        for name, start, end in spans:
+            book.compute(rank, name, start, end)
+    return book.trace(2)
 
 
-def test_calls_beside_which_ranks_mostly_compute_do_not_limit_them():
-    assert limit_of(calls_without_record(computed=60.0)).limit is Limit.TURNS
+UNSEEN = {"call_ns": 9_000_000, "call_bytes": 50_000, "under_way": 0.9, "standing": 0.1 / 2, "absent": 0.9 / 2}
+ALONE = {"waiting": 0, "standing": 0, "messages": 0, "unrecorded": 0.15}
+LIMITS = {
+    "computing": (steps(all_reduces(1, 1 << 20, 0.5)), Limit.COMPUTE, {"compute": 10 / 10.5, "exposed": 0.5 / 10.5}),
+    "small operations": (
+        steps(all_reduces(8, 40, 0.5)), Limit.OVERHEAD, {"steps": 5, "messages": 40, "nbytes": 1600, "operation_ns": 500_000},
+    ),
+    "bytes": (steps(all_reduces(1, 8 << 20, 6)), Limit.BANDWIDTH, {"nbytes": 5 * (8 << 20), "transfer_ns": 5 * 6_000_000}),
+    "a late rank": (
+        steps(all_reduces(1, 40, 0.5), compute=(3.0, 10.0)), Limit.LATE_RANK,
+        {"late_rank": 1, "late_share": 1, "late_ns": 7_000_000, "waiting": 7 / 10.5 / 2},
+    ),
+    "calls under way": (calls(under_way=5.0, served=0.5), Limit.CALLS, {"under_way": 5.01 / 5.51, "call_ns": 5_510_000}),
+    "calls that are served": (calls(under_way=0.5, served=5.0), Limit.TURNS, {"under_way": 0.51 / 5.51}),
+    "a callee that records nothing": (calls_without_record(nbytes=50_000), Limit.CALLS, UNSEEN),
+    "calls beside which ranks mostly compute": (calls_without_record(computed=60.0), Limit.TURNS, {}),
+    "nothing recorded": (
+        steps(all_reduces(1, 40, 0.2), compute=(2.0, 2.0), gap=8.0), Limit.UNRECORDED, {"unrecorded": 8 / 10.2},
+    ),
+    "ranks that do not communicate": (steps(lambda _, ready, __: max(ready), compute=(10.0, 7.0)), Limit.COMPUTE, ALONE),
+    # Without steps, as in Keras's fit, no part without a reading can be chosen.
+    "a profiler is read": (
+        two_ranks(("forward", 0, 60), (READING, 50, 100)), Limit.COMPUTE, {"compute": 0.6, "reading": 0.4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_what_limits_a_run_and_its_numbers(case):
+    trace, limit, numbers = LIMITS[case]
+    found = limit_of(trace)
+    assert found.limit is limit
+    assert {name: getattr(found, name) for name in numbers} == pytest.approx(numbers)
 
 
 def test_messages_that_nobody_computes_for_are_no_calls():
@@ -236,18 +230,6 @@ def test_messages_that_nobody_computes_for_are_no_calls():
     found = limit_of(book.trace(2))
     assert (found.under_way, found.call_ns) == (0, 0)
     assert found.limit is not Limit.CALLS
-
-
-def test_nothing_was_recorded():
-    found = limit_of(steps(all_reduces(1, 40, 0.2), compute=(2.0, 2.0), gap=8.0))
-    assert found.limit is Limit.UNRECORDED
-    assert found.unrecorded == pytest.approx(8 / 10.2)
-
-
-def test_ranks_that_do_not_communicate_do_not_wait():
-    found = limit_of(steps(lambda _, ready, __: max(ready), compute=(10.0, 7.0)))
-    assert (found.limit, found.waiting, found.standing, found.messages) == (Limit.COMPUTE, 0, 0, 0)
-    assert found.unrecorded == pytest.approx(0.15)
 
 
 def test_the_first_step_does_not_count():
@@ -310,16 +292,6 @@ def test_waiting_for_the_end_of_the_other_programs_is_not_waiting_in_a_collectiv
     found = limit_of(Trace([*trace, *waits], ranks=trace.ranks))
     assert (found.limit, found.late_rank) == (limit_of(trace).limit, limit_of(trace).late_rank)
     assert found.limit in (Limit.TURNS, Limit.CALLS)
-
-
-def test_reading_the_profiler_is_not_computing():
-    """Without steps, as in Keras's fit, no part without a reading can be chosen."""
-    book = Book()
-    for rank in range(2):
-        book.compute(rank, "forward", 0, 60)
-        book.compute(rank, READING, 50, 100)
-    found = limit_of(book.trace(2))
-    assert (found.compute, found.reading) == pytest.approx((0.6, 0.4))
 
 
 @pytest.mark.parametrize(("error_ms", "late_rank", "share"), [(0, 1, 1.0), (6.9, 1, 1.0), (7.1, 0, 0.0)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from synthetic import chrome
 
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.schema import STEPS_IN_ALL, Span
@@ -36,10 +37,10 @@ METADATA: Final = {
 }
 
 
-def chrome(spans: list[Span], **more: Any) -> list[Event]:
+def checked(spans: list[Span], **more: Any) -> list[Event]:
     """The events of a trace of three ranks, read back from JSON and checked."""
-    text = json.dumps(Trace(spans, ranks=["a", "b", "c"], start_ns=0, **more).to_chrome(), allow_nan=False)
-    events: list[Event] = json.loads(text)["traceEvents"]
+    text = json.dumps(chrome(Trace(spans, ranks=["a", "b", "c"], start_ns=0, **more)), allow_nan=False)
+    events: list[Event] = json.loads(text)
     arrows: dict[int, list[Event]] = {}
     for event in events:
         for field, kind in REQUIRED[event["ph"]].items():
@@ -95,7 +96,7 @@ def test_an_arrow_goes_from_a_send_to_its_receive() -> None:
         message(1, "recv", 5, 100, 0, "p2p 0>1 tag 0", 1), message(1, "irecv", 7, 90, 0, "p2p 0>1 tag 0", 2),
         message(1, "send", 100, 110, 0, "p2p 1>0 tag 0", 1), message(0, "recv", 50, 120, 1, "p2p 1>0 tag 0", 1),
     ]  # fmt: skip
-    events = chrome(spans)
+    events = checked(spans)
     # Each receive began before its send.
     assert sorted(arrows(events)) == [
         ("message", "isend 0", "message from a 1"),
@@ -111,7 +112,7 @@ def test_an_arrow_goes_from_a_send_to_its_receive() -> None:
 def test_a_send_that_waits_is_drawn_until_its_receive() -> None:
     spans = [message(0, "send", 10, 90, 1, "p2p 0>1 tag 0", 1), message(1, "recv", 60, 95, 0, "p2p 0>1 tag 0", 1)]
     spans += [message(1, "send", 100, 110, 0, "p2p 1>0 tag 0", 1), message(0, "recv", 120, 130, 1, "p2p 1>0 tag 0", 1)]
-    events = chrome(spans)
+    events = checked(spans)
     assert sorted(arrows(events)) == [("message", "message to a 1", "recv 0"), ("message", "message to b 0", "recv 1")]
     own = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["cat"] == "message"]
     assert own == [("message to b", 0.01, 0.05), ("message to a", 0.1, 0.01)]
@@ -119,12 +120,12 @@ def test_a_send_that_waits_is_drawn_until_its_receive() -> None:
 
 def test_no_arrow_goes_back_in_time_or_to_a_missing_rank() -> None:
     assert (
-        arrows(chrome([message(0, "send", 10, 20, 1, "p2p 0>1 tag 0", 1), message(1, "recv", 1, 10, 0, "p2p 0>1 tag 0", 1)]))
+        arrows(checked([message(0, "send", 10, 20, 1, "p2p 0>1 tag 0", 1), message(1, "recv", 1, 10, 0, "p2p 0>1 tag 0", 1)]))
         == []
     )
-    assert arrows(chrome([message(0, "send", 10, 20, 1, "p2p 0>1 tag 0", 1)])) == []
+    assert arrows(checked([message(0, "send", 10, 20, 1, "p2p 0>1 tag 0", 1)])) == []
     together = [Span(r, "all_reduce", "communication", 1, 9, nbytes=4, group="world", match=1) for r in range(3)]
-    assert arrows(chrome(together)) == []
+    assert arrows(checked(together)) == []
 
 
 def test_remote_calls_have_arrows_in_both_directions() -> None:
@@ -143,7 +144,7 @@ def test_remote_calls_have_arrows_in_both_directions() -> None:
         message(2, "rpc_sync g", 0, 100, 1, "rpc 2>1", 1),
         message(1, "reply g", 50, 60, 2, "rpc 2>1", 1),
     ]
-    events = chrome(spans)
+    events = checked(spans)
     assert sorted(arrows(events)) == [
         ("call", "call to b 0", "serve f 1"), ("call", "call to b 0", "serve f 1"), ("reply", "reply f 1", "reply from b 0"),
         ("reply", "reply f 1", "reply from b 0"), ("reply", "reply g 1", "reply from b 2"),
@@ -159,7 +160,7 @@ def test_bytes_under_way_are_a_curve() -> None:
         message(0, "isend", 10, 20, 1, "x", 2),
         message(0, "isend", 30, 40, 1, "x", 3),
     ]
-    events = chrome(spans, scalars=[Scalar(0, "loss", 5, 0.5)])
+    events = checked(spans, scalars=[Scalar(0, "loss", 5, 0.5)])
     curve = [(e["ts"], e["args"]["under way"]) for e in events if e["name"] == "bytes"]
     assert curve == [(0.0, 4), (0.01, 8), (0.02, 4), (0.03, 4), (0.04, 0)]
     assert [(e["ts"], e["args"]) for e in events if e["name"] == "loss"] == [(0.005, {"value": 0.5})]
@@ -167,9 +168,9 @@ def test_bytes_under_way_are_a_curve() -> None:
 
 def test_a_root_is_named() -> None:
     spans = [Span(rank, "broadcast", "communication", 0, 5, group="world", match=1, root=1) for rank in range(3)]
-    assert [e["args"] for e in chrome(spans) if e["ph"] == "X"] == [{"group": "world", "match": 1, "root": 1}] * 3
+    assert [e["args"] for e in checked(spans) if e["ph"] == "X"] == [{"group": "world", "match": 1, "root": 1}] * 3
     trace = Trace(spans, ranks=["a", "b", "c"])
-    assert read_events(trace.to_chrome()["traceEvents"], trace.start_ns)[0] == spans
+    assert read_events(chrome(trace), trace.start_ns)[0] == spans
 
 
 def test_ranks_and_rows_are_sorted() -> None:
@@ -179,7 +180,7 @@ def test_ranks_and_rows_are_sorted() -> None:
         Span(1, "forward", "compute", 2, 4, device="cuda"),
     ]
     seen = [ProfilerEvent(1, "thread 3", "aten::mm", "cpu_op", 1, 5), ProfilerEvent(1, "thread 3", "aten::empty", "cpu_op", 2, 3)]
-    events = chrome(spans, profile=seen)
+    events = checked(spans, profile=seen)
     assert [(e["pid"], e["args"]["sort_index"]) for e in events if e["name"] == "process_sort_index"] == [(0, 0), (1, 1), (2, 2)]
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
@@ -202,7 +203,7 @@ def test_any_trace_is_well_formed(seed: int) -> None:
         more = {"peer": rng.randrange(-4, 3), "match": rng.randrange(5), "nbytes": rng.randrange(3)}
         device = rng.choice(["cpu", "cuda"])
         spans.append(Span(rank, name, kind, start, start + rng.randrange(100), group=group, device=device, **more))
-    events = chrome(spans)
+    events = checked(spans)
     curves: dict[int, list[Event]] = {}
     for event in events:
         if event["ph"] == "C" and event["name"] == "bytes":
@@ -216,7 +217,7 @@ def test_a_value_that_is_not_finite_is_a_mark() -> None:
     """So is the total number of steps, which would fill the row as a curve."""
     scalars = [Scalar(0, "loss", 1, 0.5), Scalar(0, "loss", 2, math.inf), Scalar(0, "loss", 3, math.nan)]
     scalars += [Scalar(1, STEPS_IN_ALL, 4, 20.0)]
-    events = chrome([], scalars=scalars)
+    events = checked([], scalars=scalars)
     assert [(e["name"], e["args"]["value"]) for e in events if e["ph"] == "C"] == [("loss", 0.5)]
     assert [(e["name"], e["pid"], e["s"]) for e in events if e["ph"] == "i"] == [
         ("loss = inf", 0, "p"), ("loss = nan", 0, "p"), ("steps in all = 20", 1, "p"),
@@ -229,16 +230,18 @@ def test_a_part_of_a_trace_begins_at_zero(tmp_path: Path) -> None:
         [Span(0, "train", "call", 5, 90, wait_start_ns=7, wait_end_ns=8), Span(0, "forward", "compute", 40, 60)], ranks=["a"]
     )
     part = whole.between(30, 70)
-    assert [e["ts"] for e in part.to_chrome()["traceEvents"] if e["ph"] == "X"] == [0.0, 0.035]
+    assert [e["ts"] for e in chrome(part) if e["ph"] == "X"] == [0.0, 0.035]
     again = load_trace(part.save(tmp_path / "x.json"))
     assert (again.spans, again.start_ns, again.end_ns) == (part.spans, 30, 70)
 
 
 def test_waiting_inside_a_span_counts_as_its_time() -> None:
-    (event,) = [e for e in chrome([Span(0, "recv", "communication", 10, 90, wait_start_ns=20, wait_end_ns=80)]) if e["ph"] == "X"]
+    (event,) = [
+        e for e in checked([Span(0, "recv", "communication", 10, 90, wait_start_ns=20, wait_end_ns=80)]) if e["ph"] == "X"
+    ]
     assert event["args"] == {"wait_start_ns": 20, "wait_end_ns": 80}
     later = Trace([Span(0, "recv", "communication", 1010, 1090, wait_start_ns=1010, wait_end_ns=1080)], ranks=["a"])
-    (event,) = [e for e in later.to_chrome()["traceEvents"] if e["ph"] == "X"]
+    (event,) = [e for e in chrome(later) if e["ph"] == "X"]
     assert event["args"] == {"wait_start_ns": 0, "wait_end_ns": 70}
 
 

@@ -21,35 +21,22 @@ def trace(*durations_of_ranks):
     return book.trace(len(durations_of_ranks))
 
 
-def test_the_median_step_leaves_out_the_first():
-    assert step_ms(trace([50, 3, 5, 4])) == 4
-    assert step_ms(trace([50, 3, 5, 4], [50, 3, 5, 4])) == 4
-
-
-def test_one_or_two_steps_all_count():
-    assert step_ms(trace([50])) == 50
-    assert step_ms(trace([50, 10])) == 30
-
-
-def test_a_step_lasts_as_long_as_on_the_slowest_rank():
-    both = trace([9, 2, 2, 2], [9, 6, 1, 8])
-    assert step_ms(both) == 6
-    assert (step_ms(both, rank=0), step_ms(both, rank=1)) == (2, 6)
-
-
-def test_only_steps_that_all_ranks_have_completed_count_and_ranks_without_steps_do_not():
-    assert step_ms(trace([9, 2, 2, 8, 8], [9, 1, 3])) == 2.5
-    assert step_ms(trace([9, 2, 4, 6], [])) == 4
-
-
-def test_in_nested_loops_the_innermost_steps_count():
-    book = Book()
-    for start in (0, 10, 20):
-        book.whole(0, "step", start, start + 10)
-        for inner in (0, 5):
-            book.whole(0, "step", start + inner, start + inner + 4)
-    book.whole(0, "call", 0, 30)
-    assert step_ms(book.trace(1)) == 4
+@pytest.mark.parametrize(
+    ("durations", "rank", "step"),
+    [
+        ([[50, 3, 5, 4]], None, 4),  # the first is left out
+        ([[50, 3, 5, 4], [50, 3, 5, 4]], None, 4),
+        ([[50]], None, 50),  # one or two all count
+        ([[50, 10]], None, 30),
+        ([[9, 2, 2, 2], [9, 6, 1, 8]], None, 6),  # as long as on the slowest rank
+        ([[9, 2, 2, 2], [9, 6, 1, 8]], 0, 2),
+        ([[9, 2, 2, 2], [9, 6, 1, 8]], 1, 6),
+        ([[9, 2, 2, 8, 8], [9, 1, 3]], None, 2.5),  # only steps that all ranks have completed
+        ([[9, 2, 4, 6], []], None, 4),  # a rank without steps does not count
+    ],
+)
+def test_the_median_step(durations, rank, step):
+    assert step_ms(trace(*durations), rank) == step
 
 
 def test_a_run_is_taken_as_its_trace():
@@ -99,23 +86,23 @@ def test_several_calls_take_turns_and_each_has_its_best():
 
     assert best_of(3, {"fast": fast, "slow": slow}, 100, key=lambda number: number) == {"fast": 101, "slow": 94}
     assert order == ["fast", "slow"] * 3
-    with pytest.raises(TypeError, match=r"best_of\(call=None\): expected a function"):
-        best_of(1, {"fast": fast, "slow": None}, 100)
-    with pytest.raises(ValueError, match="expected at least one function"):
-        best_of(1, {})
 
 
-def test_invalid_arguments():
-    with pytest.raises(TypeError, match=r"expected the number of tries first, as in lab\.best_of\(5, group\.run, train\)"):
-        best_of(print, 5)
-    with pytest.raises(ValueError, match="expected at least one try"):
-        best_of(0, print)
-    with pytest.raises(TypeError, match=r"best_of\(call=None\): expected a function"):
-        best_of(1, None)
-    with pytest.raises(TypeError, match=r"best_of\(key='step'\): expected a function"):
-        best_of(1, print, key="step")
-    with pytest.raises(TypeError, match=r"best_of\(key=.*\): expected a function of one argument, the run"):
-        best_of(1, print, key=lambda: 1)
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "says"),
+    [
+        ((print, 5), {}, TypeError, r"expected the number of tries first, as in lab\.best_of\(5, group\.run, train\)"),
+        ((0, print), {}, ValueError, "expected at least one try"),
+        ((1, None), {}, TypeError, r"best_of\(call=None\): expected a function"),
+        ((1, {"fast": print, "slow": None}, 100), {}, TypeError, r"best_of\(call=None\): expected a function"),
+        ((1, {}), {}, ValueError, "expected at least one function"),
+        ((1, print), {"key": "step"}, TypeError, r"best_of\(key='step'\): expected a function"),
+        ((1, print), {"key": lambda: 1}, TypeError, r"best_of\(key=.*\): expected a function of one argument, the run"),
+    ],
+)
+def test_invalid_arguments(arguments, options, error, says):
+    with pytest.raises(error, match=says):
+        best_of(*arguments, **options)
 
 
 def test_a_run_whose_key_is_nan_is_never_the_fastest():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from synthetic import many
+from synthetic import chrome, many
 
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
@@ -84,10 +84,6 @@ def test_sets_of_intervals_agree_with_a_recount() -> None:
         assert length(a) == in_a.sum(), seed
 
 
-def test_intervals_that_touch_become_one() -> None:
-    assert union([3, 0, 5], [5, 3, 6]).tolist() == [[0, 6]]
-
-
 def test_an_empty_set_of_intervals() -> None:
     nothing = union([], [])
     assert nothing.shape == (0, 2)
@@ -96,28 +92,85 @@ def test_an_empty_set_of_intervals() -> None:
     assert difference(union([1], [2]), nothing).tolist() == [[1, 2]]
 
 
-def test_intervals_are_exact_after_a_long_uptime() -> None:
-    year = 365 * 24 * 3600 * 10**9  # as a float it would be rounded to 4 ns
-    assert union([year + 1], [year + 2]).tolist() == [[year + 1, year + 2]]
+@pytest.mark.parametrize(
+    ("start", "end", "joined"),
+    [
+        ([3, 0, 5], [5, 3, 6], [[0, 6]]),
+        ([10**17 + 1], [10**17 + 2], [[10**17 + 1, 10**17 + 2]]),  # three years: as a float it would be rounded
+    ],
+)
+def test_intervals_that_touch_become_one_and_stay_exact(start: list[int], end: list[int], joined: list[list[int]]) -> None:
+    assert union(start, end).tolist() == joined
 
 
 # Shares: worked by hand.
 
 
-def test_communication_that_nobody_waits_for_is_hidden_by_compute() -> None:
-    trace = Trace([compute(0, 0, 100), travel(0, 40, 80)], ranks=["rank 0"])
-    assert trace.shares() == (
+SHARES: dict[str, tuple[list[Span], Share]] = {
+    "nobody waits for communication": (
+        [compute(0, 0, 100), travel(0, 40, 80)],
         Share(0, window_ns=100, compute_ns=100, communication_ns=40, overlap_ns=40, idle_ns=0, waiting_ns=0),
-    )  # fmt: skip
-    assert trace.shares()[0].exposed_ns == 0
+    ),
+    # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, in one span of 100
+    "the rank waits for communication": (
+        [compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))],
+        Share(0, window_ns=100, compute_ns=70, communication_ns=60, overlap_ns=30, idle_ns=0, waiting_ns=0),
+    ),
+    "a communication span without a recorded operation": (
+        [Span(0, "upload", "communication", 0, 30, 0, 30), Span(0, "send", "communication", 40, 50, group="g", match=1)],
+        Share(0, window_ns=50, compute_ns=0, communication_ns=40, overlap_ns=0, idle_ns=10, waiting_ns=0),
+    ),
+    "a rank that did nothing": ([compute(1, 0, 10)], Share(0, 10, 0, 0, 0, 10, 0)),
+    # rank 0 comes at 20, rank 1 at 70; the sum takes 10
+    "a slow peer": (
+        [
+            compute(0, 0, 20), travel(0, 20, 80, wait=(20, 80), group="world", match=1),
+            compute(1, 0, 70), travel(1, 70, 80, wait=(70, 80), group="world", match=1),
+        ],
+        Share(0, 80, compute_ns=20, communication_ns=10, overlap_ns=0, idle_ns=50, waiting_ns=50),
+    ),
+}  # fmt: skip
 
 
-def test_communication_that_the_rank_waits_for_is_exposed() -> None:
-    # backward 0-60, its gradients travel from 30 to 90; the rank is blocked in wait() from 60 to 90, all inside one
-    # span of 100
-    trace = Trace([compute(0, 0, 100, "train"), travel(0, 30, 90, wait=(60, 90))], ranks=["rank 0"])
-    (share,) = trace.shares()
-    assert (share.compute_ns, share.communication_ns, share.overlap_ns, share.idle_ns, share.exposed_ns) == (70, 60, 30, 0, 30)
+@pytest.mark.parametrize("case", SHARES)
+def test_how_a_rank_spent_its_time(case: str) -> None:
+    spans, share = SHARES[case]
+    assert Trace(spans, ranks=TWO).shares()[0] == share
+
+
+BLOCKED: dict[str, tuple[list[Span], list[list[int]], int]] = {
+    # An RPC worker serves two calls; each fetches something (0-20 and 5-60) and computes on it (20-50 and 60-70).
+    "another thread computes": (
+        [
+            compute(0, 0, 50), travel(0, 0, 20, wait=(0, 20)), compute(0, 20, 50),
+            compute(0, 5, 70), travel(0, 5, 60, wait=(5, 60)), compute(0, 60, 70),
+        ],
+        [[0, 20], [50, 60]], 40,
+    ),
+    # The call came before the function began to wait (in `rpc.shutdown`, say, until 100). It fetches something, 60-70.
+    "the function waits, not a served call": (
+        [
+            Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
+            travel(0, 60, 70, wait=(60, 70), served=True),
+        ],
+        [[60, 70], [90, 100]], 80,
+    ),
+    "a served call waits, not the function": (
+        [
+            Span(0, "run", "call", 0, 100), travel(0, 5, 10, wait=(5, 10)), travel(0, 60, 100, wait=(60, 100)),
+            compute(0, 20, 90, automatic=True, served=True), travel(0, 30, 80, wait=(30, 80), served=True),
+        ],
+        [[5, 10], [60, 80], [90, 100]], 65,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+def test_when_a_rank_is_blocked_and_computes(case: str) -> None:
+    spans, blocked, computes_ns = BLOCKED[case]
+    trace = Trace(spans, ranks=["worker"])
+    assert trace.blocked(0).tolist() == blocked
+    assert trace.shares()[0].compute_ns == computes_ns
 
 
 @pytest.mark.parametrize(
@@ -137,17 +190,6 @@ def test_a_rank_that_only_waits_for_data_does_not_compute(beside: Span, data: in
     assert (share.data_ns, share.compute_ns, share.idle_ns) == (data, computes, 0)
 
 
-def test_waiting_for_a_slow_peer_is_idle_and_not_communication() -> None:
-    # rank 0 comes at 20, rank 1 at 70; the sum takes 10
-    spans = [
-        compute(0, 0, 20), travel(0, 20, 80, wait=(20, 80), group="world", match=1),
-        compute(1, 0, 70), travel(1, 70, 80, wait=(70, 80), group="world", match=1),
-    ]  # fmt: skip
-    fast, slow = Trace(spans, ranks=TWO).shares()
-    assert fast == Share(0, 80, compute_ns=20, communication_ns=10, overlap_ns=0, idle_ns=50, waiting_ns=50)
-    assert slow == Share(1, 80, compute_ns=70, communication_ns=10, overlap_ns=0, idle_ns=0, waiting_ns=0)
-
-
 @pytest.mark.parametrize(("error_ns", "waiting_ns"), [(0, 50), (50, 50), (51, 0)])
 @pytest.mark.parametrize("issued", [5, 20], ids=["issued before", "issued then"])
 def test_waiting_for_less_than_the_clocks_error_is_communication(error_ns: int, waiting_ns: int, issued: int) -> None:
@@ -162,37 +204,6 @@ def test_waiting_for_less_than_the_clocks_error_is_communication(error_ns: int, 
         fast, slow = part.shares()
         assert (fast.waiting_ns, fast.exposed_ns, fast.compute_ns) == (waiting_ns, 60 - waiting_ns, 20)
         assert (slow.waiting_ns, slow.exposed_ns) == (0, 10)
-
-
-def test_while_one_thread_of_a_rank_is_blocked_another_computes() -> None:
-    # An RPC worker serves two calls; each fetches something (0-20 and 5-60) and computes on it (20-50 and 60-70).
-    spans = [
-        compute(0, 0, 50), travel(0, 0, 20, wait=(0, 20)), compute(0, 20, 50),
-        compute(0, 5, 70), travel(0, 5, 60, wait=(5, 60)), compute(0, 60, 70),
-    ]  # fmt: skip
-    trace = Trace(spans, ranks=["worker"])
-    assert trace.blocked(0).tolist() == [[0, 20], [50, 60]]
-    assert trace.shares()[0].compute_ns == 40
-
-
-def test_a_wait_of_the_function_does_not_block_a_served_call() -> None:
-    """The call came before the function began to wait (in `rpc.shutdown`, say, until 100). It fetches something,
-    60-70."""
-    spans = [
-        Span(0, "run", "call", 0, 100), compute(0, 10, 90, automatic=True, served=True), travel(0, 20, 100, wait=(20, 100)),
-        travel(0, 60, 70, wait=(60, 70), served=True),
-    ]  # fmt: skip
-    assert Trace(spans, ranks=["worker"]).blocked(0).tolist() == [[60, 70], [90, 100]]
-
-
-def test_a_wait_of_a_served_call_does_not_block_the_function() -> None:
-    spans = [
-        Span(0, "run", "call", 0, 100), travel(0, 5, 10, wait=(5, 10)), travel(0, 60, 100, wait=(60, 100)),
-        compute(0, 20, 90, automatic=True, served=True), travel(0, 30, 80, wait=(30, 80), served=True),
-    ]  # fmt: skip
-    trace = Trace(spans, ranks=["worker"])
-    assert trace.blocked(0).tolist() == [[5, 10], [60, 80], [90, 100]]
-    assert trace.shares()[0].compute_ns == 65
 
 
 def around_an_operation() -> list[Span]:
@@ -223,12 +234,6 @@ def test_a_span_around_an_operation_does_not_count_in_a_part_without_the_operati
     assert trace.between(80, 90).shares()[0].communication_ns == 0
 
 
-def test_a_communication_span_without_a_recorded_operation_counts() -> None:
-    spans = [Span(0, "upload", "communication", 0, 30, 0, 30), Span(0, "send", "communication", 40, 50, group="g", match=1)]
-    (share,) = Trace(spans, ranks=["rank 0"]).shares()
-    assert share.communication_ns == 40
-
-
 def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
     spans = [
         Span(0, "train", "call", 10, 90),
@@ -245,10 +250,6 @@ def test_a_part_without_compute_spans_is_not_all_compute() -> None:
     trace = Trace([Span(0, "train", "call", 0, 100), compute(0, 0, 10)], ranks=["rank 0"])
     assert trace.between(50, 100).shares()[0].compute_ns == 0
     assert trace.filter(kind="call").shares()[0].compute_ns == 0
-
-
-def test_a_rank_that_did_nothing_is_idle() -> None:
-    assert Trace([compute(0, 0, 10)], ranks=TWO).shares()[1] == Share(1, 10, 0, 0, 0, 10, 0)
 
 
 def test_an_empty_trace() -> None:
@@ -357,47 +358,40 @@ def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
     return {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
 
 
-def test_an_operation_is_ready_when_its_last_rank_has_arrived() -> None:
-    spans = [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])]
-    assert ready_of(*spans) == {(0, 10): 30, (1, 30): 30, (2, 20): 30}
+FINISHED = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
+STILL = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
+READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
+    "the last rank arrives": (
+        [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])],
+        {(0, 10): 30, (1, 30): 30, (2, 20): 30},
+    ),
+    "operations are known by group and number": (
+        [
+            travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
+            travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
+            travel(0, 50, 90, group="pair", match=1), travel(2, 60, 90, group="pair", match=1),
+        ],
+        {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60},
+    ),
+    "a number in two groups": (
+        [travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)], {(0, 10): 10, (1, 20): 20}
+    ),
+    "alone": ([travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)], {(0, 10): 10, (1, 20): 20, (2, 5): 5}),
+    "a rank leaves before the last arrives": (
+        [travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)], {(0, 10): 15, (1, 30): 30}
+    ),
+    "a rank is missing": ([*FINISHED, *STILL], {(0, 10): 90, (1, 11): 90}),
+    "all have arrived: now data is sent": (
+        [*FINISHED, *STILL, travel(2, 60, 90, group="world", match=2, done=False)], {(0, 10): 60, (1, 11): 60, (2, 60): 60}
+    ),
+    "the first operation of a group": (STILL, {(0, 10): 90, (1, 11): 90}),
+}  # fmt: skip
 
 
-def test_operations_are_identified_by_group_and_number() -> None:
-    ready = ready_of(
-        travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
-        travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
-        travel(0, 50, 90, group="pair", match=1), travel(2, 60, 90, group="pair", match=1),
-    )  # fmt: skip
-    assert ready == {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60}
-
-
-def test_the_same_number_in_two_groups_is_two_operations() -> None:
-    assert ready_of(travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)) == {(0, 10): 10, (1, 20): 20}
-
-
-def test_a_rank_that_communicates_alone_is_ready_at_once() -> None:
-    assert ready_of(travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)) == {(0, 10): 10, (1, 20): 20, (2, 5): 5}
-
-
-def test_a_rank_that_leaves_before_the_last_arrives_is_ready_at_its_end() -> None:
-    assert ready_of(travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)) == {
-        (0, 10): 15,
-        (1, 30): 30,
-    }
-
-
-def test_an_operation_with_a_missing_rank_has_only_waited() -> None:
-    finished = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
-    still = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
-    ready = ready_of(*finished, *still)
-    assert (ready[0, 10], ready[1, 11]) == (90, 90)
-    last = travel(2, 60, 90, group="world", match=2, done=False)
-    ready = ready_of(*finished, *still, last)
-    assert (ready[0, 10], ready[1, 11], ready[2, 60]) == (60, 60, 60), "all have arrived: now data is sent"
-
-
-def test_the_first_operation_of_a_group_has_waited_until_it_completes() -> None:
-    assert set(ready_of(*(travel(r, 10 + r, 90, group="world", match=1, done=False) for r in range(2))).values()) == {90}
+@pytest.mark.parametrize("case", READY)
+def test_when_an_operation_is_ready(case: str) -> None:
+    spans, expected = READY[case]
+    assert {key: ready for key, ready in ready_of(*spans).items() if key[1] != 1} == expected
 
 
 def test_ready_agrees_with_a_search_through_all_spans() -> None:
@@ -659,7 +653,7 @@ def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("labkit.tracing.trace.CHUNK", piece)
     for trace in (some_rich_trace(random.Random(3)), Trace([], ranks=[])):
         path = trace.save(tmp_path / "x.json")
-        assert json.loads(path.read_text(encoding="utf-8")) == json.loads(json.dumps(trace.to_chrome()))
+        assert json.loads(path.read_text(encoding="utf-8"))["traceEvents"] == json.loads(json.dumps(chrome(trace)))
         assert same(load_trace(path), trace)
 
 
@@ -697,7 +691,7 @@ def test_spans_in_one_row_nest_or_are_disjoint() -> None:
         rng = random.Random(seed)
         spans = [travel(0, start := rng.randrange(50), start + rng.randrange(20)) for _ in range(25)]
         rows: dict[int, list[tuple[int, int]]] = {}
-        for event in Trace(spans, ranks=["a"], start_ns=0).to_chrome()["traceEvents"]:
+        for event in chrome(Trace(spans, ranks=["a"], start_ns=0)):
             if event["ph"] == "X":
                 start = round(event["ts"] * 1000)
                 rows.setdefault(event["tid"], []).append((start, start + round(event["dur"] * 1000)))
@@ -711,7 +705,7 @@ def test_rows_are_in_the_order_of_a_run() -> None:
         travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
         Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
     ]  # fmt: skip
-    events = Trace(spans, ranks=["a"]).to_chrome()["traceEvents"]
+    events = chrome(Trace(spans, ranks=["a"]))
     assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
         (1000, "call"), (1001, "step"), (1002, "compute"), (1003, "compute (2)"), (1004, "communication"),
         (1005, "communication (2)"), (1006, "communication on cuda"),
@@ -720,18 +714,7 @@ def test_rows_are_in_the_order_of_a_run() -> None:
 
 def test_spans_that_do_not_cross_share_a_row() -> None:
     spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
-    assert {e["tid"] for e in Trace(spans, ranks=["a"]).to_chrome()["traceEvents"] if e["ph"] == "X"} == {1000}
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}], "otherData": {"start_ns": 0}}', '"trace"', "1"],
-)
-def test_a_file_of_another_program_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(LabError, match=r"other.json' is not a trace that labkit wrote \(run.trace.save\(path\) writes one\)"):
-        load_trace(path)
+    assert {e["tid"] for e in chrome(Trace(spans, ranks=["a"])) if e["ph"] == "X"} == {1000}
 
 
 def test_a_missing_file_is_reported() -> None:

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from labkit.recording.record import OptimizerSteps
+from labkit.recording.record import AutomaticSteps
 from labkit.recording.ring_buffer import RingReader, RingWriter
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.recording.schema import STEP
@@ -24,7 +24,7 @@ class Ring:
         self.memory = mmap.mmap(-1, RING_BYTES)
         self.writer = RingWriter(self.memory)
         self.now_ns = 0
-        self.steps = OptimizerSteps(lambda: self.now_ns, self.write)
+        self.steps = AutomaticSteps(lambda: self.now_ns, self.write)
         self.optimizers: dict[int, Optimizer] = {}
 
     def trace(self) -> Trace:
@@ -62,7 +62,7 @@ def test_each_step_of_one_optimizer_begins_where_the_one_before_ended(ring: Ring
     ring.works(25)
     ring.step(1, 28, 30)
     assert ring.recorded() == [(10, 20)], "another optimizer might still belong to the second step"
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(10, 20), (20, 30)]
     assert all(span.automatic for span in ring.trace().filter(kind="step"))
 
@@ -72,14 +72,14 @@ def test_two_optimizers_that_step_in_turn_make_one_step(ring: Ring) -> None:
         ring.works(begin)
         ring.step(1, begin + 10, begin + 20)
         ring.step(2, begin + 30, begin + 40)
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(100, 140), (140, 240), (240, 340)]
 
 
 def test_an_optimizer_that_steps_more_often_makes_more_steps(ring: Ring) -> None:
     for optimizer, end in ((1, 20), (1, 30), (1, 40), (2, 50), (1, 60)):
         ring.step(optimizer, end - 5, end)
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(15, 20), (20, 30), (30, 50), (50, 60)]
 
 
@@ -90,22 +90,22 @@ def test_optimizers_that_are_created_for_each_step_make_steps(ring: Ring) -> Non
         ring.step(2, begin + 30, begin + 40)
         old, ring.optimizers = ring.optimizers, {1: Optimizer(), 2: Optimizer()}  # at other places in memory
         del old
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(110, 140), (140, 240), (240, 340), (340, 440)]
 
 
 def test_without_an_optimizer_there_is_no_step(ring: Ring) -> None:
     ring.works(10)
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == []
 
 
 def test_a_run_begins_anew(ring: Ring) -> None:
     ring.step(1, 10, 20)
-    ring.steps.end_run()
+    ring.steps.end_step()
     ring.steps.begin_run()
     ring.step(1, 110, 120)
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(10, 20), (110, 120)]
 
 
@@ -115,6 +115,6 @@ def test_a_program_that_marks_its_steps_has_only_these(ring: Ring) -> None:
     ring.steps.marked()
     ring.step(1, 35, 40)
     ring.writer.write("step", STEP, 32, 42)
-    ring.steps.end_run()
+    ring.steps.end_step()
     assert ring.recorded() == [(32, 42)]
     assert RingReader(ring.memory).read()["end_ns"].tolist() == [20, 42], "nor does it write others from then on"
