@@ -24,7 +24,6 @@ from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
 from labkit.comm.group_creation import watch_creation
 from labkit.comm.members import Numbering
-from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
@@ -143,10 +142,6 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
         return futures
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
-    # Programs that construct process groups themselves use these names.
-    torch.distributed.ProcessGroup = c10d.ProcessGroup  # type: ignore[misc]
-    if c10d.is_gloo_available():
-        torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
     watch_creation(recorder)
     return futures
 

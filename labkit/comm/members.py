@@ -8,8 +8,6 @@ reads the others' numbers when the group is first used.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -34,7 +32,6 @@ class Numbering:
         self._given = given
         self._worlds = 0
         self._world: Members = Given(self, 1)
-        self.made_by_hand: Counter[tuple[int, ...]] = Counter()
 
     def join(self, store: Any, rank: int, size: int) -> Members:
         """Register a new group; to be called from the constructor of `ProcessGroup`.
@@ -54,8 +51,6 @@ class Numbering:
                 self.size = size
             else:
                 self._world = Exchanged(self, self._worlds, store, rank, size)
-        elif store is not None and sys._getframe(2).f_globals is not vars(c10d):
-            return ByHand(self, self._worlds, store, rank, size)
         return self._world
 
 
@@ -122,23 +117,11 @@ class Exchanged(Members):
     def processes(self) -> Sequence[int]:
         """Return the process of each rank; to be called when the group is first used, since then all have joined it."""
         if not self._processes:
-            get = getattr(type(self._store).get, "__labkit_original__", type(self._store).get)  # the program does not wait here
-            replies = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
+            replies = [self._store.get(KEY.format(rank)).decode().split() for rank in range(self._size)]
             self._processes = [int(process) for process, _ in replies]
             self._world = max(int(world) for _, world in replies)  # processes may have joined different numbers of groups
             self._store = None
         return self._processes
-
-
-class ByHand(Exchanged):
-    """The members of a group that the program constructs itself."""
-
-    def of(self, _group: Any) -> tuple[str, list[int]]:
-        """See `Members.of`."""
-        ranks = list(self.processes())
-        made = self._numbering.made_by_hand
-        made[tuple(ranks)] += 1
-        return of_ranks(f"group {made[tuple(ranks)]} made by hand", ranks), ranks
 
 
 def check_peer(method: str, peer: int, me: int | None, size: int) -> None:

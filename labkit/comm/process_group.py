@@ -45,6 +45,12 @@ BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
     """Makes `isinstance` true for torch's own process groups, too, and for what represents one in `torch.compile`."""
 
+    def __call__(cls, store: Any, rank: int, size: int, *, real: Any = None) -> Any:
+        """Return a recorded group to torch, and torch's own to a program: its ranks may be any processes."""
+        if real is None and sys._getframe(1).f_globals is not vars(c10d):
+            return ProcessGroup(store, rank, size)
+        return super().__call__(store, rank, size, real=real)
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ProcessGroup)
 

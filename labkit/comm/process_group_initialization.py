@@ -21,7 +21,6 @@ from torch.distributed import rpc
 
 from labkit.comm.default_group import DefaultGroup
 from labkit.comm.rendezvous import Address, Rendezvous
-from labkit.comm.stores import Stores
 from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE, in_place_of
 from labkit.recording.record import Recorder
@@ -37,7 +36,6 @@ class Initialization:
         rank, size: the rank's number, and the number of ranks.
         watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
         machines: the names and addresses of the group's machines, as in `Place`.
-        own_store: address and port of the group's store; None if it has none.
         connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
             address.
         rpc_given: the name and the options with which the group has initialized RPC.
@@ -51,7 +49,6 @@ class Initialization:
         size: int,
         watch_rpc: Callable[[], None],
         machines: Collection[str] = (),
-        own_store: tuple[str, int] | None = None,
         connect: Callable[[], Any] | None = None,
         rpc_given: tuple[str, Any] | None = None,
         rpc_unused: bool = False,
@@ -60,7 +57,6 @@ class Initialization:
         rendezvous = Rendezvous(recorder, rank, connect, machines)
         if connect is not None:
             rendezvous.install()
-        Stores(recorder, rendezvous, own_store).install()
         self._process_group = ProcessGroupInitialization(rank, size, rendezvous, self._notes.append)
         self._process_group.install()
         self._rpc = None

@@ -30,7 +30,6 @@ from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
 
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
-_WAIT: Final = dist.Store.wait  # the original, which is not recorded: this wait is part of a recorded call
 LOCAL: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", ""})  # the last two occur in tutorials
 
 
@@ -95,11 +94,6 @@ class Rendezvous:
         """Whether this rank's group has a store; otherwise torch opens one at the program's address."""
         return self._connect is not None
 
-    @property
-    def under_way(self) -> bool:
-        """Whether this rank is in a call that is recorded by `waiting`."""
-        return self._operation is not None
-
     def others_may_come(self, asked: Address) -> bool:
         """Whether other processes than this group's may meet at an address, so that a wait there is never hopeless."""
         if asked.scheme not in SCHEMES or not self._is_here(asked.where):
@@ -157,7 +151,7 @@ class Rendezvous:
         store.set(f"{group}/{generation}/{place}", json.dumps(value))
         keys = [f"{group}/{generation}/{i}" for i in range(size)]
         try:
-            _WAIT(store, keys, timeout)
+            store.wait(keys, timeout)
         except dist.DistStoreError:
             came = sum(store.check([key]) for key in keys)
             seconds = timeout.total_seconds()
