@@ -196,11 +196,14 @@ class Backwards:
         # A pass inside another one, as of `checkpoint(..., use_reentrant=True)`, may have dropped the outer one.
         waited_for = [operation for operation in self._passes.pop(number, []) if operation.has_future]
         for operation in waited_for:  # waits for the student's own operations are recorded elsewhere
-            operation.wait_begins_in_torch()
+            operation.wait_begins(in_torch=True)
         if waited_for:
             at_end_of_pass(lambda: self._over(waited_for))
 
     @staticmethod
     def _over(waited_for: list[Operation]) -> None:
+        """Note that the rank's waits in C++ have ended, perhaps before the backend's thread reports the completion."""
         for operation in waited_for:
-            operation.wait_has_ended_in_torch()
+            future = operation.future
+            if future is not None and future.done():
+                operation.completed()

@@ -357,10 +357,12 @@ class DeviceOperation(Operation):
             self._end, self._kept = self._clock.mark_after(self._device, wait), kept
         self._clock.follow(self)
 
-    def wait_begins(self, _thread: int = STREAM) -> None:
-        """Note that the student's stream waits from here."""
+    def wait_begins(self, _thread: int = STREAM, *, in_torch: bool = False) -> None:
+        """Note that the student's stream waits from here; `in_torch`, until the operation is complete."""
         if self._wait_start is None and not self.done:
             self._wait_start = self._clock.mark(self._device)
+            if in_torch:
+                self._wait_end = self._end
         super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
@@ -368,15 +370,6 @@ class DeviceOperation(Operation):
         self._wait_end = self._clock.mark(self._device)
         self._kept = None
         self._clock.settle()
-
-    def wait_begins_in_torch(self) -> None:
-        """Note that the student's stream waits from here until the operation is complete."""
-        if self.done:
-            super().wait_begins_in_torch()
-        elif self._wait_start is None:
-            self._wait_start = self._clock.mark(self._device)
-            self._wait_end = self._end
-            super().wait_begins(STREAM)
 
     def blocks(self) -> None:
         """Note that this thread does nothing more until it completes, if the student's stream waits for it."""

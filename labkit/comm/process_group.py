@@ -26,7 +26,7 @@ from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
 from labkit.comm.host_copy import HostCopy
 from labkit.comm.members import Numbering, check_peer, numbers_of
-from labkit.comm.operation import Batch, Operation
+from labkit.comm.operation import Batch, Operation, blocked
 from labkit.comm.time_limits import OwnLimit, backends_limit, ends_by_itself
 from labkit.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
@@ -366,14 +366,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         operation = self._issue(kind.name, (), self.label, self._count, "")
         operation.booking = self._booked(kind, (), 0, self._count, operation.start_ns)
         limit = args[0] if args else kwargs.get("timeout")
-        operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
-        try:
+        with blocked(operation, TIMED if ends_by_itself(limit) else 0):
             self._real.monitored_barrier(*args, **kwargs)
             operation.hold()
-        except BaseException:
-            operation.failed()
-            raise
-        operation.wait_ends()
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Start a batch: operations until `_end_coalescing` are launched together."""

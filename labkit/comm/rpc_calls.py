@@ -27,7 +27,7 @@ from labkit.comm.backward import RpcBackwards, tensors_in
 from labkit.comm.emulated_link import SlowLink
 from labkit.comm.emulated_rpc import SlowCalls
 from labkit.comm.futures import Futures
-from labkit.comm.operation import Operation
+from labkit.comm.operation import Operation, blocked
 from labkit.comm.rpc_names import last_name, spoken
 from labkit.comm.rpc_references import References, step_in_python
 from labkit.comm.time_limits import ends_by_itself
@@ -291,17 +291,12 @@ class RpcCalls:
         pair, number = self._values.get(rref, ("", 0))
         operation = Operation(self._ring, TO_HERE.name, clock(), 0, rref.owner().id, pair, number, student_line())
         operation.timed = _ends_by_itself(args[0] if args else kwargs.get("timeout", UNSET_RPC_TIMEOUT))
-        operation.wait_begins()
-        try:
+        with blocked(operation):
             value = to_here(rref, *args, **kwargs)
-        except BaseException:
-            operation.failed()
-            raise
-        operation.nbytes = _nbytes(value)
-        self._backwards.fetched(value, rref.owner().id)
-        if self._slow is not None:
-            self._slow.fetched(operation, pair, number)
-        operation.wait_ends()
+            operation.nbytes = _nbytes(value)
+            self._backwards.fetched(value, rref.owner().id)
+            if self._slow is not None:
+                self._slow.fetched(operation, pair, number)
         return value
 
 

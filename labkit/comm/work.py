@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import Work
 
 from labkit.comm.futures import Futures
-from labkit.comm.operation import Batch, Operation
+from labkit.comm.operation import Batch, Operation, blocked
 from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import JOIN
 from labkit.recording.schema import TIMED
@@ -57,14 +57,9 @@ class WatchedWork(Work):
             operation.wait_begins()
             operation.hold()  # raises its error again
             return self._work.wait(timeout)  # type: ignore[no-any-return]
-        operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
-        try:
+        with blocked(operation, TIMED if ends_by_itself(timeout) else 0):
             result: bool = self._work.wait(timeout)
             operation.hold()
-        except BaseException as error:
-            operation.failed(error)
-            raise
-        operation.wait_ends()
         return result
 
     def is_completed(self) -> bool:

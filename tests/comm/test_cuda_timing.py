@@ -266,7 +266,7 @@ def test_an_operation_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> No
 def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(lambda: None, [])
-    reduced.wait_begins_in_torch()
+    reduced.wait_begins(in_torch=True)
     start, end, wait = gpu.enqueued
     for event, at_ns in ((start, 1_000_000), (wait, 4_000_000), (end, 7_000_000)):
         event.ns = at_ns + SKEW_NS
@@ -276,15 +276,15 @@ def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> Non
     assert span.wait_end_ns == span.end_ns
 
 
-@pytest.mark.parametrize("waits", [DeviceOperation.wait_begins, DeviceOperation.wait_begins_in_torch])
-def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, waits: Callable[[DeviceOperation], None]) -> None:
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, in_torch: bool) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(lambda: None, [])
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
     rank.clock.settle()
     gpu.now_ns = 5_000_000
-    waits(reduced)
+    reduced.wait_begins(in_torch=in_torch)
     rank.clock.settle()
     trace = from_records([rank.reader.read()], [rank.reader.names()], ["rank 0"])
     (span,), (wait,) = trace, trace.waits

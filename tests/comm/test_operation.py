@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,14 +93,14 @@ def test_completed_before_anybody_waits(rank: Rank) -> None:
 
 def test_completed_as_the_wait_begins(rank: Rank) -> None:
     operation = rank.issue(10)
-    rank.at(25, operation.wait_begins_in_torch)
+    rank.at(25, partial(operation.wait_begins, in_torch=True))
     rank.at(25, operation.completed)
     assert [times(s) for s in rank.written()] == [(10, 0, 0, 25)]
 
 
 def test_waited_for_in_cpp(rank: Rank) -> None:
     operation = rank.issue(10)
-    rank.at(25, operation.wait_begins_in_torch)
+    rank.at(25, partial(operation.wait_begins, in_torch=True))
     assert rank.pending()[0].wait_start_ns == 25
     rank.at(40, operation.completed)
     assert [times(s) for s in rank.written()] == [(10, 25, 40, 40)]
@@ -109,7 +110,7 @@ def test_a_second_wait_changes_nothing(rank: Rank) -> None:
     operation = rank.issue(10)
     rank.at(20, operation.wait_begins)
     rank.at(30, operation.wait_begins)
-    rank.at(35, operation.wait_begins_in_torch)
+    rank.at(35, partial(operation.wait_begins, in_torch=True))
     rank.at(40, operation.wait_ends)
     assert [times(s) for s in rank.written()] == [(10, 20, 40, 40)]
 
@@ -143,7 +144,7 @@ def waits(trace: Trace) -> list[tuple[str, int, int]]:
     return [(trace.columns.names[group], match, time_ns) for _, group, match, time_ns in trace.waits.tolist()]
 
 
-@pytest.mark.parametrize("begins", [Operation.wait_begins, Operation.wait_begins_in_torch])
+@pytest.mark.parametrize("begins", [Operation.wait_begins, partial(Operation.wait_begins, in_torch=True)])
 def test_a_wait_for_a_completed_operation(rank: Rank, begins: Callable[[Operation], None]) -> None:
     operation = rank.issue(10, group="world", match=7)
     rank.at(30, operation.completed)
@@ -290,7 +291,7 @@ def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> 
         rank.at(20, operation.wait_begins)
         rank.at(50, operation.wait_ends)
     elif end != "nobody waits":
-        rank.at(20, operation.wait_begins_in_torch)
+        rank.at(20, partial(operation.wait_begins, in_torch=True))
     rank.now_ns = 20 if end == "completed as it waits" else 50
     on_a_thread(operation.completed)
     (span,) = rank.written()
