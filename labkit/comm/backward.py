@@ -66,13 +66,6 @@ class RpcBackwards:
         Gradients have the size of their tensors: gradients of the arguments go to the caller, gradients of the result
         come from it. A result that stays here is fetched by the rank with the reference, which records that it sends
         the gradients: see `fetched`.
-
-        Args:
-            function: the function's name.
-            caller: the rank that called it.
-            arguments: its arguments.
-            result: its result.
-            replies: whether the result is sent to the caller; otherwise it stays here.
         """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
@@ -105,12 +98,7 @@ class RpcBackwards:
 class _Part:
     """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
 
-    Args:
-        ring: the ring to write to.
-        name: the name of its span.
-        context_id: the id of the pass's context.
-        caller: the rank that gradients come from and go to.
-        nbytes: the bytes of gradients that come from there, and of those that go there.
+    `nbytes`: of gradients that come from the caller, and of those that go there.
     """
 
     def __init__(self, ring: RingWriter, name: str, context_id: int, caller: int, nbytes: tuple[int, ...]) -> None:

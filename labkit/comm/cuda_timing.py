@@ -74,7 +74,7 @@ class CudaEvents:
         self._in_use = False
 
     def awake(self) -> bool:
-        """Whether CUDA is initialized and has given this process memory of the current device."""
+        """As in `Events`."""
         if not self._in_use and torch.cuda.is_initialized():  # once in use, it remains so: products keep a workspace
             try:
                 allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
@@ -84,21 +84,21 @@ class CudaEvents:
         return self._in_use
 
     def capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph, which events and queries would break."""
+        """As in `Events`."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def device(self) -> int:
-        """The current device."""
+        """As in `Events`."""
         return torch.cuda.current_device()
 
     def here(self, device: int) -> Event:
-        """Record an event behind all work on the device's current stream."""
+        """As in `Events`."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
     def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
+        """As in `Events`."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -111,16 +111,9 @@ class CudaEvents:
 
 
 class Mark:
-    """A point in the GPU's work.
+    """A point in the GPU's work: an event, or, if events cannot be recorded, a time of the host.
 
-    Args:
-        event: its event; None if events cannot be recorded: then it is a point in the host's work.
-        anchor: an event and a host time that belong together.
-        host_ns: when the host set it; default: now.
-
-    Attributes:
-        host_ns: when the host set it.
-        of_gpu: whether it has an event.
+    `host_ns` is when the host set it, and `anchor` an event and a host time that belong together.
     """
 
     __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
@@ -145,10 +138,6 @@ class DeviceClock:
     """Times spans and operations by the GPU's work.
 
     `recording.record.span` uses `span`; the rank calls `flush` when the student's function has returned.
-
-    Args:
-        ring: the ring to write to.
-        events: the source of events; default: `CudaEvents`.
     """
 
     def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
@@ -163,10 +152,9 @@ class DeviceClock:
         self._settling = threading.Lock()
 
     def mark(self, device: int | None = None) -> Mark:
-        """Mark the end of all work enqueued so far; the present host time if events cannot be recorded.
+        """Mark the end of all work enqueued so far on a GPU in use, by default the current one.
 
-        Args:
-            device: the number of a GPU that is in use; default: the current device.
+        It is the present host time if events cannot be recorded.
         """
         events = self._events
         if events.capturing() or (device is None and not events.awake()):
@@ -192,15 +180,10 @@ class DeviceClock:
     def ended(
         self, name: str, line: str, start: Mark | int, flags: int = 0, *, kind: int = COMPUTE, end: Mark | int | None = None
     ) -> None:
-        """Record a span or a step.
+        """Record a span or a step, with the flags of the thread, and `AUTOMATIC` if labkit records it by itself.
 
-        Args:
-            name: its name.
-            line: the student's line.
-            start: its start; a time of the host if that was before CUDA was initialized.
-            flags: `AUTOMATIC` for one that labkit records by itself, and those of the thread.
-            kind: `COMPUTE` or `STEP`.
-            end: its end, likewise; default: the end of all work enqueued so far.
+        Its start is a time of the host if that was before CUDA was initialized. By default, it ends with all work that
+        is enqueued so far.
         """
         marks = [Mark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
         self._spans.append((kind, name, line, flags, *marks))
@@ -252,11 +235,7 @@ class DeviceClock:
         The GPU may be far behind the host, and other ranks' GPUs behind this one. So this rank counts as blocked in the
         operations for which a stream waits: if they never complete, the notebook finds the deadlock meanwhile.
 
-        Args:
-            limit_s: how long to wait at most.
-
-        Returns:
-            the seconds left of the time limit, for other work of the GPU.
+        Returns the seconds left of the time limit, for other work of the GPU.
         """
         begun = time.monotonic()
         until, unwaited_until = begun + limit_s, begun + UNWAITED_LIMIT_S
@@ -322,13 +301,7 @@ class _DeviceSpan(TimedSpan):
 
 
 class DeviceOperation(Operation):
-    """A communication operation between GPUs: the host only enqueues it, and the wait for it.
-
-    Args:
-        device_clock: the clock that times it.
-        device: the GPU's number.
-        ring, name, details: as for `Operation`.
-    """
+    """A communication operation between GPUs: the host only enqueues it, and the wait for it."""
 
     __slots__ = ("_clock", "_device", "_end", "_kept", "_start", "_wait_end", "_wait_start")
 

@@ -15,16 +15,9 @@ from labkit.recording.operations import Form, OperationType, Traffic
 
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:
-    """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1".
+    """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1"; "" if nothing must.
 
-    Args:
-        kind: the type of the operation.
-        form: the form in which it is called.
-        arguments: its arguments.
-        root: the global rank of its root; -1 for none.
-
-    Returns:
-        the description; "" if nothing must agree.
+    `root` is the global rank of the root; -1 for none.
     """
     place = form.alike
     if place is None or len(arguments) <= place:
@@ -43,7 +36,6 @@ def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], ro
 
 
 def _uneven(parts: Any) -> bool:
-    """Whether a value is a list of tensors of different sizes."""
     return isinstance(parts, list) and len({t.numel() for t in parts if isinstance(t, torch.Tensor)}) > 1
 
 
@@ -71,12 +63,9 @@ def _row(tensor: torch.Tensor) -> int:
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
-    """Return the number of elements of each part of a tensor that is split along its first dimension.
+    """Return the elements of each part of a tensor that is split along its first dimension.
 
-    Args:
-        tensor: the tensor.
-        splits: the number of rows of each part; empty for parts of equal size.
-        count: the number of parts, if their sizes are not given.
+    These are `count` equal parts if the rows of each are not given.
     """
     if not splits:
         return [tensor.numel() // count] * count

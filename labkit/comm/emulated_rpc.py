@@ -24,10 +24,6 @@ class SlowCalls:
 
     The methods identify a call by `pair`, the key of its caller and callee ("" for torch's own functions, which run in
     C++), and `number`, its number on the caller.
-
-    Args:
-        slow: the rank's emulated link.
-        futures: reports when calls have completed.
     """
 
     def __init__(self, slow: SlowLink, futures: Futures) -> None:
@@ -44,15 +40,7 @@ class SlowCalls:
         hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
-        """On the callee: schedule a reply, or announce a value that stays there for an RRef.
-
-        Args:
-            caller: the calling rank.
-            number: the number of the call.
-            nbytes: the size of the result.
-            at_ns: when the function returned.
-            travels: whether the result is sent to the caller.
-        """
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef, if it does not travel."""
         pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)

@@ -38,16 +38,10 @@ UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 
 def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
-    """Create the emulated link of this rank.
+    """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
 
-    Args:
-        link: the model of the link or the network.
-        rank: this rank's number.
-        fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
-            link.
-
-    Returns:
-        the link, to be passed to `watch_torch` or `watch_rpc`.
+    `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
+    link.
     """
     wake_in_time()
     shared_link = SharedLink(fd)
@@ -56,16 +50,10 @@ def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
-    """Record the operations of all process groups that are created from now on.
+    """Record the operations of all process groups that are created from now on, delayed by `slow`.
 
-    To be called before `torch.distributed.init_process_group`.
-
-    Args:
-        recorder: this rank's recorder.
-        slow: the emulated link that delays operations; default: no delays.
-
-    Returns:
-        a function that starts recording remote calls, too; to be called before `init_rpc`.
+    To be called before `init_process_group`. The function that it returns starts recording remote calls, too; it is to
+    be called before `init_rpc`.
     """
     futures = _watch_groups(recorder, slow, given=True)
     return lambda: _watch_calls(recorder, futures, slow)
@@ -74,15 +62,9 @@ def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[]
 def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
     """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
 
-    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls.
-
-    Args:
-        recorder: this rank's recorder.
-        slow: the emulated link that delays calls, replies and operations; default: no delays.
-        given: whether ranks in the first process group equal the processes' numbers.
-
-    Returns:
-        a function that does nothing, in place of the function that `watch_torch` returns.
+    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls. `given` tells
+    whether ranks in the first process group equal the processes' numbers. The returned function does nothing: it stands
+    for that of `watch_torch`.
     """
     _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
     return lambda: None
@@ -91,14 +73,8 @@ def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool =
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
 
-    To be called once torch has been imported.
-
-    Args:
-        recorder: this process's recorder.
-        given: whether ranks in the first process group equal the processes' numbers, as with torchrun.
-
-    Returns:
-        whether there already was a default process group, whose operations are not recorded.
+    To be called once torch has been imported. `given`: whether ranks in the first process group equal the processes'
+    numbers, as with torchrun. Returns whether there already was a default group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
     if rpc.is_available():
@@ -158,12 +134,7 @@ def _run_untraced(_: ModuleType) -> None:
 
 
 def watch_device(recorder: Recorder, device: torch.device) -> None:
-    """Time spans and operations by the GPU.
-
-    Args:
-        recorder: this rank's recorder.
-        device: the device on which the rank computes; unless it is a GPU, nothing changes.
-    """
+    """Time spans and operations by the GPU, if this is the device on which the rank computes."""
     if device.type == "cuda":
         recorder.device_clock = DeviceClock(recorder.ring)
         here.forget_spans()  # existing span objects are timed by the host

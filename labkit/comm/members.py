@@ -21,10 +21,7 @@ KEY: Final = "labkit: process of rank {}"
 class Numbering:
     """The numbers of the processes, and the groups that this process joins.
 
-    Args:
-        process: this process's number.
-        size: the number of processes.
-        given: whether the first default group is created for the program, so that its ranks are the processes' numbers.
+    `given`: whether the first default group is created for the program, so that its ranks are the processes' numbers.
     """
 
     def __init__(self, process: int, size: int, *, given: bool) -> None:
@@ -34,16 +31,7 @@ class Numbering:
         self._world: Members = Given(self, 1)
 
     def join(self, store: Any, rank: int, size: int) -> Members:
-        """Register a new group; to be called from the constructor of `ProcessGroup`.
-
-        Args:
-            store: the group's store; None for some groups that torch constructs.
-            rank: this process's rank in the group.
-            size: the group's size.
-
-        Returns:
-            the members of the group.
-        """
+        """Register a new group, and return its members; to be called from the constructor of `ProcessGroup`."""
         if c10d.GroupMember.WORLD is None:  # this is the default group
             self._worlds += 1
             given, self._given = self._given, False
@@ -65,9 +53,7 @@ def numbers_of(group: Any) -> list[int]:
 class Members:
     """The processes of a default group, and of the groups that torch makes from it.
 
-    Args:
-        numbering: the numbers of the processes.
-        world: the number of the default group, since a program may create several.
+    `world` is the number of the default group, since a program may create several.
     """
 
     def __init__(self, numbering: Numbering, world: int) -> None:
@@ -100,13 +86,7 @@ class Given(Members):
 
 
 class Exchanged(Members):
-    """The members of a default group that the program creates over a store.
-
-    Args:
-        numbering, world: as for `Members`.
-        store: the group's store.
-        rank, size: this process's rank in the group, and the group's size.
-    """
+    """The members of a default group that the program creates over a store."""
 
     def __init__(self, numbering: Numbering, world: int, store: Any, rank: int, size: int) -> None:
         super().__init__(numbering, world)
@@ -125,13 +105,7 @@ class Exchanged(Members):
 
 
 def check_peer(method: str, peer: int, me: int | None, size: int) -> None:
-    """Check the other rank of a message.
-
-    Args:
-        method: "send" or "recv".
-        peer: its number in the group.
-        me: this rank's number; None if the backend delivers messages from a rank to itself, as NCCL does.
-        size: of the group.
+    """Check the other rank of a message; `me` is None if the backend delivers messages to oneself, as NCCL does.
 
     Raises:
         ValueError: the group has no such rank, for which gloo would wait for ever; or it is this rank, for which gloo's

@@ -84,14 +84,9 @@ class _Storage:
 
 
 class Tracker:
-    """Tracks the memory of modules and optimizers.
+    """Tracks the memory of modules, and of the optimizers that already have state.
 
-    Args:
-        ring: the ring to write to.
-        modules: the modules whose parameters, gradients and activations are tracked.
-        optimizers: the optimizers that already have state.
-        allocated: returns how many bytes the device's allocator holds; None if there is no allocator to ask.
-        now: the clock, in ns.
+    `allocated` returns how many bytes the device's allocator holds; None if there is no allocator to ask.
     """
 
     def __init__(

@@ -86,15 +86,10 @@ class Phases:
         setattr(owner, name, recorded)
 
     def call(self, phase: str, named: tuple[str, str] | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that is a phase, and record it.
+        """Call a function that is a phase, and record it; calls of the same phase inside it are not recorded.
 
-        Args:
-            phase: `FORWARD`, `BACKWARD` or `DATA`; calls of the same phase inside it are not recorded.
-            named: name and line of a span that is recorded in any case; None for the phase's own, to which the
-                rules above apply.
-            function: the function.
-            *args: its arguments.
-            **kwargs: its named arguments.
+        `named`: name and line of a span that is recorded in any case; None for the phase's own, to which the module's
+        rules apply.
         """
         threads, thread = self._threads[phase], get_ident()
         outermost = thread not in threads
@@ -179,11 +174,9 @@ class Phases:
 
 
 class _Stepping:
-    """An optimizer's step in progress.
+    """An optimizer's step in progress, with the frame of `step` and what ends the span.
 
-    Args:
-        frame: the frame of `step`. Torch calls no hook if the step raises; then this frame has left the stack.
-        end: ends the span.
+    Torch calls no hook if the step raises; then this frame has left the stack.
     """
 
     def __init__(self, frame: FrameType, end: Callable[[], None]) -> None:

@@ -478,19 +478,26 @@ def _delegated(method: str) -> Any:
     return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
 
 
-def _fill_in() -> None:
-    """Add the methods of this version of torch to the class."""
-    known = methods()
-    kept = {"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__, *vars(_WatchedGroup)}
-    for method in dir(ProcessGroup):
-        if method in kept or method.startswith(("__", "_pybind11")):
-            continue
-        if method in known:
-            setattr(_WatchedGroup, method, _collective(method, *known[method]))
-        elif method in PROCESS_GROUPS and method.startswith(("_register", "_set")):
-            setattr(_WatchedGroup, method, _on_both_halves(method))
-        else:
-            setattr(_WatchedGroup, method, _delegated(method))
+INHERITED: Final = frozenset({"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__})
+MADE: Final[dict[str, Callable[[str], Any]]] = {
+    "recorded": lambda method: _collective(method, *methods()[method]),
+    "both halves": _on_both_halves,
+    "delegated": _delegated,
+}
 
 
-_fill_in()
+def _half(method: str) -> str:
+    if method in INHERITED:
+        return "inherited"
+    if method in vars(_WatchedGroup):
+        return "ours"
+    if method in methods():
+        return "recorded"
+    return "both halves" if method in PROCESS_GROUPS and method.startswith(("_register", "_set")) else "delegated"
+
+
+# What carries out each method of this version of torch's class.
+HALVES: Final = {method: _half(method) for method in dir(ProcessGroup) if not method.startswith(("__", "_pybind11"))}
+for _method, _how in HALVES.items():
+    if _how in MADE:
+        setattr(_WatchedGroup, _method, MADE[_how](_method))

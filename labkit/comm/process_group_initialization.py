@@ -32,8 +32,6 @@ class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
     Args:
-        recorder: this rank's recorder.
-        rank, size: the rank's number, and the number of ranks.
         watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
         machines: the names and addresses of the group's machines, as in `Place`.
         connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
@@ -67,12 +65,7 @@ class Initialization:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`.
-
-        Args:
-            keep: whether to keep what the previous program has initialized, as from one cell to the next.
-            all_called: whether all ranks of the group run it.
-        """
+        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)
@@ -97,13 +90,7 @@ ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 class ProcessGroupInitialization:
-    """Replaces the functions by which a rank's program initializes and destroys the default process group.
-
-    Args:
-        rank, size: the rank's number, and the number of ranks.
-        rendezvous: where the ranks meet to create another group.
-        tell: prints a note for the student, once per group.
-    """
+    """Replaces the functions by which a rank's program initializes and destroys the default process group."""
 
     def __init__(self, rank: int, size: int, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
         self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
@@ -131,11 +118,7 @@ class ProcessGroupInitialization:
                     setattr(module, function.__name__, function)
 
     def begin_run(self, *, keep: bool) -> None:
-        """Prepare for a run of a function or a cell: reset the rank to the state in which a program starts.
-
-        Args:
-            keep: whether to keep what the previous program has initialized, as from one cell to the next.
-        """
+        """Reset the rank to the state in which a program starts; `keep` what the previous cell has initialized."""
         if not self._used:
             return
         self._initialised = False

@@ -88,13 +88,7 @@ class _Replies:
 
 
 class RpcCalls:
-    """Records the calls that this rank makes and serves.
-
-    Args:
-        recorder: this rank's recorder.
-        futures: records waits for futures.
-        slow: the emulated link, which delays calls and replies; None: no delays.
-    """
+    """Records the calls that this rank makes and serves, delayed by an emulated link if there is one."""
 
     def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
         self._slow = None if slow is None else SlowCalls(slow, futures)
@@ -242,12 +236,7 @@ class RpcCalls:
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
         """Record the reply. If the result is sent back, torch pickles it next, on this thread; errors are not pickled.
 
-        Args:
-            call: the call.
-            function: the function's name for the student.
-            result: the function's result.
-            start_ns: when it returned: exactly the end of the span of serving the call, by which trace files match the
-                two.
+        The reply begins exactly at the end of the span of serving the call, by which trace files match the two.
         """
 
         def sent(nbytes: int) -> None:
@@ -317,7 +306,6 @@ def _value(future: Any) -> Any:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of the tensors in a value."""
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 

@@ -25,9 +25,6 @@ class WatchedWork(Work):
     """A `Work` of torch's that informs its operation about waits. C++ calls these methods, too.
 
     Args:
-        work: the backend's `Work`.
-        operation: its operation.
-        futures: tracks which operations complete a future.
         notified: whether the backend notifies the operation when it completes; otherwise `wait` does.
         own: whether the program's own code gets it, and must wait for it.
     """
@@ -114,9 +111,7 @@ class SilentWork(WatchedWork):
 class WatchedMessage(WatchedWork):
     """A message. Only one thread may wait for it in C++: the student's or labkit's; the other waits for that thread.
 
-    Args:
-        arrived: called with the backend's `Work` when it has completed.
-        work, operation, futures, own: as for `WatchedWork`.
+    `arrived` is called with the backend's `Work` when it has completed.
     """
 
     __slots__ = ("_arrived", "_error", "_taken", "_under_way", "_waited")
