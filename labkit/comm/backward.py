@@ -11,12 +11,13 @@ the compute of each rank is recorded, and the caller's wait for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from labkit.comm.descriptions import tensors_in
 from labkit.comm.operation import Operation
 from labkit.comm.torch_internals import BACKWARD, REMOTE_CONTEXT
 from labkit.recording.group_keys import DIST_BACKWARD
@@ -134,16 +135,6 @@ def context_id() -> int | None:
     except (RuntimeError, AttributeError):
         return None
     return found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, including those in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for part in parts:
-            yield from tensors_in(part)
 
 
 def _unknown() -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -33,48 +33,18 @@ FLUSH_LIMIT_S: Final = 60.0  # for work that the student's function enqueued bef
 # For operations that no stream waits for, once the GPU has begun them: another rank may be behind, or never arrive.
 UNWAITED_LIMIT_S: Final = 1.0
 
-
-class Event(Protocol):
-    """The part of `torch.cuda.Event` that is used here."""
-
-    def query(self) -> bool:
-        """Whether the GPU has reached it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from it to a later event of the same device."""
-
-    def synchronize(self) -> None:
-        """Block the host until the GPU has reached it."""
-
-
-class Events(Protocol):
-    """The source of events: `CudaEvents`, or a fake in tests."""
-
-    def awake(self) -> bool:
-        """Whether CUDA is initialized and has given this process memory, so that there may be something to time."""
-
-    def capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph, which events and queries would break."""
-
-    def device(self) -> int:
-        """The current device."""
-
-    def here(self, device: int) -> Event:
-        """Record an event behind all work on the device's current stream."""
-
-    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
+Anchor = tuple[torch.cuda.Event, int]  # an event and a host time that belong together
 
 
 class CudaEvents:
-    """Events of `torch.cuda`."""
+    """The source of events of `torch.cuda`; tests have a fake one."""
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._in_use = False
 
     def awake(self) -> bool:
-        """As in `Events`."""
+        """Whether CUDA has given this process memory of the current device, so that there may be something to time."""
         if not self._in_use and torch.cuda.is_initialized():  # once in use, it remains so: products keep a workspace
             try:
                 allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
@@ -84,21 +54,21 @@ class CudaEvents:
         return self._in_use
 
     def capturing(self) -> bool:
-        """As in `Events`."""
+        """Whether the current stream records a CUDA graph, which events and queries would break."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def device(self) -> int:
-        """As in `Events`."""
+        """The current device."""
         return torch.cuda.current_device()
 
-    def here(self, device: int) -> Event:
-        """As in `Events`."""
+    def here(self, device: int) -> torch.cuda.Event:
+        """Record an event behind all work on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """As in `Events`."""
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> torch.cuda.Event:
+        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -118,7 +88,7 @@ class Mark:
 
     __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
 
-    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None, host_ns: int | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event | None, anchor: Anchor | None, host_ns: int | None = None) -> None:
         self.host_ns, self.of_gpu = clock() if host_ns is None else host_ns, event is not None
         self._event, self._anchor, self._ns = event, anchor, None if event is not None else self.host_ns
 
@@ -140,11 +110,11 @@ class DeviceClock:
     `recording.record.span` uses `span`; the rank calls `flush` when the student's function has returned.
     """
 
-    def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
+    def __init__(self, ring: RingWriter, events: CudaEvents | None = None) -> None:
         self._ring = ring
-        self._events: Events = events if events is not None else CudaEvents()
+        self._events = events if events is not None else CudaEvents()
         self.thread_flags = ring.thread_flags
-        self._anchors: dict[int, tuple[Event, int]] = {}
+        self._anchors: dict[int, Anchor] = {}
         self._anchor_due_ns: dict[int, int] = {}
         self._spans: deque[tuple[Any, ...]] = deque()  # kind, name, line, flags, start, end
         self._spans_over = 0  # how many have left it
@@ -257,7 +227,7 @@ class DeviceClock:
             time.sleep(0.0005)
             self.settle()
 
-    def _anchor(self, device: int) -> tuple[Event, int]:
+    def _anchor(self, device: int) -> Anchor:
         """Return an event and the host time at that event, at most `ANCHOR_LIFE_NS` old if the GPU is responsive."""
         old = self._anchors.get(device)
         if old is not None and clock() < self._anchor_due_ns[device]:

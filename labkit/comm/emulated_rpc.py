@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from labkit.comm.descriptions import nbytes_of
 from labkit.comm.emulated_link import SlowLink, hold_until, pass_on
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
@@ -80,9 +81,8 @@ class SlowCalls:
             value = done.value()
         except Exception:  # noqa: BLE001  # raised where the result is waited for
             value = None
-        nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
         link = self._slow.to(operation.peer)
-        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes)) * 1e9)
+        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes_of(value))) * 1e9)
 
     def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:
         self._slow.message(source, destination, nbytes, group, number, at_ns, ends=1)

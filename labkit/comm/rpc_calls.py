@@ -23,7 +23,8 @@ from torch.distributed import rpc
 from torch.distributed.rpc import PyRRef, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
-from labkit.comm.backward import RpcBackwards, tensors_in
+from labkit.comm.backward import RpcBackwards
+from labkit.comm.descriptions import nbytes_of
 from labkit.comm.emulated_link import SlowLink
 from labkit.comm.emulated_rpc import SlowCalls
 from labkit.comm.futures import Futures
@@ -180,7 +181,7 @@ class RpcCalls:
 
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
         """Record the reply to one of torch's own functions, which the callee runs in C++ without a record."""
-        if nbytes := _nbytes(_value(future)):
+        if nbytes := nbytes_of(_value(future)):
             now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
@@ -261,7 +262,7 @@ class RpcCalls:
                 sent = self._replies.take(value)
         pickled, tensors = serialize(value)
         if sent is not None:
-            sent(len(pickled) + _nbytes(tensors))
+            sent(len(pickled) + nbytes_of(tensors))
         return pickled, tensors
 
     def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -282,7 +283,7 @@ class RpcCalls:
         operation.timed = _ends_by_itself(args[0] if args else kwargs.get("timeout", UNSET_RPC_TIMEOUT))
         with blocked(operation):
             value = to_here(rref, *args, **kwargs)
-            operation.nbytes = _nbytes(value)
+            operation.nbytes = nbytes_of(value)
             self._backwards.fetched(value, rref.owner().id)
             if self._slow is not None:
                 self._slow.fetched(operation, pair, number)
@@ -305,17 +306,13 @@ def _value(future: Any) -> Any:
         return error
 
 
-def _nbytes(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(value))
-
-
 # The functions by which torch passes a call to C++, and how to find the call's destination, bytes and function in their
 # arguments ("" for Python functions, which are already known).
 _INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
-    "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
-    "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
-    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
+    "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + nbytes_of(tensors), ""),
+    "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + nbytes_of(tensors), ""),
+    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
 }

@@ -216,7 +216,7 @@ RPC_SOCKETS: Final = PrivateNames(
 )
 PROFILER: Final = PrivateNames(
     "torch.autograd:_profiler_enabled", "torch.autograd.profiler:_prepare_profiler",
-    "torch.autograd.profiler:_enable_profiler", "torch.autograd.profiler:_disable_profiler",
+    "torch.autograd.profiler:_enable_profiler",
     lost="lab.profile",
 )  # fmt: skip
 PROFILED_THREADS: Final = PrivateNames("torch.profiler:_ExperimentalConfig", lost="threads of RPC in lab.profile")
