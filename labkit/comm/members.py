@@ -28,7 +28,7 @@ class Numbering:
         self.process, self.size = process, size
         self._given = given
         self._worlds = 0
-        self._world: Members = Given(self, 1)
+        self._world = Members(self, 1)
 
     def join(self, store: Any, rank: int, size: int) -> Members:
         """Register a new group, and return its members; to be called from the constructor of `ProcessGroup`."""
@@ -51,7 +51,7 @@ def numbers_of(group: Any) -> list[int]:
 
 
 class Members:
-    """The processes of a default group, and of the groups that torch makes from it.
+    """The processes of the default group that is created for the program, and of the groups that torch makes from it.
 
     `world` is the number of the default group, since a program may create several.
     """
@@ -61,7 +61,7 @@ class Members:
 
     def processes(self) -> Sequence[int]:
         """Return the process of each rank."""
-        raise NotImplementedError
+        return range(self._numbering.size)
 
     def of(self, group: Any) -> tuple[str, list[int]]:
         """Return a group's name, equal in all its processes and unique among groups, and the process of each rank."""
@@ -75,14 +75,6 @@ class Members:
         desc = "" if desc == "undefined" else f" {desc}"
         world = "" if self._world == 1 else f" of world {self._world}"
         return of_ranks(f"group {group.group_name}{desc}{world}", ranks), ranks
-
-
-class Given(Members):
-    """The members of the default group that is created for the program."""
-
-    def processes(self) -> Sequence[int]:
-        """Return the process of each rank."""
-        return range(self._numbering.size)
 
 
 class Exchanged(Members):
