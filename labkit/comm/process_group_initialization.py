@@ -26,8 +26,6 @@ from labkit.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE, in_place_o
 from labkit.recording.record import Recorder
 
 
-# NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
-# limit.
 class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
