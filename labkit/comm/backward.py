@@ -75,7 +75,7 @@ class RpcBackwards:
         if context is None:
             return  # no backward pass can go through it
         nbytes = tuple(sum(t.nbytes for t in tensors_in(value) if t.grad_fn is not None) for value in (result, arguments))
-        part = _Part(self._ring, f"backward of {function}", context, caller, (nbytes[0] if replies else 0, nbytes[1]))
+        part = _BackwardPart(self._ring, f"backward of {function}", context, caller, (nbytes[0] if replies else 0, nbytes[1]))
         for end in ends:
             end.register_prehook(part.begins)
         for tensor in tensors_in(arguments):
@@ -96,7 +96,7 @@ class RpcBackwards:
         self._ring.write_communication(GRADIENTS.name, now, now, nbytes=nbytes, peer=owner)
 
 
-class _Part:
+class _BackwardPart:
     """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
 
     `nbytes`: of gradients that come from the caller, and of those that go there.

@@ -80,7 +80,7 @@ class CudaEvents:
         return event
 
 
-class Mark:
+class GpuMark:
     """A point in the GPU's work: an event, or, if events cannot be recorded, a time of the host.
 
     `host_ns` is when the host set it, and `anchor` an event and a host time that belong together.
@@ -121,41 +121,41 @@ class DeviceClock:
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
-    def mark(self, device: int | None = None) -> Mark:
-        """Mark the end of all work enqueued so far on a GPU in use, by default the current one.
+    def mark(self, device: int | None = None) -> GpuMark:
+        """GpuMark the end of all work enqueued so far on a GPU in use, by default the current one.
 
         It is the present host time if events cannot be recorded.
         """
         events = self._events
         if events.capturing() or (device is None and not events.awake()):
-            return Mark(None, None)
+            return GpuMark(None, None)
         device = events.device() if device is None else device
         try:
             anchor = self._anchor(device)
-            return Mark(events.here(device), anchor)
+            return GpuMark(events.here(device), anchor)
         except RuntimeError:  # a kernel has failed: CUDA works no more, as the student's next call says
-            return Mark(None, None)
+            return GpuMark(None, None)
 
-    def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
-        """Mark the end of the work that `wait` makes the current stream wait for."""
+    def mark_after(self, device: int, wait: Callable[[], object]) -> GpuMark:
+        """GpuMark the end of the work that `wait` makes the current stream wait for."""
         if self._events.capturing():
-            return Mark(None, None)
+            return GpuMark(None, None)
         anchor = self._anchor(device)
-        return Mark(self._events.on_side_stream(device, wait), anchor)
+        return GpuMark(self._events.on_side_stream(device, wait), anchor)
 
     def span(self, name: str, line: str) -> TimedSpan:
         """Return a span of the program's own, first used at `line`."""
         return _DeviceSpan(self, name, line)
 
     def ended(
-        self, name: str, line: str, start: Mark | int, flags: int = 0, *, kind: int = COMPUTE, end: Mark | int | None = None
+        self, name: str, line: str, start: GpuMark | int, flags: int = 0, *, kind: int = COMPUTE, end: GpuMark | int | None = None
     ) -> None:
         """Record a span or a step, with the flags of the thread, and `AUTOMATIC` if labkit records it by itself.
 
         Its start is a time of the host if that was before CUDA was initialized. By default, it ends with all work that
         is enqueued so far.
         """
-        marks = [Mark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
+        marks = [GpuMark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
         self._spans.append((kind, name, line, flags, *marks))
         self.settle()
 
@@ -261,11 +261,11 @@ class _DeviceSpan(TimedSpan):
         super().__init__(name, "compute")
         self._clock, self._line = device_clock, line
 
-    def begin(self) -> Mark:
-        """Mark the GPU's work so far."""
+    def begin(self) -> GpuMark:
+        """GpuMark the GPU's work so far."""
         return self._clock.mark()
 
-    def end(self, start: Mark) -> None:
+    def end(self, start: GpuMark) -> None:
         """Record the span once the GPU has completed the work enqueued since `start`."""
         self._clock.ended(self.name, self._line, start, self._clock.thread_flags())
 
@@ -279,9 +279,9 @@ class DeviceOperation(Operation):
         super().__init__(ring, name, *details)
         self._clock, self._device = device_clock, device
         self._start = device_clock.mark(device)
-        self._end: Mark | None = None
-        self._wait_start: Mark | None = None
-        self._wait_end: Mark | None = None
+        self._end: GpuMark | None = None
+        self._wait_start: GpuMark | None = None
+        self._wait_end: GpuMark | None = None
         self._kept: object = None
 
     def launched(self, wait: Callable[[], object] | None, kept: object) -> None:

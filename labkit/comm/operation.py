@@ -33,7 +33,7 @@ from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED, UNWAITED
 
 if TYPE_CHECKING:
-    from labkit.comm.cuda_timing import Mark
+    from labkit.comm.cuda_timing import GpuMark
     from labkit.comm.emulated_link import Booking
     from labkit.comm.time_limits import OwnLimit
 
@@ -65,7 +65,7 @@ class Operation:
         group: str = "",
         match: int = 0,
         line: str = "",
-        ready: Mark | None = None,
+        ready: GpuMark | None = None,
         signature: str = "",
         root: int = -1,
     ) -> None:

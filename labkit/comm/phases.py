@@ -128,16 +128,16 @@ class Phases:
     def _begin(self, recorder: Recorder | None, phase: str, named: tuple[str, str] | None = None) -> Callable[[], None]:
         """Begin a span, and return what ends it."""
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
-            return _nothing
+            return lambda: None
         recorder.optimizer_steps.working()
         start_ns = clock()  # not earlier: the phase that begins a step belongs to it
         if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
                 if phase == BACKWARD:  # of a part of the graph, on a thread of torch's
-                    return _nothing
+                    return lambda: None
                 phase = RECOMPUTATION
             if here.in_span():
-                return _nothing
+                return lambda: None
             named = phase, _line(sys._getframe(_CALLER))
         name, line = named
         flags = AUTOMATIC | recorder.ring.thread_flags()
@@ -226,7 +226,3 @@ def _trace_through(wrapper: Any) -> None:
             COMPILED_PHASES["skip_code"](wrapper.__code__)
 
     when_imported("torch._dynamo.eval_frame", skip)
-
-
-def _nothing() -> None:
-    """End a span that is not recorded."""

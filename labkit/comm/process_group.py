@@ -180,16 +180,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if number != -1 and not line:  # a thread of the autograd engine runs this on behalf of the main thread
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
+        device = on_gpu.device.index if on_gpu is not None and on_gpu.is_cuda else None
+        given = name, start_ns, nbytes, peer, group, match, line
         operation: Operation
-        if on_gpu is None or not on_gpu.is_cuda or self.gpu_backend not in ("nccl", "gloo"):
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, None, signature, root)
-        elif self.moves_on_gpu:
-            device = on_gpu.device.index
-            given = name, start_ns, nbytes, peer, group, match, line, None, signature, root
-            operation = DeviceOperation(device_clock, device, ring, *given)
+        if device is not None and self.moves_on_gpu:
+            operation = DeviceOperation(device_clock, device, ring, *given, None, signature, root)
         else:
-            ready = device_clock.mark(on_gpu.device.index)
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature, root)
+            ready = device_clock.mark(device) if device is not None and self.gpu_backend == "gloo" else None
+            operation = Operation(ring, *given, ready, signature, root)
         operation.limit = self._own_limit(self.limit_s)
         operation.timed = operation.limit is not None
         if number != -1:
