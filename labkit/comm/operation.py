@@ -33,7 +33,6 @@ from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED, UNWAITED
 
 if TYPE_CHECKING:
-    from labkit.comm.cuda_timing import GpuMark
     from labkit.comm.emulated_link import Booking
     from labkit.comm.time_limits import OwnLimit
 
@@ -45,8 +44,8 @@ class Operation:
     concurrently. Attributes are set before the checks that depend on them, so that with the GIL, no wait is lost.
 
     Args:
-        ready: for data on a GPU that gloo moves through the host, when the GPU has computed it: the rank neither
-            communicates nor waits before that.
+        ready: for data on a GPU that gloo moves through the host, when the GPU has computed it (a `GpuMark` of
+            `cuda_timing`): the rank neither communicates nor waits before that.
     """
 
     __slots__ = (
@@ -65,7 +64,7 @@ class Operation:
         group: str = "",
         match: int = 0,
         line: str = "",
-        ready: GpuMark | None = None,
+        ready: Any = None,
         signature: str = "",
         root: int = -1,
     ) -> None:
