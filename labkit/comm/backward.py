@@ -11,12 +11,13 @@ the compute of each rank is recorded, and the caller's wait for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from labkit.comm.descriptions import tensors_in
 from labkit.comm.operation import Operation
 from labkit.comm.torch_internals import BACKWARD, REMOTE_CONTEXT
 from labkit.recording.group_keys import DIST_BACKWARD
@@ -66,13 +67,6 @@ class RpcBackwards:
         Gradients have the size of their tensors: gradients of the arguments go to the caller, gradients of the result
         come from it. A result that stays here is fetched by the rank with the reference, which records that it sends
         the gradients: see `fetched`.
-
-        Args:
-            function: the function's name.
-            caller: the rank that called it.
-            arguments: its arguments.
-            result: its result.
-            replies: whether the result is sent to the caller; otherwise it stays here.
         """
         ends = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         if not ends:
@@ -81,7 +75,7 @@ class RpcBackwards:
         if context is None:
             return  # no backward pass can go through it
         nbytes = tuple(sum(t.nbytes for t in tensors_in(value) if t.grad_fn is not None) for value in (result, arguments))
-        part = _Part(self._ring, f"backward of {function}", context, caller, (nbytes[0] if replies else 0, nbytes[1]))
+        part = _BackwardPart(self._ring, f"backward of {function}", context, caller, (nbytes[0] if replies else 0, nbytes[1]))
         for end in ends:
             end.register_prehook(part.begins)
         for tensor in tensors_in(arguments):
@@ -102,15 +96,10 @@ class RpcBackwards:
         self._ring.write_communication(GRADIENTS.name, now, now, nbytes=nbytes, peer=owner)
 
 
-class _Part:
+class _BackwardPart:
     """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
 
-    Args:
-        ring: the ring to write to.
-        name: the name of its span.
-        context_id: the id of the pass's context.
-        caller: the rank that gradients come from and go to.
-        nbytes: the bytes of gradients that come from there, and of those that go there.
+    `nbytes`: of gradients that come from the caller, and of those that go there.
     """
 
     def __init__(self, ring: RingWriter, name: str, context_id: int, caller: int, nbytes: tuple[int, ...]) -> None:
@@ -146,16 +135,6 @@ def context_id() -> int | None:
     except (RuntimeError, AttributeError):
         return None
     return found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, including those in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for part in parts:
-            yield from tensors_in(part)
 
 
 def _unknown() -> int:
@@ -196,11 +175,14 @@ class Backwards:
         # A pass inside another one, as of `checkpoint(..., use_reentrant=True)`, may have dropped the outer one.
         waited_for = [operation for operation in self._passes.pop(number, []) if operation.has_future]
         for operation in waited_for:  # waits for the student's own operations are recorded elsewhere
-            operation.wait_begins_in_torch()
+            operation.wait_begins(in_torch=True)
         if waited_for:
             at_end_of_pass(lambda: self._over(waited_for))
 
     @staticmethod
     def _over(waited_for: list[Operation]) -> None:
+        """Note that the rank's waits in C++ have ended, perhaps before the backend's thread reports the completion."""
         for operation in waited_for:
-            operation.wait_has_ended_in_torch()
+            future = operation.future
+            if future is not None and future.done():
+                operation.completed()

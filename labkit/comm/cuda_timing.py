@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -33,48 +33,18 @@ FLUSH_LIMIT_S: Final = 60.0  # for work that the student's function enqueued bef
 # For operations that no stream waits for, once the GPU has begun them: another rank may be behind, or never arrive.
 UNWAITED_LIMIT_S: Final = 1.0
 
-
-class Event(Protocol):
-    """The part of `torch.cuda.Event` that is used here."""
-
-    def query(self) -> bool:
-        """Whether the GPU has reached it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from it to a later event of the same device."""
-
-    def synchronize(self) -> None:
-        """Block the host until the GPU has reached it."""
-
-
-class Events(Protocol):
-    """The source of events: `CudaEvents`, or a fake in tests."""
-
-    def awake(self) -> bool:
-        """Whether CUDA is initialized and has given this process memory, so that there may be something to time."""
-
-    def capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph, which events and queries would break."""
-
-    def device(self) -> int:
-        """The current device."""
-
-    def here(self, device: int) -> Event:
-        """Record an event behind all work on the device's current stream."""
-
-    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
-        """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
+Anchor = tuple[torch.cuda.Event, int]  # an event and a host time that belong together
 
 
 class CudaEvents:
-    """Events of `torch.cuda`."""
+    """The source of events of `torch.cuda`; tests have a fake one."""
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._in_use = False
 
     def awake(self) -> bool:
-        """Whether CUDA is initialized and has given this process memory of the current device."""
+        """Whether CUDA has given this process memory of the current device, so that there may be something to time."""
         if not self._in_use and torch.cuda.is_initialized():  # once in use, it remains so: products keep a workspace
             try:
                 allocated = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes")
@@ -91,13 +61,13 @@ class CudaEvents:
         """The current device."""
         return torch.cuda.current_device()
 
-    def here(self, device: int) -> Event:
+    def here(self, device: int) -> torch.cuda.Event:
         """Record an event behind all work on the device's current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
-    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> Event:
+    def on_side_stream(self, device: int, wait: Callable[[], object] | None = None) -> torch.cuda.Event:
         """Record an event on a separate stream, behind the work that `wait` makes that stream wait for."""
         stream = self._streams.get(device)
         if stream is None:
@@ -110,22 +80,15 @@ class CudaEvents:
         return event
 
 
-class Mark:
-    """A point in the GPU's work.
+class GpuMark:
+    """A point in the GPU's work: an event, or, if events cannot be recorded, a time of the host.
 
-    Args:
-        event: its event; None if events cannot be recorded: then it is a point in the host's work.
-        anchor: an event and a host time that belong together.
-        host_ns: when the host set it; default: now.
-
-    Attributes:
-        host_ns: when the host set it.
-        of_gpu: whether it has an event.
+    `host_ns` is when the host set it, and `anchor` an event and a host time that belong together.
     """
 
     __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
 
-    def __init__(self, event: Event | None, anchor: tuple[Event, int] | None, host_ns: int | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event | None, anchor: Anchor | None, host_ns: int | None = None) -> None:
         self.host_ns, self.of_gpu = clock() if host_ns is None else host_ns, event is not None
         self._event, self._anchor, self._ns = event, anchor, None if event is not None else self.host_ns
 
@@ -145,64 +108,54 @@ class DeviceClock:
     """Times spans and operations by the GPU's work.
 
     `recording.record.span` uses `span`; the rank calls `flush` when the student's function has returned.
-
-    Args:
-        ring: the ring to write to.
-        events: the source of events; default: `CudaEvents`.
     """
 
-    def __init__(self, ring: RingWriter, events: Events | None = None) -> None:
+    def __init__(self, ring: RingWriter, events: CudaEvents | None = None) -> None:
         self._ring = ring
-        self._events: Events = events if events is not None else CudaEvents()
+        self._events = events if events is not None else CudaEvents()
         self.thread_flags = ring.thread_flags
-        self._anchors: dict[int, tuple[Event, int]] = {}
+        self._anchors: dict[int, Anchor] = {}
         self._anchor_due_ns: dict[int, int] = {}
         self._spans: deque[tuple[Any, ...]] = deque()  # kind, name, line, flags, start, end
         self._spans_over = 0  # how many have left it
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
-    def mark(self, device: int | None = None) -> Mark:
-        """Mark the end of all work enqueued so far; the present host time if events cannot be recorded.
+    def mark(self, device: int | None = None) -> GpuMark:
+        """GpuMark the end of all work enqueued so far on a GPU in use, by default the current one.
 
-        Args:
-            device: the number of a GPU that is in use; default: the current device.
+        It is the present host time if events cannot be recorded.
         """
         events = self._events
         if events.capturing() or (device is None and not events.awake()):
-            return Mark(None, None)
+            return GpuMark(None, None)
         device = events.device() if device is None else device
         try:
             anchor = self._anchor(device)
-            return Mark(events.here(device), anchor)
+            return GpuMark(events.here(device), anchor)
         except RuntimeError:  # a kernel has failed: CUDA works no more, as the student's next call says
-            return Mark(None, None)
+            return GpuMark(None, None)
 
-    def mark_after(self, device: int, wait: Callable[[], object]) -> Mark:
-        """Mark the end of the work that `wait` makes the current stream wait for."""
+    def mark_after(self, device: int, wait: Callable[[], object]) -> GpuMark:
+        """GpuMark the end of the work that `wait` makes the current stream wait for."""
         if self._events.capturing():
-            return Mark(None, None)
+            return GpuMark(None, None)
         anchor = self._anchor(device)
-        return Mark(self._events.on_side_stream(device, wait), anchor)
+        return GpuMark(self._events.on_side_stream(device, wait), anchor)
 
     def span(self, name: str, line: str) -> TimedSpan:
         """Return a span of the program's own, first used at `line`."""
         return _DeviceSpan(self, name, line)
 
     def ended(
-        self, name: str, line: str, start: Mark | int, flags: int = 0, *, kind: int = COMPUTE, end: Mark | int | None = None
+        self, name: str, line: str, start: GpuMark | int, flags: int = 0, *, kind: int = COMPUTE, end: GpuMark | int | None = None
     ) -> None:
-        """Record a span or a step.
+        """Record a span or a step, with the flags of the thread, and `AUTOMATIC` if labkit records it by itself.
 
-        Args:
-            name: its name.
-            line: the student's line.
-            start: its start; a time of the host if that was before CUDA was initialized.
-            flags: `AUTOMATIC` for one that labkit records by itself, and those of the thread.
-            kind: `COMPUTE` or `STEP`.
-            end: its end, likewise; default: the end of all work enqueued so far.
+        Its start is a time of the host if that was before CUDA was initialized. By default, it ends with all work that
+        is enqueued so far.
         """
-        marks = [Mark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
+        marks = [GpuMark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
         self._spans.append((kind, name, line, flags, *marks))
         self.settle()
 
@@ -252,11 +205,7 @@ class DeviceClock:
         The GPU may be far behind the host, and other ranks' GPUs behind this one. So this rank counts as blocked in the
         operations for which a stream waits: if they never complete, the notebook finds the deadlock meanwhile.
 
-        Args:
-            limit_s: how long to wait at most.
-
-        Returns:
-            the seconds left of the time limit, for other work of the GPU.
+        Returns the seconds left of the time limit, for other work of the GPU.
         """
         begun = time.monotonic()
         until, unwaited_until = begun + limit_s, begun + UNWAITED_LIMIT_S
@@ -278,7 +227,7 @@ class DeviceClock:
             time.sleep(0.0005)
             self.settle()
 
-    def _anchor(self, device: int) -> tuple[Event, int]:
+    def _anchor(self, device: int) -> Anchor:
         """Return an event and the host time at that event, at most `ANCHOR_LIFE_NS` old if the GPU is responsive."""
         old = self._anchors.get(device)
         if old is not None and clock() < self._anchor_due_ns[device]:
@@ -312,23 +261,17 @@ class _DeviceSpan(TimedSpan):
         super().__init__(name, "compute")
         self._clock, self._line = device_clock, line
 
-    def begin(self) -> Mark:
-        """Mark the GPU's work so far."""
+    def begin(self) -> GpuMark:
+        """GpuMark the GPU's work so far."""
         return self._clock.mark()
 
-    def end(self, start: Mark) -> None:
+    def end(self, start: GpuMark) -> None:
         """Record the span once the GPU has completed the work enqueued since `start`."""
         self._clock.ended(self.name, self._line, start, self._clock.thread_flags())
 
 
 class DeviceOperation(Operation):
-    """A communication operation between GPUs: the host only enqueues it, and the wait for it.
-
-    Args:
-        device_clock: the clock that times it.
-        device: the GPU's number.
-        ring, name, details: as for `Operation`.
-    """
+    """A communication operation between GPUs: the host only enqueues it, and the wait for it."""
 
     __slots__ = ("_clock", "_device", "_end", "_kept", "_start", "_wait_end", "_wait_start")
 
@@ -336,9 +279,9 @@ class DeviceOperation(Operation):
         super().__init__(ring, name, *details)
         self._clock, self._device = device_clock, device
         self._start = device_clock.mark(device)
-        self._end: Mark | None = None
-        self._wait_start: Mark | None = None
-        self._wait_end: Mark | None = None
+        self._end: GpuMark | None = None
+        self._wait_start: GpuMark | None = None
+        self._wait_end: GpuMark | None = None
         self._kept: object = None
 
     def launched(self, wait: Callable[[], object] | None, kept: object) -> None:
@@ -357,10 +300,12 @@ class DeviceOperation(Operation):
             self._end, self._kept = self._clock.mark_after(self._device, wait), kept
         self._clock.follow(self)
 
-    def wait_begins(self, _thread: int = STREAM) -> None:
-        """Note that the student's stream waits from here."""
+    def wait_begins(self, _thread: int = STREAM, *, in_torch: bool = False) -> None:
+        """Note that the student's stream waits from here; `in_torch`, until the operation is complete."""
         if self._wait_start is None and not self.done:
             self._wait_start = self._clock.mark(self._device)
+            if in_torch:
+                self._wait_end = self._end
         super().wait_begins(STREAM)
 
     def wait_ends(self) -> None:
@@ -368,15 +313,6 @@ class DeviceOperation(Operation):
         self._wait_end = self._clock.mark(self._device)
         self._kept = None
         self._clock.settle()
-
-    def wait_begins_in_torch(self) -> None:
-        """Note that the student's stream waits from here until the operation is complete."""
-        if self.done:
-            super().wait_begins_in_torch()
-        elif self._wait_start is None:
-            self._wait_start = self._clock.mark(self._device)
-            self._wait_end = self._end
-            super().wait_begins(STREAM)
 
     def blocks(self) -> None:
         """Note that this thread does nothing more until it completes, if the student's stream waits for it."""

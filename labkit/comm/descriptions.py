@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,22 +15,15 @@ from labkit.recording.operations import Form, OperationType, Traffic
 
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:
-    """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1".
+    """Describe the arguments that must agree on all ranks, as in "float32 [4, 3], product, root 1"; "" if nothing must.
 
-    Args:
-        kind: the type of the operation.
-        form: the form in which it is called.
-        arguments: its arguments.
-        root: the global rank of its root; -1 for none.
-
-    Returns:
-        the description; "" if nothing must agree.
+    `root` is the global rank of the root; -1 for none.
     """
     place = form.alike
     if place is None or len(arguments) <= place:
         return _between_pairs(arguments) if kind.traffic is Traffic.PAIRWISE else ""
     options, given = arguments[-1], arguments[place]
-    tensor = first_tensor((given,))
+    tensor = first_tensor(given)
     if tensor is None:
         return ""
     operation = getattr(getattr(options, "reduceOp", None), "op", None) if kind.reduces else None
@@ -43,7 +36,6 @@ def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], ro
 
 
 def _uneven(parts: Any) -> bool:
-    """Whether a value is a list of tensors of different sizes."""
     return isinstance(parts, list) and len({t.numel() for t in parts if isinstance(t, torch.Tensor)}) > 1
 
 
@@ -52,7 +44,7 @@ def _between_pairs(arguments: tuple[Any, ...]) -> str:
     if len(arguments) < 2:
         return ""
     output, given = arguments[:2]
-    tensor = first_tensor((given,))
+    tensor = first_tensor(given)
     if tensor is None:
         return ""
     if isinstance(given, list):
@@ -71,12 +63,9 @@ def _row(tensor: torch.Tensor) -> int:
 
 
 def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[int]:
-    """Return the number of elements of each part of a tensor that is split along its first dimension.
+    """Return the elements of each part of a tensor that is split along its first dimension.
 
-    Args:
-        tensor: the tensor.
-        splits: the number of rows of each part; empty for parts of equal size.
-        count: the number of parts, if their sizes are not given.
+    These are `count` equal parts if the rows of each are not given.
     """
     if not splits:
         return [tensor.numel() // count] * count
@@ -85,7 +74,7 @@ def _elements(tensor: torch.Tensor, splits: Sequence[int], count: int) -> list[i
 
 def tensor_in_words(value: Any) -> str:
     """Describe a tensor, or the first in a list, by dtype and shape: "float32 [4, 3]"."""
-    tensor = first_tensor((value,))
+    tensor = first_tensor(value)
     return "" if tensor is None else _in_words(tensor.dtype, tensor.shape, None, -1)
 
 
@@ -100,32 +89,32 @@ def root_of(arguments: tuple[Any, ...]) -> int:
 
 def most_nbytes(arguments: tuple[Any, ...]) -> int:
     """Return the bytes of the inputs or of the outputs, whichever is larger."""
-    nbytes = 0
-    for argument in arguments[:2]:
-        nbytes = max(nbytes, nbytes_of(argument))
-    return nbytes
+    return max(map(nbytes_of, arguments[:2]), default=0)
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in a list."""
-    if isinstance(value, list):
-        return sum(map(nbytes_of, value))
+    """Return the bytes of the tensors in a value."""
+    nbytes = 0
+    for tensor in tensors_in(value):
+        if not tensor.is_sparse:
+            nbytes += tensor.nbytes
+        elif SPARSE.found:
+            nbytes += sum(SPARSE[part](tensor).nbytes for part in ("_values", "_indices"))
+    return nbytes
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, including those in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        return value.nbytes if not value.is_sparse else _nbytes_of_sparse(value)
-    return 0
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
 
 
-def _nbytes_of_sparse(tensor: torch.Tensor) -> int:
-    return sum(SPARSE[part](tensor).nbytes for part in ("_values", "_indices")) if SPARSE.found else 0
-
-
-def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
-    """Return the first tensor among values, including those in nested lists and tuples; None if there is none."""
-    for value in values:
-        found = value if isinstance(value, torch.Tensor) else first_tensor(value) if isinstance(value, (list, tuple)) else None
-        if found is not None:
-            return found
-    return None
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """Return the first tensor in a value; None if there is none."""
+    return next(tensors_in(value), None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -33,7 +33,6 @@ class Booking:
     """A scheduled operation of this rank on an emulated link.
 
     Args:
-        slow: the rank's link.
         group, match: the operation, as in `recording.events.Span`.
         cost_ns: its duration according to the model.
         limit_s: the program's time limit for its transfer; inf for none.
@@ -60,11 +59,7 @@ class Booking:
         return self._slow.shared_link.due_ns(self._group, self._match) - self._early_ns
 
     def hold(self) -> None:
-        """Sleep until it ends.
-
-        Raises:
-            RuntimeError: the time limit has expired.
-        """
+        """Sleep until it ends; raise its error if it has one."""
         hold_until(self.due_ns)
         if self.error is not None:
             raise self.error
@@ -80,9 +75,7 @@ class Booking:
     def delayed(self, future: Any, tell: Callable[[Any, Callable[[Any], None]], None]) -> Any:
         """Return a future that completes with the result of the given one, but not before the operation ends.
 
-        Args:
-            future: the backend's future.
-            tell: registers a function that is called with a future when it completes.
+        `tell` registers a function that is called with a future when it completes.
         """
         held: Any = torch.futures.Future()
 
@@ -97,13 +90,7 @@ class Booking:
 
 
 class SlowLink:
-    """The emulated link of one rank, or its links in a network.
-
-    Args:
-        link: the model of the link or the network.
-        rank: this rank's number.
-        shared_link: the schedule that all ranks of the group share.
-    """
+    """The emulated link of one rank, or its links in a network; all ranks of the group share the schedule."""
 
     def __init__(self, link: Link | Network, rank: int, shared_link: SharedLink) -> None:
         self.link, self.rank, self.shared_link = link, rank, shared_link
@@ -120,17 +107,7 @@ class SlowLink:
     def collective(
         self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int, limit_s: float
     ) -> Booking:
-        """Schedule a collective that this rank enters.
-
-        Args:
-            name: the collective, as the link's model knows it.
-            nbytes: its size.
-            ranks: the participating ranks.
-            group: the key of their group.
-            match: its number in the group.
-            at_ns: when this rank issued it.
-            limit_s: the program's time limit for it; inf for none.
-        """
+        """Schedule a collective that this rank issues at a time; group and number are as in `Booking`."""
         cost = collective_cost(self.link, name, nbytes, ranks)
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)
@@ -141,15 +118,7 @@ class SlowLink:
     ) -> Booking:  # fmt: skip
         """Schedule a message that this rank sends or receives.
 
-        Args:
-            source: the sending rank.
-            destination: the receiving rank.
-            nbytes: its size.
-            group: the key of the pair of ranks.
-            match: its number between the two.
-            at_ns: when this rank issued it.
-            ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
-            limit_s: the program's time limit for it; inf for none.
+        It starts when both ranks have arrived, or, with `ends=1`, when its sender has, which alone schedules it.
         """
         cost = message_cost(self.link, source, destination, nbytes, ends)
         self.shared_link.arrive(group, match, at_ns, cost)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from labkit.comm.descriptions import nbytes_of
 from labkit.comm.emulated_link import SlowLink, hold_until, pass_on
 from labkit.comm.futures import Futures
 from labkit.comm.operation import Operation
@@ -24,10 +25,6 @@ class SlowCalls:
 
     The methods identify a call by `pair`, the key of its caller and callee ("" for torch's own functions, which run in
     C++), and `number`, its number on the caller.
-
-    Args:
-        slow: the rank's emulated link.
-        futures: reports when calls have completed.
     """
 
     def __init__(self, slow: SlowLink, futures: Futures) -> None:
@@ -44,15 +41,7 @@ class SlowCalls:
         hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
 
     def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
-        """On the callee: schedule a reply, or announce a value that stays there for an RRef.
-
-        Args:
-            caller: the calling rank.
-            number: the number of the call.
-            nbytes: the size of the result.
-            at_ns: when the function returned.
-            travels: whether the result is sent to the caller.
-        """
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef, if it does not travel."""
         pair = call_key(caller, self._slow.rank)
         if travels:
             self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
@@ -92,9 +81,8 @@ class SlowCalls:
             value = done.value()
         except Exception:  # noqa: BLE001  # raised where the result is waited for
             value = None
-        nbytes = value.nbytes if isinstance(value, torch.Tensor) else 0
         link = self._slow.to(operation.peer)
-        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes)) * 1e9)
+        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes_of(value))) * 1e9)
 
     def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:
         self._slow.message(source, destination, nbytes, group, number, at_ns, ends=1)

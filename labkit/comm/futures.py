@@ -58,10 +58,7 @@ class Futures:
     def tell(self, future: Any, callback: Callable[[Any], None], *, of_backend: bool = False) -> None:
         """Call a function with the future when it has completed.
 
-        Args:
-            future: the future.
-            callback: the function.
-            of_backend: whether a process group's backend completes the future, which a process that ends waits for.
+        `of_backend`: whether a process group's backend completes the future, which a process that ends waits for.
         """
         callbacks = self._of_backends if of_backend else self._callbacks
         callbacks.add(ref(callback, callbacks.discard))

@@ -13,13 +13,7 @@ class HostCopy:
     """The copy of one message. Both directions block the calling thread, and wait for earlier work of the GPU.
 
     The student's thread issues a message, and any thread may complete it. So the copies are on a stream of their own,
-    which begins where the student's stream is when the message is issued.
-
-    Args:
-        tensor: the tensor on the GPU.
-
-    Attributes:
-        host: its copy, with the same shape and strides, in pinned memory.
+    which begins where the student's stream is when the message is issued. `host` is the copy in pinned memory.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ from labkit.comm.emulated_link import SlowLink, wake_in_time
 from labkit.comm.futures import Futures
 from labkit.comm.group_creation import watch_creation
 from labkit.comm.members import Numbering
-from labkit.comm.own_process_groups import watched_gloo
 from labkit.comm.pipelines import Pipelines
 from labkit.comm.process_group import watched_process_group
 from labkit.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
@@ -39,16 +38,10 @@ UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 
 def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
-    """Create the emulated link of this rank.
+    """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
 
-    Args:
-        link: the model of the link or the network.
-        rank: this rank's number.
-        fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
-            link.
-
-    Returns:
-        the link, to be passed to `watch_torch` or `watch_rpc`.
+    `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
+    link.
     """
     wake_in_time()
     shared_link = SharedLink(fd)
@@ -57,16 +50,10 @@ def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
-    """Record the operations of all process groups that are created from now on.
+    """Record the operations of all process groups that are created from now on, delayed by `slow`.
 
-    To be called before `torch.distributed.init_process_group`.
-
-    Args:
-        recorder: this rank's recorder.
-        slow: the emulated link that delays operations; default: no delays.
-
-    Returns:
-        a function that starts recording remote calls, too; to be called before `init_rpc`.
+    To be called before `init_process_group`. The function that it returns starts recording remote calls, too; it is to
+    be called before `init_rpc`.
     """
     futures = _watch_groups(recorder, slow, given=True)
     return lambda: _watch_calls(recorder, futures, slow)
@@ -75,15 +62,9 @@ def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[]
 def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
     """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
 
-    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls.
-
-    Args:
-        recorder: this rank's recorder.
-        slow: the emulated link that delays calls, replies and operations; default: no delays.
-        given: whether ranks in the first process group equal the processes' numbers.
-
-    Returns:
-        a function that does nothing, in place of the function that `watch_torch` returns.
+    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls. `given` tells
+    whether ranks in the first process group equal the processes' numbers. The returned function does nothing: it stands
+    for that of `watch_torch`.
     """
     _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
     return lambda: None
@@ -92,14 +73,8 @@ def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool =
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
 
-    To be called once torch has been imported.
-
-    Args:
-        recorder: this process's recorder.
-        given: whether ranks in the first process group equal the processes' numbers, as with torchrun.
-
-    Returns:
-        whether there already was a default process group, whose operations are not recorded.
+    To be called once torch has been imported. `given`: whether ranks in the first process group equal the processes'
+    numbers, as with torchrun. Returns whether there already was a default group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
     if rpc.is_available():
@@ -143,10 +118,6 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
         return futures
     numbering = Numbering(recorder.rank, recorder.size, given=given)
     c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
-    # Programs that construct process groups themselves use these names.
-    torch.distributed.ProcessGroup = c10d.ProcessGroup  # type: ignore[misc]
-    if c10d.is_gloo_available():
-        torch.distributed.ProcessGroupGloo = watched_gloo(c10d.ProcessGroup)  # type: ignore[misc]
     watch_creation(recorder)
     return futures
 
@@ -163,12 +134,7 @@ def _run_untraced(_: ModuleType) -> None:
 
 
 def watch_device(recorder: Recorder, device: torch.device) -> None:
-    """Time spans and operations by the GPU.
-
-    Args:
-        recorder: this rank's recorder.
-        device: the device on which the rank computes; unless it is a GPU, nothing changes.
-    """
+    """Time spans and operations by the GPU, if this is the device on which the rank computes."""
     if device.type == "cuda":
         recorder.device_clock = DeviceClock(recorder.ring)
         here.forget_spans()  # existing span objects are timed by the host

@@ -8,8 +8,6 @@ reads the others' numbers when the group is first used.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -23,30 +21,17 @@ KEY: Final = "labkit: process of rank {}"
 class Numbering:
     """The numbers of the processes, and the groups that this process joins.
 
-    Args:
-        process: this process's number.
-        size: the number of processes.
-        given: whether the first default group is created for the program, so that its ranks are the processes' numbers.
+    `given`: whether the first default group is created for the program, so that its ranks are the processes' numbers.
     """
 
     def __init__(self, process: int, size: int, *, given: bool) -> None:
         self.process, self.size = process, size
         self._given = given
         self._worlds = 0
-        self._world: Members = Given(self, 1)
-        self.made_by_hand: Counter[tuple[int, ...]] = Counter()
+        self._world = Members(self, 1)
 
     def join(self, store: Any, rank: int, size: int) -> Members:
-        """Register a new group; to be called from the constructor of `ProcessGroup`.
-
-        Args:
-            store: the group's store; None for some groups that torch constructs.
-            rank: this process's rank in the group.
-            size: the group's size.
-
-        Returns:
-            the members of the group.
-        """
+        """Register a new group, and return its members; to be called from the constructor of `ProcessGroup`."""
         if c10d.GroupMember.WORLD is None:  # this is the default group
             self._worlds += 1
             given, self._given = self._given, False
@@ -54,8 +39,6 @@ class Numbering:
                 self.size = size
             else:
                 self._world = Exchanged(self, self._worlds, store, rank, size)
-        elif store is not None and sys._getframe(2).f_globals is not vars(c10d):
-            return ByHand(self, self._worlds, store, rank, size)
         return self._world
 
 
@@ -68,11 +51,9 @@ def numbers_of(group: Any) -> list[int]:
 
 
 class Members:
-    """The processes of a default group, and of the groups that torch makes from it.
+    """The processes of the default group that is created for the program, and of the groups that torch makes from it.
 
-    Args:
-        numbering: the numbers of the processes.
-        world: the number of the default group, since a program may create several.
+    `world` is the number of the default group, since a program may create several.
     """
 
     def __init__(self, numbering: Numbering, world: int) -> None:
@@ -80,7 +61,7 @@ class Members:
 
     def processes(self) -> Sequence[int]:
         """Return the process of each rank."""
-        raise NotImplementedError
+        return range(self._numbering.size)
 
     def of(self, group: Any) -> tuple[str, list[int]]:
         """Return a group's name, equal in all its processes and unique among groups, and the process of each rank."""
@@ -96,22 +77,8 @@ class Members:
         return of_ranks(f"group {group.group_name}{desc}{world}", ranks), ranks
 
 
-class Given(Members):
-    """The members of the default group that is created for the program."""
-
-    def processes(self) -> Sequence[int]:
-        """Return the process of each rank."""
-        return range(self._numbering.size)
-
-
 class Exchanged(Members):
-    """The members of a default group that the program creates over a store.
-
-    Args:
-        numbering, world: as for `Members`.
-        store: the group's store.
-        rank, size: this process's rank in the group, and the group's size.
-    """
+    """The members of a default group that the program creates over a store."""
 
     def __init__(self, numbering: Numbering, world: int, store: Any, rank: int, size: int) -> None:
         super().__init__(numbering, world)
@@ -122,33 +89,15 @@ class Exchanged(Members):
     def processes(self) -> Sequence[int]:
         """Return the process of each rank; to be called when the group is first used, since then all have joined it."""
         if not self._processes:
-            get = getattr(type(self._store).get, "__labkit_original__", type(self._store).get)  # the program does not wait here
-            replies = [get(self._store, KEY.format(rank)).decode().split() for rank in range(self._size)]
+            replies = [self._store.get(KEY.format(rank)).decode().split() for rank in range(self._size)]
             self._processes = [int(process) for process, _ in replies]
             self._world = max(int(world) for _, world in replies)  # processes may have joined different numbers of groups
             self._store = None
         return self._processes
 
 
-class ByHand(Exchanged):
-    """The members of a group that the program constructs itself."""
-
-    def of(self, _group: Any) -> tuple[str, list[int]]:
-        """See `Members.of`."""
-        ranks = list(self.processes())
-        made = self._numbering.made_by_hand
-        made[tuple(ranks)] += 1
-        return of_ranks(f"group {made[tuple(ranks)]} made by hand", ranks), ranks
-
-
 def check_peer(method: str, peer: int, me: int | None, size: int) -> None:
-    """Check the other rank of a message.
-
-    Args:
-        method: "send" or "recv".
-        peer: its number in the group.
-        me: this rank's number; None if the backend delivers messages from a rank to itself, as NCCL does.
-        size: of the group.
+    """Check the other rank of a message; `me` is None if the backend delivers messages to oneself, as NCCL does.
 
     Raises:
         ValueError: the group has no such rank, for which gloo would wait for ever; or it is this rank, for which gloo's

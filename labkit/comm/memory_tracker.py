@@ -84,14 +84,9 @@ class _Storage:
 
 
 class Tracker:
-    """Tracks the memory of modules and optimizers.
+    """Tracks the memory of modules, and of the optimizers that already have state.
 
-    Args:
-        ring: the ring to write to.
-        modules: the modules whose parameters, gradients and activations are tracked.
-        optimizers: the optimizers that already have state.
-        allocated: returns how many bytes the device's allocator holds; None if there is no allocator to ask.
-        now: the clock, in ns.
+    `allocated` returns how many bytes the device's allocator holds; None if there is no allocator to ask.
     """
 
     def __init__(
@@ -141,7 +136,7 @@ class Tracker:
             handles.append(layer.register_forward_pre_hook(lambda _, __, within=within: self._gathered(within)))
             handles.append(layer.register_forward_hook(lambda *_, within=within: self._gathered(within)))
         self._gradients(parameters)
-        self.count("buckets", sum(p.numel() * p.element_size() for p in _sent_in_buckets(self._modules)))
+        self.count("buckets", sum(p.nbytes for p in _sent_in_buckets(self._modules)))
         for optimizer in self._optimizers:
             self._before_step((), optimizer)
             self._state_of(optimizer)
@@ -179,7 +174,7 @@ class Tracker:
         storage = tensor.untyped_storage()
         if id(storage) in self._storages:  # torch keeps the same object as long as the memory
             return None
-        nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        nbytes = min(tensor.nbytes, storage.nbytes())
         key = id(storage), tensor.storage_offset(), nbytes
         with self._lock:
             self._saved[key] = self._saved.get(key, 0) + 1

@@ -1,10 +1,32 @@
-"""One communication operation of this rank, from issue to completion, and its record in the ring."""
+"""One communication operation of this rank, from issue to completion, and its record in the ring.
+
+What happens to an operation, and who reports it; any thread may, and exactly one record is written, at the end:
+
+    issued        `Operation(...)`: whoever calls torch's function (`process_group`, `rpc_calls`, `backward`, ...)
+      → withdrawn `withdrawn`: the same, if torch rejects the call; no record
+      → waited for
+                  `wait_begins`: a thread in `blocked`, `WatchedWork.wait` or `Futures`; with `in_torch`, `Backwards`,
+                  which only knows that a thread of torch's waits
+      → done by the backend
+                  `on_completion`: the backend's thread, through `Futures.tell`
+                  `hold`: the thread that waited for the backend; on an emulated link, it sleeps until the end there
+                  `backend_completed` alone, without sleeping: `is_completed`
+      → complete  `completed`: as above, if there is no link, or when `Booking` says that it ends there; for messages,
+                  the thread of `Attendant`; for RPC, `Futures`; for a wait in torch, `Backwards` if it is quicker than
+                  the backend's thread. If a Python thread waits, `completed` leaves the record to it:
+      → complete  `wait_ends`: this thread continues
+      → failed    `failed`: whoever gets the error, or gives up; the record has the flag `OPEN`
+
+Two notes come beside: `waited_when_complete` (a wait that need not wait), and `dropped` (nobody will wait). Operations
+of the GPU (`cuda_timing.DeviceOperation`) are complete when the GPU has reached an event: `settled`.
+"""
 
 from __future__ import annotations
 
 import _thread
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
@@ -15,26 +37,15 @@ if TYPE_CHECKING:
     from labkit.comm.time_limits import OwnLimit
 
 
-class Ready(Protocol):
-    """The time at which a GPU has computed the data to send."""
-
-    def time_ns(self) -> int | None:
-        """Return that time on `time.perf_counter_ns`'s clock; None if the GPU has not reached it."""
-
-
 class Operation:
-    """An issued operation. Any thread may report its progress; exactly one record is written, at its end.
+    """An issued operation; its name and details are as in `recording.events.Span`.
 
     The thread that issues it, a thread that waits for it and the backend's thread that completes it may run
     concurrently. Attributes are set before the checks that depend on them, so that with the GIL, no wait is lost.
 
     Args:
-        ring: the ring to write to.
-        name: its name for the student: "all_reduce".
-        start_ns: when it was issued.
-        nbytes, peer, root, group, match, line, signature: as in `recording.events.Span`.
-        ready: for data on a GPU that gloo moves through the host, when the GPU has computed it: the rank neither
-            communicates nor waits before that.
+        ready: for data on a GPU that gloo moves through the host, when the GPU has computed it (a `GpuMark` of
+            `cuda_timing`): the rank neither communicates nor waits before that.
     """
 
     __slots__ = (
@@ -53,7 +64,7 @@ class Operation:
         group: str = "",
         match: int = 0,
         line: str = "",
-        ready: Ready | None = None,
+        ready: Any = None,
         signature: str = "",
         root: int = -1,
     ) -> None:
@@ -82,7 +93,7 @@ class Operation:
         """Whether it has completed or failed."""
         return self.end_ns != 0
 
-    def wait_begins(self, thread: int = 0) -> None:
+    def wait_begins(self, thread: int = 0, *, in_torch: bool = False) -> None:
         """Note that this thread is blocked until it completes, unless it has, or another thread is already waiting.
 
         If it has completed, the wait is recorded as one for an operation that was complete already.
@@ -90,13 +101,14 @@ class Operation:
         Args:
             thread: `STREAM` (see `recording.schema`) if a stream of the GPU is blocked rather than this thread; `TIMED`
                 if the wait has a time limit.
+            in_torch: whether the wait is in C++, as at the end of a backward pass of DDP: nobody calls `wait_ends`.
         """
         if self.end_ns:
             self.waited_when_complete()
         elif not self.wait_start_ns:
             self.wait_start_ns = now = clock()
             self._delay_ns = self._ring.thread_delay()
-            self.waited_for = True
+            self.waited_for = not in_torch
             self._flags |= self._ring.thread_flags() & SERVED
             self._ring.waiting(self._slot, now, thread or TIMED * self.timed)
 
@@ -106,22 +118,6 @@ class Operation:
         self._wait_delay_ns = self._delay_ns()
         self.end_ns = self.end_ns or now
         self._write()
-
-    def wait_begins_in_torch(self) -> None:
-        """Note that the rank is blocked in C++ until it completes, as at the end of a backward pass of DDP."""
-        if self.end_ns:
-            self.waited_when_complete()
-        elif not self.wait_start_ns:
-            self.wait_start_ns = now = clock()
-            self._delay_ns = self._ring.thread_delay()
-            self._flags |= self._ring.thread_flags() & SERVED
-            self._ring.waiting(self._slot, now, TIMED * self.timed)
-
-    def wait_has_ended_in_torch(self) -> None:
-        """Note that the rank's wait in C++ has ended, perhaps before the backend's thread reports the completion."""
-        future = self.future
-        if future is not None and future.done():
-            self.completed()
 
     def waited_when_complete(self) -> None:
         """Note that this thread waits for it, and need not, because the backend has completed it."""
@@ -221,11 +217,7 @@ class Operation:
 
 
 class Batch:
-    """Operations that were launched together, and end together.
-
-    Args:
-        operations: at least one operation.
-    """
+    """Operations that were launched together, and end together."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
@@ -267,6 +259,18 @@ class Batch:
             operation.completed()
 
     def failed(self, error: BaseException | None = None) -> None:
-        """Note that none will ever complete, because they or the wait for them have raised an error."""
+        """Note that none will ever complete."""
         for operation in self.operations:
             operation.failed(error)
+
+
+@contextlib.contextmanager
+def blocked(operation: Operation | Batch, thread: int = 0) -> Iterator[None]:
+    """Note that this thread waits for an operation inside this context; an error means that it has failed."""
+    operation.wait_begins(thread)
+    try:
+        yield
+    except BaseException as error:
+        operation.failed(error)
+        raise
+    operation.wait_ends()

@@ -86,15 +86,10 @@ class Phases:
         setattr(owner, name, recorded)
 
     def call(self, phase: str, named: tuple[str, str] | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function that is a phase, and record it.
+        """Call a function that is a phase, and record it; calls of the same phase inside it are not recorded.
 
-        Args:
-            phase: `FORWARD`, `BACKWARD` or `DATA`; calls of the same phase inside it are not recorded.
-            named: name and line of a span that is recorded in any case; None for the phase's own, to which the
-                rules above apply.
-            function: the function.
-            *args: its arguments.
-            **kwargs: its named arguments.
+        `named`: name and line of a span that is recorded in any case; None for the phase's own, to which the module's
+        rules apply.
         """
         threads, thread = self._threads[phase], get_ident()
         outermost = thread not in threads
@@ -133,16 +128,16 @@ class Phases:
     def _begin(self, recorder: Recorder | None, phase: str, named: tuple[str, str] | None = None) -> Callable[[], None]:
         """Begin a span, and return what ends it."""
         if recorder is None or is_compiling():  # the compiler traces passes that are not the program's
-            return _nothing
+            return lambda: None
         recorder.automatic_steps.working()
         start_ns = clock()  # not earlier: the phase that begins a step belongs to it
         if named is None:
             if phase in (FORWARD, BACKWARD) and in_backward() != -1:
                 if phase == BACKWARD:  # of a part of the graph, on a thread of torch's
-                    return _nothing
+                    return lambda: None
                 phase = RECOMPUTATION
             if here.in_span():
-                return _nothing
+                return lambda: None
             named = phase, _line(sys._getframe(_CALLER))
         name, line = named
         flags = AUTOMATIC | recorder.ring.thread_flags()
@@ -179,11 +174,9 @@ class Phases:
 
 
 class _Stepping:
-    """An optimizer's step in progress.
+    """An optimizer's step in progress, with the frame of `step` and what ends the span.
 
-    Args:
-        frame: the frame of `step`. Torch calls no hook if the step raises; then this frame has left the stack.
-        end: ends the span.
+    Torch calls no hook if the step raises; then this frame has left the stack.
     """
 
     def __init__(self, frame: FrameType, end: Callable[[], None]) -> None:
@@ -233,7 +226,3 @@ def _trace_through(wrapper: Any) -> None:
             COMPILED_PHASES["skip_code"](wrapper.__code__)
 
     when_imported("torch._dynamo.eval_frame", skip)
-
-
-def _nothing() -> None:
-    """End a span that is not recorded."""

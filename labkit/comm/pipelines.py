@@ -24,9 +24,6 @@ class Pipelines:
     """Records the passes of micro-batches: "forward 3", or "forward 3 of stage 1" for a rank with several stages.
 
     Zero-bubble schedules split a backward pass in two: "backward 3, inputs" and, later, "backward 3, weights".
-
-    Args:
-        phases: records the phases of training.
     """
 
     def __init__(self, phases: Phases) -> None:

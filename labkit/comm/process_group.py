@@ -26,7 +26,7 @@ from labkit.comm.emulated_link import Booking, SlowLink
 from labkit.comm.futures import Futures
 from labkit.comm.host_copy import HostCopy
 from labkit.comm.members import Numbering, check_peer, numbers_of
-from labkit.comm.operation import Batch, Operation
+from labkit.comm.operation import Batch, Operation, blocked
 from labkit.comm.time_limits import OwnLimit, backends_limit, ends_by_itself
 from labkit.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
 from labkit.comm.work import SilentWork, WatchedMessage, WatchedWork
@@ -44,6 +44,12 @@ BLOCKING: Final = frozenset(inspect.unwrap(function).__code__ for function in (c
 
 class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, which has no name of its own
     """Makes `isinstance` true for torch's own process groups, too, and for what represents one in `torch.compile`."""
+
+    def __call__(cls, store: Any, rank: int, size: int, *, real: Any = None) -> Any:
+        """Return a recorded group to torch, and torch's own to a program: its ranks may be any processes."""
+        if real is None and sys._getframe(1).f_globals is not vars(c10d):
+            return ProcessGroup(store, rank, size)
+        return super().__call__(store, rank, size, real=real)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ProcessGroup)
@@ -174,16 +180,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         if number != -1 and not line:  # a thread of the autograd engine runs this on behalf of the main thread
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
+        device = on_gpu.device.index if on_gpu is not None and on_gpu.is_cuda else None
+        given = name, start_ns, nbytes, peer, group, match, line
         operation: Operation
-        if on_gpu is None or not on_gpu.is_cuda or self.gpu_backend not in ("nccl", "gloo"):
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, None, signature, root)
-        elif self.moves_on_gpu:
-            device = on_gpu.device.index
-            given = name, start_ns, nbytes, peer, group, match, line, None, signature, root
-            operation = DeviceOperation(device_clock, device, ring, *given)
+        if device is not None and self.moves_on_gpu:
+            operation = DeviceOperation(device_clock, device, ring, *given, None, signature, root)
         else:
-            ready = device_clock.mark(on_gpu.device.index)
-            operation = Operation(ring, name, start_ns, nbytes, peer, group, match, line, ready, signature, root)
+            ready = device_clock.mark(device) if device is not None and self.gpu_backend == "gloo" else None
+            operation = Operation(ring, *given, ready, signature, root)
         operation.limit = self._own_limit(self.limit_s)
         operation.timed = operation.limit is not None
         if number != -1:
@@ -360,14 +364,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         operation = self._issue(kind.name, (), self.label, self._count, "")
         operation.booking = self._booked(kind, (), 0, self._count, operation.start_ns)
         limit = args[0] if args else kwargs.get("timeout")
-        operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
-        try:
+        with blocked(operation, TIMED if ends_by_itself(limit) else 0):
             self._real.monitored_barrier(*args, **kwargs)
             operation.hold()
-        except BaseException:
-            operation.failed()
-            raise
-        operation.wait_ends()
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Start a batch: operations until `_end_coalescing` are launched together."""
@@ -477,19 +476,26 @@ def _delegated(method: str) -> Any:
     return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
 
 
-def _fill_in() -> None:
-    """Add the methods of this version of torch to the class."""
-    known = methods()
-    kept = {"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__, *vars(_WatchedGroup)}
-    for method in dir(ProcessGroup):
-        if method in kept or method.startswith(("__", "_pybind11")):
-            continue
-        if method in known:
-            setattr(_WatchedGroup, method, _collective(method, *known[method]))
-        elif method in PROCESS_GROUPS and method.startswith(("_register", "_set")):
-            setattr(_WatchedGroup, method, _on_both_halves(method))
-        else:
-            setattr(_WatchedGroup, method, _delegated(method))
+INHERITED: Final = frozenset({"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__})
+MADE: Final[dict[str, Callable[[str], Any]]] = {
+    "recorded": lambda method: _collective(method, *methods()[method]),
+    "both halves": _on_both_halves,
+    "delegated": _delegated,
+}
 
 
-_fill_in()
+def _half(method: str) -> str:
+    if method in INHERITED:
+        return "inherited"
+    if method in vars(_WatchedGroup):
+        return "ours"
+    if method in methods():
+        return "recorded"
+    return "both halves" if method in PROCESS_GROUPS and method.startswith(("_register", "_set")) else "delegated"
+
+
+# What carries out each method of this version of torch's class.
+HALVES: Final = {method: _half(method) for method in dir(ProcessGroup) if not method.startswith(("__", "_pybind11"))}
+for _method, _how in HALVES.items():
+    if _how in MADE:
+        setattr(_WatchedGroup, _method, MADE[_how](_method))

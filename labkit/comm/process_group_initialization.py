@@ -21,23 +21,17 @@ from torch.distributed import rpc
 
 from labkit.comm.default_group import DefaultGroup
 from labkit.comm.rendezvous import Address, Rendezvous
-from labkit.comm.stores import Stores
 from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE, in_place_of
 from labkit.recording.record import Recorder
 
 
-# NCCL's default; gloo's is three times as long. A program that expects a wait to fail, and handles that, sets a shorter
-# limit.
 class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
     Args:
-        recorder: this rank's recorder.
-        rank, size: the rank's number, and the number of ranks.
         watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
         machines: the names and addresses of the group's machines, as in `Place`.
-        own_store: address and port of the group's store; None if it has none.
         connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
             address.
         rpc_given: the name and the options with which the group has initialized RPC.
@@ -51,7 +45,6 @@ class Initialization:
         size: int,
         watch_rpc: Callable[[], None],
         machines: Collection[str] = (),
-        own_store: tuple[str, int] | None = None,
         connect: Callable[[], Any] | None = None,
         rpc_given: tuple[str, Any] | None = None,
         rpc_unused: bool = False,
@@ -60,7 +53,6 @@ class Initialization:
         rendezvous = Rendezvous(recorder, rank, connect, machines)
         if connect is not None:
             rendezvous.install()
-        Stores(recorder, rendezvous, own_store).install()
         self._process_group = ProcessGroupInitialization(rank, size, rendezvous, self._notes.append)
         self._process_group.install()
         self._rpc = None
@@ -71,12 +63,7 @@ class Initialization:
             self._rpc.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`.
-
-        Args:
-            keep: whether to keep what the previous program has initialized, as from one cell to the next.
-            all_called: whether all ranks of the group run it.
-        """
+        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
         self._process_group.begin_run(keep=keep)
         if self._rpc is not None:
             self._rpc.begin_run(keep=keep, all_called=all_called)
@@ -101,13 +88,7 @@ ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 class ProcessGroupInitialization:
-    """Replaces the functions by which a rank's program initializes and destroys the default process group.
-
-    Args:
-        rank, size: the rank's number, and the number of ranks.
-        rendezvous: where the ranks meet to create another group.
-        tell: prints a note for the student, once per group.
-    """
+    """Replaces the functions by which a rank's program initializes and destroys the default process group."""
 
     def __init__(self, rank: int, size: int, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
         self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
@@ -135,11 +116,7 @@ class ProcessGroupInitialization:
                     setattr(module, function.__name__, function)
 
     def begin_run(self, *, keep: bool) -> None:
-        """Prepare for a run of a function or a cell: reset the rank to the state in which a program starts.
-
-        Args:
-            keep: whether to keep what the previous program has initialized, as from one cell to the next.
-        """
+        """Reset the rank to the state in which a program starts; `keep` what the previous cell has initialized."""
         if not self._used:
             return
         self._initialised = False

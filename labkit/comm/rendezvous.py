@@ -30,7 +30,6 @@ from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
 
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
-_WAIT: Final = dist.Store.wait  # the original, which is not recorded: this wait is part of a recorded call
 LOCAL: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", ""})  # the last two occur in tutorials
 
 
@@ -44,12 +43,9 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, url: str, rank: int = -1, size: int = -1) -> Address:
-        """Combine an init_method, the other arguments, and for "env://" the environment.
+        """Combine an init_method, the other arguments (-1 for none), and for "env://" the environment.
 
-        Args:
-            url: "env://", "tcp://localhost:29500?rank=0&world_size=4", "file:///shared/file".
-            rank: the `rank` argument; -1 for none.
-            size: the `world_size` argument; -1 for none.
+        An init_method is "env://", "tcp://localhost:29500?rank=0&world_size=4" or "file:///shared/file".
         """
         parts = urlsplit(url)
         query = dict(parse_qsl(parts.query))
@@ -66,8 +62,6 @@ class Rendezvous:
     """Redirects this rank's rendezvous to its group's store, and records the waits.
 
     Args:
-        recorder: this rank's recorder.
-        rank: its number in the group.
         connect: opens a new connection to the group's store.
         machines: the names and addresses of the group's machines; none if all ranks are on this one.
     """
@@ -95,11 +89,6 @@ class Rendezvous:
         """Whether this rank's group has a store; otherwise torch opens one at the program's address."""
         return self._connect is not None
 
-    @property
-    def under_way(self) -> bool:
-        """Whether this rank is in a call that is recorded by `waiting`."""
-        return self._operation is not None
-
     def others_may_come(self, asked: Address) -> bool:
         """Whether other processes than this group's may meet at an address, so that a wait there is never hopeless."""
         if asked.scheme not in SCHEMES or not self._is_here(asked.where):
@@ -110,11 +99,8 @@ class Rendezvous:
     def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
         """Record that this rank is in a call that returns when `size` processes have entered it.
 
-        Args:
-            name: the call: "init_process_group".
-            where: the address at which the processes meet.
-            size: the number of processes.
-            timed: whether the call may end without these ranks: by the program's time limit, or by other programs.
+        `name` is the call, `where` the address at which the processes meet. `timed` tells whether the call may end
+        without these ranks: by the program's time limit, or by other programs.
         """
         before = self._operation, self._timed
         group = rendezvous_key(where, size)
@@ -133,14 +119,8 @@ class Rendezvous:
     def meet(self, where: str, size: int, value: Any, timeout: timedelta = default_pg_timeout) -> tuple[Any, list[Any]]:
         """Wait until `size` processes have arrived, as part of the current call if there is one.
 
-        Args:
-            where: the address.
-            size: the number of processes.
-            value: plain data to share with the others.
-            timeout: time limit for all processes to arrive.
-
         Returns:
-            a store for these processes, and the values of all, in order of arrival.
+            a store for these processes, and the values (plain data) of all, in order of arrival.
 
         Raises:
             DistStoreError: the time limit has expired.
@@ -157,7 +137,7 @@ class Rendezvous:
         store.set(f"{group}/{generation}/{place}", json.dumps(value))
         keys = [f"{group}/{generation}/{i}" for i in range(size)]
         try:
-            _WAIT(store, keys, timeout)
+            store.wait(keys, timeout)
         except dist.DistStoreError:
             came = sum(store.check([key]) for key in keys)
             seconds = timeout.total_seconds()

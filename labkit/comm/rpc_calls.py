@@ -23,11 +23,12 @@ from torch.distributed import rpc
 from torch.distributed.rpc import PyRRef, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
-from labkit.comm.backward import RpcBackwards, tensors_in
+from labkit.comm.backward import RpcBackwards
+from labkit.comm.descriptions import nbytes_of
 from labkit.comm.emulated_link import SlowLink
 from labkit.comm.emulated_rpc import SlowCalls
 from labkit.comm.futures import Futures
-from labkit.comm.operation import Operation
+from labkit.comm.operation import Operation, blocked
 from labkit.comm.rpc_names import last_name, spoken
 from labkit.comm.rpc_references import References, step_in_python
 from labkit.comm.time_limits import ends_by_itself
@@ -88,13 +89,7 @@ class _Replies:
 
 
 class RpcCalls:
-    """Records the calls that this rank makes and serves.
-
-    Args:
-        recorder: this rank's recorder.
-        futures: records waits for futures.
-        slow: the emulated link, which delays calls and replies; None: no delays.
-    """
+    """Records the calls that this rank makes and serves, delayed by an emulated link if there is one."""
 
     def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
         self._slow = None if slow is None else SlowCalls(slow, futures)
@@ -186,7 +181,7 @@ class RpcCalls:
 
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
         """Record the reply to one of torch's own functions, which the callee runs in C++ without a record."""
-        if nbytes := _nbytes(_value(future)):
+        if nbytes := nbytes_of(_value(future)):
             now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
@@ -242,12 +237,7 @@ class RpcCalls:
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:
         """Record the reply. If the result is sent back, torch pickles it next, on this thread; errors are not pickled.
 
-        Args:
-            call: the call.
-            function: the function's name for the student.
-            result: the function's result.
-            start_ns: when it returned: exactly the end of the span of serving the call, by which trace files match the
-                two.
+        The reply begins exactly at the end of the span of serving the call, by which trace files match the two.
         """
 
         def sent(nbytes: int) -> None:
@@ -272,7 +262,7 @@ class RpcCalls:
                 sent = self._replies.take(value)
         pickled, tensors = serialize(value)
         if sent is not None:
-            sent(len(pickled) + _nbytes(tensors))
+            sent(len(pickled) + nbytes_of(tensors))
         return pickled, tensors
 
     def _send_reference(self, reduce: Callable[..., Any], pickler: Any, rref: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -291,17 +281,12 @@ class RpcCalls:
         pair, number = self._values.get(rref, ("", 0))
         operation = Operation(self._ring, TO_HERE.name, clock(), 0, rref.owner().id, pair, number, student_line())
         operation.timed = _ends_by_itself(args[0] if args else kwargs.get("timeout", UNSET_RPC_TIMEOUT))
-        operation.wait_begins()
-        try:
+        with blocked(operation):
             value = to_here(rref, *args, **kwargs)
-        except BaseException:
-            operation.failed()
-            raise
-        operation.nbytes = _nbytes(value)
-        self._backwards.fetched(value, rref.owner().id)
-        if self._slow is not None:
-            self._slow.fetched(operation, pair, number)
-        operation.wait_ends()
+            operation.nbytes = nbytes_of(value)
+            self._backwards.fetched(value, rref.owner().id)
+            if self._slow is not None:
+                self._slow.fetched(operation, pair, number)
         return value
 
 
@@ -321,18 +306,13 @@ def _value(future: Any) -> Any:
         return error
 
 
-def _nbytes(value: Any) -> int:
-    """Return the bytes of the tensors in a value."""
-    return sum(tensor.nbytes for tensor in tensors_in(value))
-
-
 # The functions by which torch passes a call to C++, and how to find the call's destination, bytes and function in their
 # arguments ("" for Python functions, which are already known).
 _INVOKERS: Final[dict[str, Callable[..., tuple[Any, int, str]]]] = {
-    "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
-    "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + _nbytes(tensors), ""),
-    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, _nbytes([args, kwargs]), last_name(name)),
-    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, _nbytes([args, kwargs]), last_name(name)),
+    "_invoke_rpc_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + nbytes_of(tensors), ""),
+    "_invoke_remote_python_udf": lambda to, pickled, tensors, *_: (to, len(pickled) + nbytes_of(tensors), ""),
+    "_invoke_rpc_builtin": lambda to, name, _, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_remote_builtin": lambda to, name, _, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_rpc_torchscript": lambda to, name, args, kwargs, *_: (to, nbytes_of([args, kwargs]), last_name(name)),
+    "_invoke_remote_torchscript": lambda to, name, _, __, *args, **kwargs: (to, nbytes_of([args, kwargs]), last_name(name)),
 }

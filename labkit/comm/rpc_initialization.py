@@ -51,9 +51,6 @@ class RpcInitialization:
     """Replaces the functions by which a rank's program starts and ends RPC.
 
     Args:
-        recorder: this rank's recorder.
-        rank, size: the rank's number, and the number of ranks.
-        rendezvous: where the ranks meet.
         tell: prints a note for the student, once per group.
         watch: starts recording calls; called before RPC starts for the first time.
         given: the name and the options with which the group has initialized RPC; None if it has not.
@@ -94,12 +91,7 @@ class RpcInitialization:
             RPC_START.replace("_init", self._init_autograd)
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell.
-
-        Args:
-            keep: whether to keep what the previous program has initialized, as from one cell to the next.
-            all_called: whether all ranks of the group run it.
-        """
+        """Prepare for a run of a function or a cell; `keep` what the previous cell has initialized."""
         self._all_called = all_called
         self._initialised = False
         self._anew, self._unused = self._unused, False

@@ -29,10 +29,6 @@ def spoken(func: Any, args: Any) -> str | None:
     A method that is called through a reference is "Decoder.forward". It is called by torch, as in
     `rref.rpc_sync().forward(x)`, or by a helper of the program: a function whose first two arguments are a reference
     and a method or its name.
-
-    Args:
-        func: the function.
-        args: its arguments.
     """
     if func in METHOD_CALLS:
         return _method(args[0], args[1], torch_knows_class=True)

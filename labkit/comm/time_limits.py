@@ -15,23 +15,13 @@ RESPECTED: Final = timedelta(minutes=10)
 
 
 class OwnLimit(NamedTuple):
-    """A time limit that the program has set for the operations of a group.
-
-    Args:
-        seconds: the limit.
-        line: the student's line that set it, or "".
-    """
+    """A time limit that the program has set for a group's operations, and the student's line that set it, or ""."""
 
     seconds: float
     line: str
 
     def note(self, error: BaseException, start_ns: int) -> None:
-        """Note in an operation's error that this limit ended it, if it had lasted so long.
-
-        Args:
-            error: the error that the student's code gets.
-            start_ns: when the operation was issued.
-        """
+        """Note in the error of an operation that this limit ended it, if it had lasted so long."""
         if clock() - start_ns >= self.seconds * 1e9:
             where = f" ({self.line})" if self.line else ""
             setattr(error, OWN_LIMIT, f"{self.seconds:g} s is the program's own time limit{where}.")

@@ -390,9 +390,8 @@ def _digest(tensor: Tensor) -> Any:
     if plain is None:
         return None
     if plain.device.type == "cpu":
-        size = plain.numel() * plain.element_size()
         # Not `Tensor.numpy`, after which the program can no longer resize the tensor.
-        return zlib.crc32((ctypes.c_char * size).from_address(plain.data_ptr())) if size else 0
+        return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr())) if plain.nbytes else 0
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     words = plain.reshape(-1).view(INTEGERS[plain.element_size()])
     rows = len(words) // COLUMNS

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import Work
 
 from labkit.comm.futures import Futures
-from labkit.comm.operation import Batch, Operation
+from labkit.comm.operation import Batch, Operation, blocked
 from labkit.comm.time_limits import ends_by_itself
 from labkit.comm.torch_internals import JOIN
 from labkit.recording.schema import TIMED
@@ -25,9 +25,6 @@ class WatchedWork(Work):
     """A `Work` of torch's that informs its operation about waits. C++ calls these methods, too.
 
     Args:
-        work: the backend's `Work`.
-        operation: its operation.
-        futures: tracks which operations complete a future.
         notified: whether the backend notifies the operation when it completes; otherwise `wait` does.
         own: whether the program's own code gets it, and must wait for it.
     """
@@ -57,14 +54,9 @@ class WatchedWork(Work):
             operation.wait_begins()
             operation.hold()  # raises its error again
             return self._work.wait(timeout)  # type: ignore[no-any-return]
-        operation.wait_begins(TIMED if ends_by_itself(timeout) else 0)
-        try:
+        with blocked(operation, TIMED if ends_by_itself(timeout) else 0):
             result: bool = self._work.wait(timeout)
             operation.hold()
-        except BaseException as error:
-            operation.failed(error)
-            raise
-        operation.wait_ends()
         return result
 
     def is_completed(self) -> bool:
@@ -119,9 +111,7 @@ class SilentWork(WatchedWork):
 class WatchedMessage(WatchedWork):
     """A message. Only one thread may wait for it in C++: the student's or labkit's; the other waits for that thread.
 
-    Args:
-        arrived: called with the backend's `Work` when it has completed.
-        work, operation, futures, own: as for `WatchedWork`.
+    `arrived` is called with the backend's `Work` when it has completed.
     """
 
     __slots__ = ("_arrived", "_error", "_taken", "_under_way", "_waited")

@@ -139,7 +139,6 @@ def thread_blocked(rank: RankState, served: Pending) -> bool:
 
 HINTS: Final = {  # the usual mistake behind an endless wait
     GroupKind.RENDEZVOUS: "Ranks meet where address, port and world size agree, and each must come with a rank of its own.",
-    GroupKind.STORE: "A wait for a key ends when a rank sets it: look for a key of another name, or a rank that returned before.",
 }
 
 
@@ -147,12 +146,10 @@ def absent_ranks(group: str, match: int, entered: Sequence[int]) -> list[int]:
     """The numbers of the ranks that such a wait still needs; -1 stands for any rank.
 
     Args:
-        group: the key of the rendezvous, or of the wait for a store's key.
+        group: the key of the rendezvous.
         match: the number of this rendezvous, counted from 1.
         entered: how many times each rank has entered it.
     """
-    if kind_of(group) is GroupKind.STORE:
-        return [-1]
     size = size_of(group)
     absent = [rank for rank, number in enumerate(entered) if number < match]
     if size == len(entered):

@@ -141,12 +141,8 @@ def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str
 
 
 def _matters(operation: Pending) -> bool:
-    """Whether an operation may disturb the next run.
-
-    Served calls, waits for a store's key, and the student's spans do not.
-    """
-    kind = kind_of(operation.group)
-    if operation.type in FOR_OTHERS or kind in (GroupKind.TENSORFLOW, GroupKind.STORE):
+    """Whether an operation may disturb the next run; served calls and the student's spans do not."""
+    if operation.type in FOR_OTHERS or kind_of(operation.group) is GroupKind.TENSORFLOW:
         return False
     return bool(operation.group) or operation.type is RECV or _is_call(operation)
 

@@ -168,7 +168,7 @@ def _of_module(model: nn.Module, batch: Any, precision: Precision | None) -> tup
     saved = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in kept}  # views share one
     activations = sum(nbytes for storage, nbytes in saved.items() if storage not in own)
     count, samples = sum(each.numel() for each in parameters), len(inputs[0])
-    size = sum(each.numel() * each.element_size() for each in parameters) / count
+    size = sum(each.nbytes for each in parameters) / count
     layers = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
     work = Workload(
         samples=samples, parameters=count, layers=layers, forward_flops=counter.get_total_flops() / samples,

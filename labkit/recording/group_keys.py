@@ -82,7 +82,6 @@ class GroupKind(Enum):
     PAIR = "messages from one rank to another"
     CALL = "remote calls from one rank to another"
     RENDEZVOUS = "a call that returns once a given number of ranks have entered it"
-    STORE = "a wait until some rank sets a key of a store"
     CREATION = "the creation of a sub-group, which waits for all its members"
     BACKWARD = "a distributed backward pass"
     TENSORFLOW = "a wait inside TensorFlow, which alone knows the participants"
@@ -98,7 +97,6 @@ _BEGIN: Final = {
     GroupKind.PAIR: "p2p ",
     GroupKind.CALL: "rpc ",
     GroupKind.RENDEZVOUS: "rendezvous at ",
-    GroupKind.STORE: "store key ",
     GroupKind.CREATION: "new group ",
 }
 
@@ -116,11 +114,6 @@ def call_key(caller: int, callee: int) -> str:
 def rendezvous_key(where: str, size: int) -> str:
     """The key of the calls by which `size` ranks meet at an address."""
     return f"{_BEGIN[GroupKind.RENDEZVOUS]}{where} of {size} ranks"
-
-
-def store_key(keys: str) -> str:
-    """The key of the waits for keys of a store."""
-    return f"{_BEGIN[GroupKind.STORE]}{keys}"
 
 
 def creation_key(name: str, ranks: Iterable[int]) -> str:
@@ -168,11 +161,9 @@ def size_of(key: str) -> int:
 
 
 def where_of(key: str) -> str:
-    """Return where ranks meet, a key that they wait for, or a message's tag, in words after the call's name, or ""."""
+    """Return where ranks meet, or a message's tag, in words after the call's name, or ""."""
     kind = kind_of(key)
     if kind is GroupKind.PAIR:
         tag = ends_of(key)[2]
         return f"with tag {tag}" if tag else ""
-    if kind is GroupKind.STORE:
-        return f"for key {key.removeprefix(_BEGIN[kind])!r}"
     return key.removeprefix("rendezvous ") if kind is GroupKind.RENDEZVOUS else ""

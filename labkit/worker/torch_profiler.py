@@ -6,14 +6,11 @@ import heapq
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 from labkit.comm.torch_internals import PROFILED_THREADS, PROFILER
 from labkit.errors.exceptions import LabError
-from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
 
@@ -21,6 +18,7 @@ MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file.
 MARKS: Final = 5  # several, because the first one runs with cold caches
 MARK: Final = "labkit reads the clock"
 LEFT_OUT: Final = ("Trace", "overhead")  # categories of events about the profiler itself
+STARTS: Final = ("_prepare_profiler", "_enable_profiler")
 ON_GPU: Final = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 ProfilerEvent = tuple[str, str, str, int, int]  # track, name, category, start_ns, end_ns
@@ -29,18 +27,14 @@ ProfilerEvent = tuple[str, str, str, int, int]  # track, name, category, start_n
 class TorchProfiler:
     """Records torch's operators in this process from `start` to `stop`.
 
-    torch supports one profiler per process, and crashes if a second one starts. So this one pauses while a profiler of
-    the student's program runs, which appears in its rows as one event.
+    torch supports one profiler per process, and crashes if a second one starts. So the program cannot start its own
+    meanwhile.
     """
 
     def __init__(self) -> None:
-        self._profiler: Any = None  # records the current part
-        self._marks: list[tuple[int, int, int]] = []  # of the current part; see `events_of`
-        self._parts: list[tuple[Any, list[tuple[int, int, int]]]] = []  # finished parts, with their marks
-        self._pauses: list[ProfilerEvent] = []
-        self._paused_ns = 0  # when the student's own profiler started; 0 if none is running
-        self._busy = False  # whether this object is calling torch
-        self._originals: dict[str, Any] = {}  # the functions of torch that start and stop profilers, by name
+        self._profiler: Any = None
+        self._marks: list[tuple[int, int, int]] = []  # see `events_of`
+        self._originals: dict[str, Any] = {}  # the functions of torch that start profilers, by name
 
     def start(self) -> None:
         """Start recording. The first start in a process takes a second, or several seconds with a GPU.
@@ -52,28 +46,6 @@ class TorchProfiler:
             raise LabError("lab.profile: this version of torch is not known to labkit (lab.doctor() says more)")
         if PROFILER["_profiler_enabled"]():
             raise LabError("lab.profile: a torch.profiler that an earlier run started is still running; stop it in that run")
-        self._parts, self._pauses, self._paused_ns = [], [], 0
-        self._begin()
-        starts, stops = partial(self._wrapped, self._pause, None), partial(self._wrapped, None, self._resume)
-        for name, wrapper in (("_prepare_profiler", starts), ("_enable_profiler", starts), ("_disable_profiler", stops)):
-            self._originals[name] = PROFILER[name]
-            PROFILER.set(name, partial(wrapper, self._originals[name]))
-
-    def stop(self) -> list[ProfilerEvent]:
-        """Stop recording; return the events in no particular order, or [] if it was not started."""
-        if not self._originals:
-            return []
-        for name, function in self._originals.items():
-            PROFILER.set(name, function)
-        self._originals = {}
-        self._end()
-        events = self._pauses + [row for part, marks in self._parts for row in _exported(part, marks)]
-        self._parts = []
-        if len(events) <= MOST_EVENTS:
-            return events
-        return heapq.nlargest(MOST_EVENTS, events, key=lambda row: row[4] - row[3])
-
-    def _begin(self) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -81,45 +53,20 @@ class TorchProfiler:
         self._profiler, self._marks = profile(activities=activities, experimental_config=_all_threads()), []
         self._profiler.start()
         self._mark()
+        for name in STARTS:
+            self._originals[name] = PROFILER[name]
+            PROFILER.set(name, _refuse)
 
-    def _end(self) -> None:
-        if self._profiler is not None:
-            self._mark()
-            self._profiler.stop()
-            self._parts.append((self._profiler, self._marks))
-            self._profiler = None
-
-    def _wrapped(
-        self, before: Callable[[], None] | None, after: Callable[[], None] | None, original: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a function of torch that starts or stops a profiler; if it is the student's, pause or resume."""
-        if self._busy:
-            return original(*args, **kwargs)
-        self._call(before)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._call(after)
-
-    def _call(self, action: Callable[[], None] | None) -> None:
-        if action is not None:
-            self._busy = True
-            try:
-                with quiet_stderr():  # torch prints when a profiler starts and stops
-                    action()
-            finally:
-                self._busy = False
-
-    def _pause(self) -> None:
-        if not self._paused_ns:
-            self._end()
-            self._paused_ns = clock()
-
-    def _resume(self) -> None:
-        if self._paused_ns:
-            self._pauses.append(("main thread", "torch.profiler of the program", "labkit", self._paused_ns, clock()))
-            self._paused_ns = 0
-            self._begin()
+    def stop(self) -> list[ProfilerEvent]:
+        """Stop recording; return the events in no particular order, or [] if it was not started."""
+        if self._profiler is None:
+            return []
+        for name, function in self._originals.items():
+            PROFILER.set(name, function)
+        self._mark()
+        self._profiler.stop()
+        profiler, self._profiler = self._profiler, None
+        return _exported(profiler, self._marks)
 
     def _mark(self) -> None:
         """Let the profiler record short events whose times are also read on labkit's clock."""
@@ -130,6 +77,13 @@ class TorchProfiler:
             with record_function(MARK):
                 inside_ns = clock()
             self._marks.append((before_ns, inside_ns, clock()))
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise LabError(
+        "lab.profile runs torch's profiler, and torch can run only one: call your function with group.run, or leave its own "
+        "profiler out"
+    )
 
 
 def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:

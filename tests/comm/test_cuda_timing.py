@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -120,6 +120,11 @@ class Rank:
     def written(self) -> list[Span]:
         return list(from_records([self.reader.read()], [self.reader.names()], ["rank 0"]))
 
+    def settled(self) -> list[Span]:
+        """What is recorded once the clock has looked at the events that have happened."""
+        self.clock.settle()
+        return self.written()
+
     def operation(self, gpu: FakeGpu, name: str = "all_reduce") -> DeviceOperation:
         return DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64, -1, "world", 1)
 
@@ -127,6 +132,16 @@ class Rank:
 @pytest.fixture
 def rank(gpu: FakeGpu) -> Rank:
     return Rank(gpu)
+
+
+@pytest.fixture
+def recorder(rank: Rank) -> Iterator[Recorder]:
+    """Records this process's spans, timed by the GPU."""
+    recorder = Recorder(rank.ring)
+    recorder.device_clock = rank.clock
+    here.start(recorder)
+    yield recorder
+    here.start(None)
 
 
 def close(ns: int, expected_ns: int) -> bool:
@@ -141,8 +156,7 @@ def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
     assert rank.written() == []  # the host has finished, the GPU has not begun
     gpu.comes_to(2_000_000)
     gpu.comes_to(9_000_000)
-    rank.clock.settle()
-    (forward,) = rank.written()
+    (forward,) = rank.settled()
     assert (forward.name, forward.line, forward.kind, forward.device) == ("forward", "cell 2, line 3", "compute", "cuda")
     assert close(forward.start_ns, 2_000_000)
     assert close(forward.end_ns, 9_000_000)
@@ -154,8 +168,7 @@ def test_nested_spans_on_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
         pass
     for at_ns in (1_000_000, 2_000_000, 3_000_000, 4_000_000):
         gpu.comes_to(at_ns)
-    rank.clock.settle()
-    inner, outer = sorted(rank.written(), key=lambda s: s.duration_ns)
+    inner, outer = sorted(rank.settled(), key=lambda s: s.duration_ns)
     assert close(inner.duration_ns, 1_000_000)
     assert close(outer.duration_ns, 3_000_000)
 
@@ -167,8 +180,7 @@ def test_before_cuda_starts_the_hosts_clock_is_used(gpu: FakeGpu, rank: Rank) ->
     with span:
         gpu.sleeps = False
     gpu.comes_to(3_000_000)
-    rank.clock.settle()
-    (load,) = rank.written()
+    (load,) = rank.settled()
     assert close(load.start_ns, 1_000_000)
     assert close(load.end_ns, 3_000_000)
 
@@ -225,12 +237,10 @@ def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
     gpu.comes_to(1_000_000)  # all that was enqueued before it
     end = gpu.enqueued.pop(0)  # it runs beside the student's stream ...
     gpu.comes_to(2_000_000)  # ... which reaches the wait,
-    rank.clock.settle()
-    assert rank.written() == []
+    assert rank.settled() == []
     end.ns = 6_000_000 + SKEW_NS
     gpu.comes_to(6_000_000)  # and continues
-    rank.clock.settle()
-    (span,) = rank.written()
+    (span,) = rank.settled()
     assert (span.name, span.device, span.done, span.nbytes) == ("all_reduce", "cuda", True, 64)
     assert close(span.start_ns, 1_000_000)
     assert close(span.wait_start_ns, 2_000_000)
@@ -246,8 +256,7 @@ def test_an_operation_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
     sent.on_completion(None)
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
-    rank.clock.settle()
-    (span,) = rank.written()
+    (span,) = rank.settled()
     assert span.wait_start_ns == 0
     assert close(span.duration_ns, 2_000_000)
     assert sent._kept is None
@@ -258,33 +267,31 @@ def test_an_operation_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> No
     reduced.launched(None, [])
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
-    rank.clock.settle()
-    (span,) = rank.written()
+    (span,) = rank.settled()
     assert (span.start_ns, span.end_ns) == (span.wait_start_ns, span.wait_end_ns)
 
 
 def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(lambda: None, [])
-    reduced.wait_begins_in_torch()
+    reduced.wait_begins(in_torch=True)
     start, end, wait = gpu.enqueued
     for event, at_ns in ((start, 1_000_000), (wait, 4_000_000), (end, 7_000_000)):
         event.ns = at_ns + SKEW_NS
-    rank.clock.settle()
-    (span,) = rank.written()
+    (span,) = rank.settled()
     assert close(span.wait_start_ns, 4_000_000)
     assert span.wait_end_ns == span.end_ns
 
 
-@pytest.mark.parametrize("waits", [DeviceOperation.wait_begins, DeviceOperation.wait_begins_in_torch])
-def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, waits: Callable[[DeviceOperation], None]) -> None:
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, in_torch: bool) -> None:
     reduced = rank.operation(gpu)
     reduced.launched(lambda: None, [])
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
     rank.clock.settle()
     gpu.now_ns = 5_000_000
-    waits(reduced)
+    reduced.wait_begins(in_torch=in_torch)
     rank.clock.settle()
     trace = from_records([rank.reader.read()], [rank.reader.names()], ["rank 0"])
     (span,), (wait,) = trace, trace.waits
@@ -299,8 +306,7 @@ def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
     gpu.comes_to(1_000_000, count=2)
     gpu.enqueued.pop(0)
     gpu.comes_to(2_000_000)
-    rank.clock.settle()
-    assert [s.name for s in rank.written()] == ["send"]
+    assert [s.name for s in rank.settled()] == ["send"]
     assert [p.name for p in rank.reader.pending()] == ["recv"]
     rank.clock.flush()  # returns although one never completes
     stuck.failed()
@@ -373,8 +379,7 @@ def test_the_host_times_what_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: 
         pass
     gpu.comes_to(20_000_000, count=3)  # it comes to both ends of the first span at once, and to the second span
     gpu.comes_to(21_000_000)
-    rank.clock.settle()
-    load, forward = sorted(rank.written(), key=lambda s: s.start_ns)
+    load, forward = sorted(rank.settled(), key=lambda s: s.start_ns)
     assert (load.name, load.device, forward.name, forward.device) == ("load", "cpu", "forward", "cuda")
     assert close(load.start_ns, 1_000_000)
     assert close(load.end_ns, 9_000_000)
@@ -382,47 +387,33 @@ def test_the_host_times_what_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: 
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank, marked: bool) -> None:
+def test_a_step_holds_the_work_that_the_gpu_does_in_it(gpu: FakeGpu, rank: Rank, recorder: Recorder, marked: bool) -> None:
     """The host is two steps ahead of the GPU: by its clock, the first step would be over before its work begins."""
-    recorder = Recorder(rank.ring)
-    recorder.device_clock = rank.clock
-    here.start(recorder)
     optimizer = FakeEvent(gpu)
-    try:
-        for _ in steps(range(2)) if marked else range(2):
-            recorder.automatic_steps.working()
-            with span("forward"):
-                pass
-            recorder.automatic_steps.optimizer_begins(optimizer)
-            recorder.automatic_steps.optimizer_ends(optimizer)
-        recorder.automatic_steps.end_step()
-    finally:
-        here.start(None)
+    for _ in steps(range(2)) if marked else range(2):
+        recorder.automatic_steps.working()
+        with span("forward"):
+            pass
+        recorder.automatic_steps.optimizer_begins(optimizer)
+        recorder.automatic_steps.optimizer_ends(optimizer)
+    recorder.automatic_steps.end_step()
     gpu.comes_to(5_000_000)
     gpu.catch_up()
-    rank.clock.settle()
-    found = sorted(rank.written(), key=lambda s: (s.start_ns, -s.end_ns))
+    found = sorted(rank.settled(), key=lambda s: (s.start_ns, -s.end_ns))
     assert [(s.name, s.kind, s.device) for s in found] == [("step", "step", "cuda"), ("forward", "compute", "cuda")] * 2
     for step, forward in zip(found[::2], found[1::2], strict=True):
         assert 5_000_000 - 3 * READING_NS <= step.start_ns <= forward.start_ns < forward.end_ns <= step.end_ns
 
 
-def test_steps_stay_in_their_order_where_one_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: Rank) -> None:
-    recorder = Recorder(rank.ring)
-    recorder.device_clock = rank.clock
-    here.start(recorder)
-    try:
-        for batch in steps(range(3)):
-            if batch != 1:
-                with span("forward"):
-                    pass
-    finally:
-        here.start(None)
+def test_steps_stay_in_their_order_where_one_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: Rank, recorder: Recorder) -> None:
+    for batch in steps(range(3)):
+        if batch != 1:
+            with span("forward"):
+                pass
     gpu.comes_to(5_000_000)
     gpu.comes_to(9_000_000, count=4)  # the first step ends, and so does the second
     gpu.catch_up()
-    rank.clock.settle()
-    bounds = [(s.start_ns, s.end_ns) for s in rank.written() if s.kind == "step"]
+    bounds = [(s.start_ns, s.end_ns) for s in rank.settled() if s.kind == "step"]
     assert len(bounds) == 3
     assert bounds == sorted(bounds)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
@@ -452,8 +443,7 @@ def test_nothing_is_queried_while_a_graph_is_captured(gpu: FakeGpu, rank: Rank) 
     assert len(gpu.enqueued) == enqueued
     gpu.captures = gpu.broken = False
     gpu.catch_up()
-    rank.clock.settle()
-    assert {(s.name, s.device) for s in rank.written() if s.kind == "compute"} == {("warm up", "cuda"), ("captured", "cpu")}
+    assert {(s.name, s.device) for s in rank.settled() if s.kind == "compute"} == {("warm up", "cuda"), ("captured", "cpu")}
 
 
 def test_what_a_failed_run_leaves_is_not_in_the_next(gpu: FakeGpu, rank: Rank) -> None:
@@ -464,8 +454,7 @@ def test_what_a_failed_run_leaves_is_not_in_the_next(gpu: FakeGpu, rank: Rank) -
     assert rank.clock.flush(limit_s=0.01) == 0
     recorder.begin_run()
     gpu.catch_up()
-    rank.clock.settle()
-    assert rank.written() == []
+    assert rank.settled() == []
 
 
 def test_flush_does_not_wait_for_what_other_threads_begin_meanwhile(
@@ -485,20 +474,15 @@ def test_flush_does_not_wait_for_what_other_threads_begin_meanwhile(
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_a_step_begins_before_the_phase_that_begins_it(gpu: FakeGpu, rank: Rank, on_gpu: bool) -> None:
-    recorder, phases, optimizer = Recorder(rank.ring), Phases(), FakeEvent(gpu)
+def test_a_step_begins_before_the_phase_that_begins_it(gpu: FakeGpu, rank: Rank, recorder: Recorder, on_gpu: bool) -> None:
+    phases, optimizer = Phases(), FakeEvent(gpu)
     recorder.device_clock = rank.clock if on_gpu else None
-    here.start(recorder)
-    try:
-        phases.call(FORWARD, None, lambda: None)
-        recorder.automatic_steps.optimizer_begins(optimizer)
-        recorder.automatic_steps.optimizer_ends(optimizer)
-        recorder.automatic_steps.end_step()
-    finally:
-        here.start(None)
+    phases.call(FORWARD, None, lambda: None)
+    recorder.automatic_steps.optimizer_begins(optimizer)
+    recorder.automatic_steps.optimizer_ends(optimizer)
+    recorder.automatic_steps.end_step()
     gpu.catch_up()
-    rank.clock.settle()
-    step, forward = sorted(rank.written(), key=lambda s: s.kind, reverse=True)
+    step, forward = sorted(rank.settled(), key=lambda s: s.kind, reverse=True)
     assert (step.kind, forward.name) == ("step", "forward")
     assert step.start_ns <= forward.start_ns < forward.end_ns <= step.end_ns
 
@@ -510,34 +494,25 @@ def test_a_step_that_began_before_cuda_was_initialised(gpu: FakeGpu, rank: Rank)
     recorder.device_clock = rank.clock
     recorder.step(start, recorder.now(), 0)
     gpu.catch_up()
-    rank.clock.settle()
-    assert [(s.kind, s.start_ns, s.device) for s in rank.written()] == [("step", start, "cuda")]
+    assert [(s.kind, s.start_ns, s.device) for s in rank.settled()] == [("step", start, "cuda")]
 
 
 def test_the_host_times_what_a_rank_computes_without_memory_on_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
     gpu.sleeps = True
     with rank.clock.span("forward", "cell 2, line 3"):
         gpu.now_ns += 5_000_000
-    rank.clock.settle()
-    (forward,) = rank.written()
+    (forward,) = rank.settled()
     assert forward.device == "cpu"
     assert close(forward.duration_ns, 5_000_000)
 
 
-def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
-    recorder = Recorder(rank.ring)
-    recorder.device_clock = rank.clock
-    here.start(recorder)
-    try:
-        with span("forward"):
-            pass
-        with span("a file", "communication"):
-            pass
-    finally:
-        here.start(None)
+def test_spans_of_a_rank_with_a_gpu(gpu: FakeGpu, rank: Rank, recorder: Recorder) -> None:
+    with span("forward"):
+        pass
+    with span("a file", "communication"):
+        pass
     gpu.catch_up()
-    rank.clock.settle()
-    assert {(s.name, s.device) for s in rank.written()} == {("forward", "cuda"), ("a file", "cpu")}
+    assert {(s.name, s.device) for s in rank.settled()} == {("forward", "cuda"), ("a file", "cpu")}
 
 
 def test_a_span_of_another_thread(gpu: FakeGpu, rank: Rank) -> None:
@@ -551,26 +526,18 @@ def test_a_span_of_another_thread(gpu: FakeGpu, rank: Rank) -> None:
     for begin in (load, thread.start, thread.join):
         begin()
     gpu.catch_up()
-    rank.clock.settle()
-    assert [s.own_thread for s in rank.written()] == [False, True]
+    assert [s.own_thread for s in rank.settled()] == [False, True]
 
 
-def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeGpu, rank: Rank) -> None:
-    recorder = Recorder(rank.ring)
-    recorder.device_clock = rank.clock
-    here.start(recorder)
+def test_phases_of_training_are_timed_by_the_gpu_and_data_by_the_host(gpu: FakeGpu, rank: Rank, recorder: Recorder) -> None:
     phases = Phases()
-    try:
-        for phase in (DATA, FORWARD, BACKWARD):
-            phases.call(phase, None, lambda: None)
-        with span("mine"):
-            phases.call(FORWARD, None, lambda: None)  # inside a span of the program's own
-        phases.call(FORWARD, ("forward 3", "cell 2, line 3"), lambda: None)
-    finally:
-        here.start(None)
+    for phase in (DATA, FORWARD, BACKWARD):
+        phases.call(phase, None, lambda: None)
+    with span("mine"):
+        phases.call(FORWARD, None, lambda: None)  # inside a span of the program's own
+    phases.call(FORWARD, ("forward 3", "cell 2, line 3"), lambda: None)
     gpu.catch_up()
-    rank.clock.settle()
-    written = [(s.name, s.device, s.automatic) for s in rank.written()]
+    written = [(s.name, s.device, s.automatic) for s in rank.settled()]
     assert sorted(written) == [
         ("backward", "cuda", True),
         ("data", "cpu", True),

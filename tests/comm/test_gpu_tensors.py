@@ -190,7 +190,7 @@ def waited_for_in_vain(how: str) -> None:
         if how == "later":
             operation.wait_begins()
         elif how != "at once":
-            operation.wait_begins_in_torch()
+            operation.wait_begins(in_torch=True)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError, RankError  # noqa: E402
 from labkit.errors.exit_reasons import Cause  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
-from labkit.recording.group_keys import GroupKind, kind_of, size_of, store_key  # noqa: E402
-from labkit.recording.schema import Pending  # noqa: E402
+from labkit.recording.group_keys import size_of  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -308,37 +307,15 @@ def one_ends_rpc() -> None:
         rpc.shutdown()
 
 
-def nobody_sets() -> None:
-    dist.distributed_c10d._get_default_store().wait([f"key {my_rank()}"])
-
-
-def nobody_sets_what_one_gets() -> None:
-    if my_rank() == 2:
-        dist.PrefixStore("mine", dist.distributed_c10d._get_default_store()).get("key")
-    dist.barrier()
-
-
-def nobody_sets_in_a_store_of_ones_own() -> None:
-    if my_rank() == 1:
-        dist.HashStore().get("key")
-
-
-# By program: the runtime, the reason, and the ranks that wait, each with its operation and what it waits for, which is
-# a number of ranks or a store's key.
-FOR_EVER: dict[Callable[..., None], tuple[str, Reason, list[tuple[int, str, int | str]]]] = {
+# By program: the runtime, the reason, and the ranks that wait, each with its operation and the number of ranks that it
+# waits for.
+FOR_EVER: dict[Callable[..., None], tuple[str, Reason, list[tuple[int, str, int]]]] = {
     other_ports: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 3) for rank in range(3)]),
     one_initialises: ("torch", Reason.RETURNED, [(0, "init_process_group", 3)]),
     too_many_expected: ("torch", Reason.RENDEZVOUS, [(rank, "init_process_group", 4) for rank in range(3)]),
-    nobody_sets: ("torch", Reason.RENDEZVOUS, [(rank, "store.wait", store_key(f"key {rank}")) for rank in range(3)]),
-    nobody_sets_what_one_gets: ("torch", Reason.RENDEZVOUS, [(2, "store.get", store_key("key"))]),
-    nobody_sets_in_a_store_of_ones_own: ("torch", Reason.RENDEZVOUS, [(1, "store.get", store_key("key"))]),
     one_starts_rpc: ("rpc", Reason.RETURNED, [(0, "init_rpc", 3)]),
     one_ends_rpc: ("rpc", Reason.RETURNED, [(1, "rpc.shutdown", 3)]),
 }
-
-
-def awaited(operation: Pending) -> int | str:
-    return size_of(operation.group) if kind_of(operation.group) is GroupKind.RENDEZVOUS else operation.group
 
 
 @pytest.mark.parametrize("program", FOR_EVER, ids=lambda program: program.__name__)
@@ -348,7 +325,7 @@ def test_a_wait_without_end_is_reported(program: Callable[..., None], groups: di
     with pytest.raises(RankError if reason is Reason.RETURNED else DeadlockError):
         group.run(program)
     found = reported.deadlocks[-1]
-    assert (found.reason, [(rank, p.name, awaited(p)) for rank, p in found.waits]) == (reason, waits)
+    assert (found.reason, [(rank, p.name, size_of(p.group)) for rank, p in found.waits]) == (reason, waits)
     assert group.run(my_rank).results == [0, 1, 2]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,65 +71,42 @@ def test_waited_for_at_once(rank: Rank) -> None:
     assert (span.nbytes, span.peer, span.group, span.match, span.line, span.done) == (8, 3, "world", 7, "cell 5, line 2", True)
 
 
-def test_completed_while_it_is_waited_for(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(20, operation.wait_begins)
-    rank.at(40, operation.completed)
-    assert rank.written() == []  # the waiter records it when it continues
-    rank.at(45, operation.wait_ends)
-    assert [times(s) for s in rank.written()] == [(10, 20, 45, 40)]
+IN_TORCH = partial(Operation.wait_begins, in_torch=True)
+# What happens, and when; and the times that are recorded.
+LIVES: dict[str, tuple[list[tuple[int, Callable[[Operation], object]]], list[tuple[int, int, int, int]]]] = {
+    "completed while it is waited for": (
+        [(20, Operation.wait_begins), (40, Operation.completed), (45, Operation.wait_ends)],
+        [(10, 20, 45, 40)],
+    ),
+    "completed before anybody waits": (
+        [(30, Operation.completed), (60, Operation.wait_begins), (61, Operation.wait_ends), (70, Operation.completed)],
+        [(10, 0, 0, 30)],
+    ),
+    "completed as the wait begins": ([(25, IN_TORCH), (25, Operation.completed)], [(10, 0, 0, 25)]),
+    "waited for in C++": ([(25, IN_TORCH), (40, Operation.completed)], [(10, 25, 40, 40)]),
+    "a second wait changes nothing": (
+        [(20, Operation.wait_begins), (30, Operation.wait_begins), (35, IN_TORCH), (40, Operation.wait_ends)],
+        [(10, 20, 40, 40)],
+    ),
+    "failed": ([(20, Operation.wait_begins), (40, Operation.failed)], [(10, 20, 40, 40)]),
+    "withdrawn": ([(15, Operation.withdrawn), (20, Operation.completed)], []),
+}
 
 
-def test_completed_before_anybody_waits(rank: Rank) -> None:
+@pytest.mark.parametrize("life", LIVES)
+def test_the_life_of_an_operation(rank: Rank, life: str) -> None:
+    events, recorded = LIVES[life]
     operation = rank.issue(10)
-    rank.at(30, operation.completed)
+    for now_ns, happens in events:
+        rank.at(now_ns, happens, operation)
+        if happens is Operation.completed and operation.waited_for:
+            assert rank.written() == [], "the waiter records it when it continues"
+        if happens is IN_TORCH and recorded[0][1] != 20:
+            assert rank.pending()[0].wait_start_ns == now_ns
+    written = rank.written()
+    assert [times(span) for span in written] == recorded
+    assert all(span.done is (life != "failed") for span in written)
     assert operation.done
-    rank.at(60, operation.wait_begins)
-    rank.at(61, operation.wait_ends)
-    rank.at(70, operation.completed)
-    assert [times(s) for s in rank.written()] == [(10, 0, 0, 30)]
-    assert rank.pending() == []
-
-
-def test_completed_as_the_wait_begins(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(25, operation.wait_begins_in_torch)
-    rank.at(25, operation.completed)
-    assert [times(s) for s in rank.written()] == [(10, 0, 0, 25)]
-
-
-def test_waited_for_in_cpp(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(25, operation.wait_begins_in_torch)
-    assert rank.pending()[0].wait_start_ns == 25
-    rank.at(40, operation.completed)
-    assert [times(s) for s in rank.written()] == [(10, 25, 40, 40)]
-
-
-def test_a_second_wait_changes_nothing(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(20, operation.wait_begins)
-    rank.at(30, operation.wait_begins)
-    rank.at(35, operation.wait_begins_in_torch)
-    rank.at(40, operation.wait_ends)
-    assert [times(s) for s in rank.written()] == [(10, 20, 40, 40)]
-
-
-def test_failed(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(20, operation.wait_begins)
-    rank.at(40, operation.failed)
-    (span,) = rank.written()
-    assert times(span) == (10, 20, 40, 40)
-    assert not span.done
-    assert rank.pending() == []
-
-
-def test_withdrawn(rank: Rank) -> None:
-    operation = rank.issue(10)
-    operation.withdrawn()
-    rank.at(20, operation.completed)
-    assert rank.written() == []
     assert rank.pending() == []
 
 
@@ -143,7 +121,7 @@ def waits(trace: Trace) -> list[tuple[str, int, int]]:
     return [(trace.columns.names[group], match, time_ns) for _, group, match, time_ns in trace.waits.tolist()]
 
 
-@pytest.mark.parametrize("begins", [Operation.wait_begins, Operation.wait_begins_in_torch])
+@pytest.mark.parametrize("begins", [Operation.wait_begins, IN_TORCH])
 def test_a_wait_for_a_completed_operation(rank: Rank, begins: Callable[[Operation], None]) -> None:
     operation = rank.issue(10, group="world", match=7)
     rank.at(30, operation.completed)
@@ -154,19 +132,15 @@ def test_a_wait_for_a_completed_operation(rank: Rank, begins: Callable[[Operatio
     assert [times(s) for s in trace] == [(10, 0, 0, 30)]
 
 
-def test_a_wait_that_lasts_is_no_wait_for_a_completed_operation(rank: Rank) -> None:
-    operation = rank.issue(10, group="world", match=7)
-    rank.at(20, operation.wait_begins)
-    rank.at(25, operation.wait_begins)
+@pytest.mark.parametrize("group", ["world", ""])
+def test_waits_that_are_not_recorded_by_themselves(rank: Rank, group: str) -> None:
+    """A wait that lasts is part of its operation; for an operation without a group, nobody could tell for which."""
+    operation = rank.issue(10, group=group, match=7)
+    if group:
+        rank.at(20, operation.wait_begins)
+        rank.at(25, operation.wait_begins)
     rank.at(30, operation.completed)
-    rank.at(31, operation.wait_ends)
-    assert len(rank.trace().waits) == 0
-
-
-def test_an_operation_without_a_group_has_no_recorded_wait(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(30, operation.completed)
-    rank.at(60, operation.wait_begins)
+    rank.at(31, operation.wait_ends if group else operation.wait_begins)
     assert len(rank.trace().waits) == 0
 
 
@@ -270,14 +244,6 @@ def test_the_backend_completes_a_batch_before_the_link_holds_any_of_it(rank: Ran
     assert [(span.backend_ns, span.end_ns) for span in rank.written()] == [(30, 80), (30, 80)]
 
 
-def test_without_a_link_the_backend_ends_with_the_operation(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(20, operation.wait_begins)
-    rank.at(30, operation.hold)
-    rank.at(40, operation.wait_ends)
-    assert [span.backend_ns for span in rank.written()] == [0]
-
-
 @pytest.mark.parametrize("end", ["waits", "completed while it waits in C++", "completed as it waits", "nobody waits"])
 def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> None:
     main = threading.get_ident()
@@ -290,7 +256,7 @@ def test_the_delays_of_the_threads_that_issue_and_wait(rank: Rank, end: str) -> 
         rank.at(20, operation.wait_begins)
         rank.at(50, operation.wait_ends)
     elif end != "nobody waits":
-        rank.at(20, operation.wait_begins_in_torch)
+        rank.at(20, partial(operation.wait_begins, in_torch=True))
     rank.now_ns = 20 if end == "completed as it waits" else 50
     on_a_thread(operation.completed)
     (span,) = rank.written()
@@ -315,11 +281,12 @@ def test_the_thread_that_issues_an_operation(rank: Rank) -> None:
     }  # fmt: skip
 
 
-def test_without_delays_they_are_0(rank: Rank) -> None:
+def test_without_a_link_and_delays_their_times_are_0(rank: Rank) -> None:
     operation = rank.issue(10)
     rank.at(20, operation.wait_begins)
+    rank.at(30, operation.hold)
     rank.at(50, operation.wait_ends)
-    assert [(s.issue_delay_ns, s.wait_delay_ns) for s in rank.written()] == [(0, 0)]
+    assert [(s.backend_ns, s.issue_delay_ns, s.wait_delay_ns) for s in rank.written()] == [(0, 0, 0)]
 
 
 def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:
@@ -388,17 +355,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_collect_all", torch._C._collect_all)
 
 
-def test_a_future_reports_to_its_operation(rank: Rank) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_future_reports_to_its_operation(rank: Rank, fails: bool) -> None:
     _, future, _ = futures_of(rank)
-    rank.at(30, future.set_result, 1)
-    assert [times(s) for s in rank.written()] == [(10, 0, 0, 30)]
-
-
-def test_a_future_that_fails_says_so(rank: Rank) -> None:
-    _, future, _ = futures_of(rank)
-    rank.at(30, future.set_exception, ValueError("no"))
+    rank.at(30, future.set_exception if fails else future.set_result, ValueError("no"))
     (span,) = rank.written()
-    assert not span.done
+    assert (times(span), span.done) == ((10, 0, 0, 30), not fails)
 
 
 @pytest.mark.usefixtures("installed")

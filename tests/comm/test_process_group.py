@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.comm.process_group import HALVES
 from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.flows import flows_of
@@ -342,6 +343,19 @@ def test_a_group_behaves_like_torchs_own(pair: Group) -> None:
         return [*seen, repr(type(work)), isinstance(work, dist.Work), work.is_completed()]
 
     same_as_torchs_own(pair, look)
+
+
+def test_what_carries_out_each_method_of_a_group() -> None:
+    by_half: dict[str, set[str]] = {}
+    for method, half in HALVES.items():
+        by_half.setdefault(half, set()).add(method)
+    print("\n".join(f"{half}: {', '.join(sorted(found))}" for half, found in by_half.items()))
+    made = {"send", "recv", "recv_anysource", "monitored_barrier", "split_group", "merge_remote_group", "set_timeout"}
+    made |= {"_get_backend", "_start_coalescing", "_end_coalescing"}
+    assert by_half["ours"] - {"start_coalescing", "end_coalescing"} == made  # which torch after 2.13 has, too
+    assert by_half["both halves"] == {"_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name"}
+    assert {"allreduce", "broadcast", "barrier", "allgather", "_allgather_base"} <= by_half["recorded"]
+    assert {"abort", "shutdown", "name", "group_name", "bound_device_id"} <= by_half["delegated"]
 
 
 def test_a_group_split_from_another_is_recorded(pair: Group) -> None:

@@ -60,30 +60,14 @@ def complete(work: Any) -> Any:
     return work
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        cases.collectives, cases.objects, cases.asynchronous, cases.functional, cases.ring_of_messages, cases.late_wait,
-        cases.gradients_by_hand, cases.fully_sharded, cases.tensor_parallel, cases.sharded_optimizer,
-    ],
-)  # fmt: skip
-def test_each_operation_that_is_waited_for(pair: Group, case: Callable[..., Any]) -> None:
-    run = pair.run(cases.watched_and_bare, case)
-    assert len(operations(run))
-    assert never_waited_for(run) == []
+PROGRAMS = cases.PROGRAMS | {"late_wait": (cases.late_wait, (), "", 1)}
 
 
-@pytest.mark.parametrize("how", ["plain", "static_graph", "find_unused", "allreduce_hook", "fp16_hook"])
-def test_each_bucket_of_data_parallel(pair: Group, how: str) -> None:
-    run = pair.run(cases.watched_and_bare, cases.data_parallel, how)
-    assert len(operations(run)) >= 6
-    assert never_waited_for(run) == []
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_each_message_of_a_pipeline(pair: Group, schedule: str) -> None:
-    run = pair.run(cases.watched_and_bare, cases.pipelined, schedule)
-    assert len(operations(run)) >= 8
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_operation_that_is_waited_for(pair: Group, program: str) -> None:
+    case, given, _, least = PROGRAMS[program]
+    run = pair.run(cases.watched_and_bare, case, *given)
+    assert len(operations(run)) >= least
     assert never_waited_for(run) == []
 
 

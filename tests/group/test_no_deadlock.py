@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import socket
 import threading
@@ -455,16 +456,17 @@ def meets(path: str, rank: int) -> float:
 
 
 class Notebook:
-    """Acts once the notice about a run appears, which is after a false deadlock would be reported."""
+    """Acts once the notice about a wait appears, which is after a false deadlock would be reported."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, act: Callable[[], object]) -> None:
         self.said = ""
-        self._act = act
+        self._call, self._act = call, act
         monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", int(LATE_S * 1e9))
+        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", LATE_S)
         monkeypatch.setattr(Output, "say", lambda _, word: self._acts(word))
 
     def _acts(self, word: str) -> None:
-        if word and not self.said:
+        if self._call in word and not self.said:
             self.said = word
             self._act()
 
@@ -476,9 +478,9 @@ def test_the_notebook_sets_a_key_that_ranks_wait_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     path = f"{tmp_path}/store"
-    notebook = Notebook(monkeypatch, lambda: open_store(path).set("key", "value"))
+    notebook = Notebook(monkeypatch, "open_store(path).", lambda: open_store(path).set("key", "value"))
     assert three.run(program, open_store, path).results == [b"", b"value", b""]
-    assert "for key 'key' (test_no_deadlock.py, line " in notebook.said
+    assert re.search(r"rank 1( is|.* are) at test_no_deadlock.py, line \d+: .*open_store", notebook.said), notebook.said
 
 
 def gets_from_a_server(port: int) -> bytes:
@@ -504,16 +506,17 @@ def test_the_notebook_serves_a_store(late: str, three: lab.Group, monkeypatch: p
 
         if late == "the key":
             serve()
-        notebook = Notebook(monkeypatch, act)
+        call = "store.get" if late == "the key" else "dist.TCPStore"
+        notebook = Notebook(monkeypatch, f"{call}(", act)
         assert three.run(gets_from_a_server, port).results == [b"", b"value", b""]
         KEPT.clear()
-    assert ("in store.get for key 'key'" if late == "the key" else "in TCPStore at localhost") in notebook.said
+    assert re.search(rf"rank 1 is at test_no_deadlock.py, line \d+: .*{call}\(", notebook.said), notebook.said
 
 
 def test_a_rank_waits_for_one_of_another_group(three: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{tmp_path}/store"
     with lab.Group(1, timeout_s=200) as other, ThreadPoolExecutor(1) as pool:
-        notebook = Notebook(monkeypatch, lambda: pool.submit(other.run, meets, path, 1))
+        notebook = Notebook(monkeypatch, "in init_process_group at", lambda: pool.submit(other.run, meets, path, 1))
         assert three.run(meets, path, 0).results == [2.0, 0.0, 0.0]
     assert f"in init_process_group at {path} of 2 ranks" in notebook.said
 

@@ -13,7 +13,7 @@ from labkit.group.deadlock import RankState
 from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import frame_at
 from labkit.launch.thread_states import Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, store_key
+from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, rendezvous_key
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
 
@@ -94,10 +94,9 @@ def test_a_wait_with_a_time_limit_is_mentioned_too() -> None:
     assert notice(rank(0, op("monitored_barrier", thread=TIMED)), rank(1)).startswith("rank 0 has waited in monitored_barrier")
 
 
-def test_another_program_may_set_a_stores_key() -> None:
-    assert notice(rank(0, op("store.get", group=store_key("key"), thread=TIMED)), rank(1, returned=True)) == (
-        "rank 0 has waited in store.get for key 'key' (cell 5, line 1) for more than 20 s; another program may end that wait"
-    )
+def test_another_program_may_come() -> None:
+    waits = op("init_process_group", group=rendezvous_key("/shared/file", 2), match=1, thread=TIMED)
+    assert notice(rank(0, waits), rank(1, returned=True)).endswith("; rank 1 has returned; another program may end that wait")
 
 
 def test_ranks_that_wait_in_different_places() -> None:

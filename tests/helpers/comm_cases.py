@@ -410,3 +410,18 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+# Programs for a pair of ranks: the function, its arguments, and an operation with its least number.
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str, int]] = {
+    case.__name__: (case, (), "", 1)
+    for case in (
+        collectives, objects, asynchronous, functional, ring_of_messages, gradients_by_hand, fully_sharded, tensor_parallel,
+        sharded_optimizer,
+    )
+}  # fmt: skip
+PROGRAMS |= {
+    f"data_parallel {how}": (data_parallel, (how,), "all_reduce", 6)
+    for how in ("plain", "static_graph", "find_unused", "allreduce_hook", "fp16_hook")
+}
+PROGRAMS |= {f"pipelined {schedule}": (pipelined, (schedule,), "send", 8) for schedule in ("gpipe", "1f1b")}

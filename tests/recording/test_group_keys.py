@@ -23,7 +23,6 @@ from labkit.recording.group_keys import (
     ranks_of,
     rendezvous_key,
     size_of,
-    store_key,
     where_of,
     with_elements,
     without_ones,
@@ -40,7 +39,6 @@ from labkit.recording.group_keys import (
         (pair_key(0, 1, 0, of_ranks("group 1", [0, 1])), GroupKind.PAIR),
         (call_key(0, 11), GroupKind.CALL),
         (rendezvous_key("localhost:29500", 4), GroupKind.RENDEZVOUS),
-        (store_key("rpc 0>1"), GroupKind.STORE),
         (creation_key("5", [1, 2]), GroupKind.CREATION),
         (TENSORFLOW, GroupKind.TENSORFLOW),
         (DIST_BACKWARD, GroupKind.BACKWARD),
@@ -57,7 +55,6 @@ def test_what_was_put_into_a_key_is_read_from_it() -> None:
     assert ranks_of(creation_key("5", [3])) == [3]
     assert ranks_of("world") is None
     assert where_of(rendezvous_key("localhost:29500", 2)) == "at localhost:29500 of 2 ranks"
-    assert where_of(store_key("model/ready")) == "for key 'model/ready'"
     assert where_of(pair_key(0, 1, 7)) == "with tag 7"
     assert where_of(call_key(0, 1)) == where_of(pair_key(0, 1, 0)) == ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,39 +87,25 @@ def test_a_failing_run_does_not_disturb_the_profiler(pair: Group) -> None:
     assert not {*before} & {*pair.run(os.getpid).results}, "ranks in which a profiler was left running serve no more"
 
 
-def with_its_own_profiler(in_a_thread: bool) -> list[str]:
-    """Multiplies before, inside and after a profiler of its own, which sees one of the three products."""
+def with_its_own_profiler() -> str:
+    """Tries to start a profiler of its own."""
     import torch
 
-    values, seen = torch.ones(100, 100), []
-
-    def profiled() -> None:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
-            torch.mm(values, values)
-        seen.extend(event.key for event in own.key_averages())
-
-    torch.mm(values, values)
-    if in_a_thread:
-        thread = threading.Thread(target=profiled)
-        thread.start()
-        thread.join()
-    else:
-        profiled()
-    torch.mm(values, values)
-    return [name for name in seen if name == "aten::mm"]
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            return "started"
+    except LabError as error:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        return str(error)
 
 
-@pytest.mark.parametrize("in_a_thread", [False, True], ids=["main thread", "another thread"])
 @pytest.mark.processes
-def test_a_profiler_of_the_programs_own_pauses_ours(pair: Group, in_a_thread: bool) -> None:
+def test_a_profiler_of_the_programs_own_is_refused_beside_ours(pair: Group) -> None:
     with profile(pair):
-        run = pair.run(with_its_own_profiler, in_a_thread)
-    assert run.results == [["aten::mm"]] * 2
-    for rank in range(2):
-        before, after = named(run.trace.profile, rank, "aten::mm")
-        (own,) = (e for e in run.trace.profile if e.rank == rank and e.category == "labkit")
-        assert before.end_ns <= own.start_ns + NEAR_NS
-        assert own.end_ns <= after.start_ns + NEAR_NS
+        run = pair.run(with_its_own_profiler)
+    assert all("torch can run only one" in said for said in run.results)
+    assert all(named(run.trace.profile, rank, "aten::mm") for rank in range(2)), "ours goes on"
+    assert pair.run(with_its_own_profiler).results == ["started"] * 2
 
 
 def never_stopped() -> None:

@@ -125,10 +125,9 @@ class Torch(Runtime):
         from labkit.comm.process_group_initialization import Initialization
 
         rank_config = self.rank_config
-        store = self._master.address, self._master.port
         rpc = self._rpc_given(), rank_config.starts_rpc
         self._initialization = Initialization(
-            recorder, rank_config.rank, rank_config.size, record_rpc, self.place.names, store, self._connect, *rpc
+            recorder, rank_config.rank, rank_config.size, record_rpc, self.place.names, self._connect, *rpc
         )
         watch_device(recorder, devices()[0])
 
