@@ -26,7 +26,7 @@ from labkit.errors.exceptions import (
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean
 from labkit.notebook.on_import import begin
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "1.0.0rc1"  # pyproject.toml reads it here
 
 # The public names, with the module that defines each one, and their imports for editors and type checkers.
 # `tests/test_house.py` compares the two lists.
