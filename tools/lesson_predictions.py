@@ -1,28 +1,32 @@
-"""Collects what the executed lessons predicted and measured, and writes it into docs/predictions.md.
+"""Collects what the executed lessons predicted and measured, and writes a summary into docs/predictions.md.
 
 python -m tools.lesson_predictions
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any, Final
 
 import nbformat
 
-from labkit.plots.predictions import HEADINGS, MIME, Predictions, Row
+from labkit.plots.predictions import MIME, Predictions, Row
 from tools.lesson_numbers import NOTEBOOKS
 
 __all__ = ["predictions_in", "section", "with_section"]
 
 PAGE: Final = NOTEBOOKS.parent / "docs" / "predictions.md"
 HEADING: Final = "## In the lessons"
-INTRODUCTION: Final = """The pairs that the executed lessons show, by `lab.reveal` and `lab.predictions`, in the lessons' order.
-`python -m tools.lesson_predictions` collects them from the notebooks. Sizes and counts are the same on each
-machine. Times are those of one execution on two cores: where four ranks share them, where the lesson says
-that its formula leaves something out, and in its "Break", ratios are far from 1 on purpose, and the text
-beside the table explains them."""
+INTRODUCTION: Final = """
+The executed lessons show pairs of predicted and measured values, by `lab.reveal` and `lab.predictions`. This table
+has a row for each lesson, with the pair whose ratio is furthest from 1. Sizes and counts are the same on each machine.
+Times are those of one execution on two cores: where four ranks share them, where the lesson says that its formula
+leaves something out, and in its "Break", ratios are far from 1 on purpose, and the text beside the pair explains it.
+`python -m tools.lesson_predictions` writes this section.
+"""
+HEADINGS: Final = ("lesson", "pairs", "median ratio", "between 0.8 and 1.25", "furthest from 1", "predicted", "measured", "ratio")
 
 
 def predictions_in(path: Path) -> list[Predictions]:
@@ -38,13 +42,27 @@ def predictions_in(path: Path) -> list[Predictions]:
 
 def section(tables: dict[str, list[Predictions]]) -> str:
     """The section of the page, from the tables of each lesson."""
-    rows = [(name, *cells) for name, found in tables.items() for table in found for cells in table.cells()]
-    lines = ["| " + " | ".join(row) + " |" for row in [("lesson", "quantity", *HEADINGS[1:]), *rows]]
-    lines.insert(1, "|---" * (len(HEADINGS) + 1) + "|")
-    ratios = [row.ratio for found in tables.values() for table in found for row in table.rows]
-    inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
-    last = f"{inside} of {len(ratios)} ratios are between 0.8 and 1.25; their median is {statistics.median(ratios):.2f}."
-    return "\n".join([HEADING, "", INTRODUCTION, "", *lines, "", last, ""])
+    rows = [_cells_of_lesson(name, found) for name, found in tables.items() if found]
+    lines = ["| " + " | ".join(row) + " |" for row in [HEADINGS, *rows]]
+    lines.insert(1, "|---" * len(HEADINGS) + "|")
+    ratios = [ratio for found in tables.values() for ratio in _ratios(found)]
+    last = f"{_inside(ratios)} of {len(ratios)} ratios are between 0.8 and 1.25; their median is {statistics.median(ratios):.2f}."
+    return "\n".join([HEADING, "", INTRODUCTION.strip(), "", *lines, "", last, ""])
+
+
+def _cells_of_lesson(name: str, found: list[Predictions]) -> tuple[str, ...]:
+    ratios = _ratios(found)
+    cells = [cells for table in found for cells in table.cells()]
+    furthest = max(range(len(ratios)), key=lambda i: abs(math.log(ratios[i])))
+    return name, f"{len(ratios)}", f"{statistics.median(ratios):.2f}", f"{_inside(ratios)}", *cells[furthest]
+
+
+def _ratios(found: list[Predictions]) -> list[float]:
+    return [row.ratio for table in found for row in table.rows]
+
+
+def _inside(ratios: list[float]) -> int:
+    return sum(0.8 <= ratio <= 1.25 for ratio in ratios)
 
 
 def with_section(page: str, new: str) -> str:

@@ -113,14 +113,19 @@ def rows(only: str, count: int) -> Iterator[list[str]]:
         print(text, file=sys.stderr, flush=True)
         gained = [_ms(run) - ms for run, ms in zip(slow, fast, strict=True)]
         known = [one for one in said if one is not None]
-        predicted = f"{statistics.median(known):.3g}" if known else "–"
-        tries = f"{min(gained):.3g} to {max(gained):.3g}"
-        yield [case.name, f"{_ms(middle):.3g}", _cause(text), case.cure, predicted, f"{statistics.median(gained):.3g}", tries]
+        predicted = _rounded(statistics.median(known)) if known else "–"
+        print(f"gains measured: {min(gained):.3g} to {max(gained):.3g} ms", file=sys.stderr, flush=True)
+        yield [case.name, _rounded(_ms(middle)), _cause(text), case.cure, predicted, _rounded(statistics.median(gained))]
 
 
 def _ms(run: lab.Run) -> float:
     """The time of a step; of a run that records none, that of the whole."""
     return lab.step_ms(run) if len(run.trace.step_bounds()) else run.trace.duration_ns / 1e6
+
+
+def _rounded(ms: float) -> str:
+    """Three digits."""
+    return f"{float(f'{ms:.3g}'):,g}"
 
 
 def _said(run: lab.Run, change: str) -> float | None:
@@ -140,10 +145,10 @@ def _said(run: lab.Run, change: str) -> float | None:
 
 
 def _cause(text: str) -> str:
-    """The sentences between what the ranks did and what replay predicts."""
+    """The sentences between what the ranks did and what replay predicts, without the explanation behind a colon."""
     sentences = text.partition(" Predicted by replay")[0].split(". ")
     began = next(i for i, sentence in enumerate(sentences) if sentence.startswith("The rank"))
-    return sentences[began + 1].removesuffix(".").partition(": each rank took part")[0]
+    return sentences[began + 1].removesuffix(".").partition(": ")[0]
 
 
 def main() -> None:
@@ -154,7 +159,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the programs whose names contain this")
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
-    head = ["program", "step [ms]", "cause said", "cure", "gain said [ms]", "gain measured [ms]", "all tries [ms]"]
+    head = ["program", "step [ms]", "cause said", "cure", "gain said [ms]", "gain measured [ms]"]
     cells = table(head, list(rows(arguments.only, arguments.tries)))
     load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
     lines = [SECTION, "", INTRODUCTION.strip().format(tries=arguments.tries), "", *about, load, "", cells, ""]
@@ -166,10 +171,11 @@ def main() -> None:
 
 
 INTRODUCTION: Final = """
-`python -m bench.speed.explained --write docs/predictions.md` writes this section. Each program of
-`bench/speed/slow_programs.py` runs in turns with its cure, {tries} times each; times are medians of `lab.step_ms`. "Gain
-said" is what `lab.what_helps` says of the same change, or `lab.schedule` of more micro-batches, where they know it.
+What `lab.explain` says about programs that are slow for a known reason, and what the cure really gains. "Gain said" is
+what `lab.what_helps` says of the same change, or `lab.schedule` of more micro-batches, where they know it. Each program
+of `bench/speed/slow_programs.py` runs in turns with its cure, {tries} times each; times are medians of `lab.step_ms`.
 Most layers sleep instead of computing, so that ranks do not disturb one another.
+`python -m bench.speed.explained --write docs/predictions.md` writes this section.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,39 +34,67 @@ Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and meas
 
 
 def main() -> None:
-    """Measure and print; optionally keep the table in a file."""
+    """Measure and print all cases; optionally keep a summary in a file."""
     parser = argparse.ArgumentParser("python -m bench.speed.predictions", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="keep the table in this file as well")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="keep a row for each kind of case in this file")
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
-    cells, ratios = [], []
-    timed = (collectives, messages, two_levels, overlapped, data_parallel, pipeline, sharded_models.tensor_parallel)
-    for part in (*timed, sharded_models.memory, echo):
-        print(part.__name__, file=sys.stderr, flush=True)
-        for name, predicted, measured in part():
-            ratios.append(measured / predicted)
-            unit = "B" if part is sharded_models.memory else "s"
-            cells.append([name, in_words(predicted, unit), in_words(measured, unit), f"{ratios[-1]:.2f}"])
+    measured: dict[str, list[Row]] = {}
+    for kind, part in PARTS.items():
+        print(kind, file=sys.stderr, flush=True)
+        measured[kind] = list(part())
+    print("\n".join([*about, "", table(["case", "predicted", "measured", "ratio"], all_cases(measured))]))
+    lines = [*about, "", table(["what", "cases", "predicted", "ratio, median", "ratios"], kinds_of_cases(measured)), ""]
+    ratios = [ratio for rows in measured.values() for ratio in _ratios(rows)]
     inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
-    lines = [*about, "", table(["case", "predicted", "measured", "ratio"], cells), ""]
-    lines += [f"{inside} of {len(ratios)} ratios are between 0.8 and 1.25."]
-    print("\n".join(lines))
+    lines += [f"{inside} of {len(ratios)} ratios of measured to predicted are between 0.8 and 1.25."]
+    print("\n".join(["", *lines]))
     if arguments.write:
         page = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
         others = page[page.find(SECTIONS) :] if SECTIONS in page else ""
         arguments.write.write_text("\n".join([INTRODUCTION, *lines, "", others]).rstrip() + "\n", encoding="utf-8")
 
 
+def all_cases(measured: dict[str, list[Row]]) -> list[list[str]]:
+    """A row of the table for each case."""
+    cells = []
+    for kind, rows in measured.items():
+        for name, predicted, found in rows:
+            cells.append([name, *(in_words(value, _unit(kind)) for value in (predicted, found)), f"{found / predicted:.2f}"])
+    return cells
+
+
+def kinds_of_cases(measured: dict[str, list[Row]]) -> list[list[str]]:
+    """A row of the table for each kind of case: how many there are, and how far their ratios are from 1."""
+    cells = []
+    for kind, rows in measured.items():
+        predicted = [in_words(value, _unit(kind)) for value in sorted(row[1] for row in rows)]
+        ratios = sorted(_ratios(rows))
+        sizes = f"{predicted[0]} to {predicted[-1]}"
+        cells.append([kind, f"{len(rows)}", sizes, f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"])
+    return cells
+
+
+def _ratios(rows: list[Row]) -> list[float]:
+    return [found / predicted for _, predicted, found in rows]
+
+
+def _unit(kind: str) -> str:
+    return "B" if kind == MEMORY else "s"
+
+
 INTRODUCTION: Final = """# Predicted and measured
 
-`python -m bench.speed.predictions` prints this page; `--write docs/predictions.md` keeps it here. The ranks of one
-machine communicate over a `lab.Link`, or over a `lab.Network` of two nodes. `lab.predict` computes the predictions from
-the numbers of the links and, where ranks compute, from how long they compute alone, measured in the same run. Where
-ranks have all cores, it also uses how much processor time an all-reduce takes from them.
+How close `lab.predict` comes to what ranks measure over emulated links, what [`lab.explain`
+says](#causes-that-explain-says) about slow programs, and what [the lessons](#in-the-lessons) show.
+The pages on [replay](replay.md), [simulated ranks](simulate.md) and [networks](networks.md) have tables of their own.
 
-A time is the median of nine, from the moment when the last rank has begun to the moment when the last has ended. On a
-busy machine, or with fewer cores than ranks, gloo's own time is added, and where it exceeds the link's time it is what
-is measured. Memory is what `lab.track_memory` counts of parameters, gradients and optimizer state.
+`python -m bench.speed.predictions` prints all cases; `--write docs/predictions.md` keeps this table. The predictions
+need the link's latency and bandwidth and, where ranks compute, how long they compute alone. Collectives and messages
+have 4 kB to 4 MB, over links of 1 Gbit/s with 50 µs or 5 ms, on two and four ranks; steps run on two. A time is the
+median of nine. On a busy machine, or with fewer cores than ranks, gloo's own time is added, and where it exceeds the
+link's time it is what is measured. Memory is what `lab.track_memory` counts of parameters, gradients and optimizer
+state.
 """
 
 
@@ -304,6 +333,19 @@ def echo() -> Iterator[Row]:
             took_s = seconds(group["master"].run(call, nbytes).results)
         yield f"remote call, {in_words(nbytes, 'B')} there and back, {link}", lab.predict.rpc(nbytes, nbytes, link), took_s
 
+
+MEMORY: Final = "memory of DDP, ZeRO and FSDP2"
+PARTS: Final[dict[str, Callable[[], Iterator[Row]]]] = {
+    "collectives": collectives,
+    "messages": messages,
+    "collectives and messages on two nodes": two_levels,
+    "an all-reduce beside computing": overlapped,
+    "a data-parallel step": data_parallel,
+    "a GPipe step": pipeline,
+    "a tensor-parallel layer": sharded_models.tensor_parallel,
+    MEMORY: sharded_models.memory,
+    "a remote call, there and back": echo,
+}
 
 if __name__ == "__main__":
     main()

@@ -115,7 +115,7 @@ def sharing() -> Iterator[Case]:
     """Layers that compute, two ranks on one core: as if each had its own."""
     for name, (program, more) in _named().items():
         base = Run(program, (Work(sleeps=False), *more), 2)
-        yield Case(name, replace(base, one_core=True), base, {"own_cores": True})
+        yield Case(f"{name}, own_cores=True", replace(base, one_core=True), base, {"own_cores": True})
 
 
 class Groups:
@@ -153,7 +153,7 @@ def _on_one_core(program: Program, *arguments: Any) -> None:
 
 
 def rows(cases: Iterator[Case], groups: Groups, tries: int) -> Iterator[tuple[list[str], float, float]]:
-    """For each case: the cells of its row, its error, and how far an unchanged replay is from the recorded run."""
+    """For each case: the cells of its row, its ratio, and how far an unchanged replay is from the recorded run."""
     for case in cases:
         print(case.name, file=sys.stderr, flush=True)
         recorded, predicted, real, same = [], [], [], []
@@ -166,13 +166,34 @@ def rows(cases: Iterator[Case], groups: Groups, tries: int) -> Iterator[tuple[li
         medians = [statistics.median(times) for times in (recorded, predicted, real)]
         ratio = medians[1] / medians[2]
         cells = [case.name, *(f"{ms:.1f}" for ms in medians), f"{min(real):.1f} to {max(real):.1f}", f"{ratio:.3f}"]
-        yield cells, abs(ratio - 1), max(same)
+        yield cells, ratio, max(same)
+
+
+def changes(ratio_by_case: dict[str, float]) -> list[list[str]]:
+    """A row of the page for each change: in how many programs it was made, and predicted times over real ones."""
+    by_change: dict[str, list[float]] = {}
+    for case, ratio in ratio_by_case.items():
+        by_change.setdefault(case.partition(", ")[2], []).append(ratio)
+    cells = []
+    for change, found in by_change.items():
+        all_of_them = f"{min(found):.3f} to {max(found):.3f}" if len(found) > 1 else ""
+        cells.append([change, f"{len(found)}", f"{statistics.median(found):.3f}", all_of_them])
+    return cells
+
+
+def errors_in_words(ratios: list[float]) -> str:
+    """Median, 90 % and the largest."""
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    tenth = errors[round(0.9 * (len(errors) - 1))]
+    return f"Errors: median {statistics.median(errors):.1%}, 90 % within {tenth:.1%}, the largest {errors[-1]:.1%}."
 
 
 def main() -> None:
-    """Measure and print; optionally keep the tables in a file."""
+    """Measure and print all cases; optionally keep a summary in a file."""
     parser = argparse.ArgumentParser("python -m bench.speed.replayed", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the last section of this file")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="replace the last section of this file by a row for each change"
+    )
     parser.add_argument("--tries", type=int, default=TRIES, help="of each program")
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
@@ -182,12 +203,10 @@ def main() -> None:
             break
         with ExitStack() as stack:
             found = list(rows(part(), Groups(stack), arguments.tries))
-        errors = sorted(error for _, error, _ in found)
         unchanged = max(unchanged, *(same for *_, same in found))
-        head = ["change", "recorded [ms]", "predicted [ms]", "really run [ms]", "all tries [ms]", "ratio"]
-        lines += [words.strip(), "", table(head, [cells for cells, *_ in found]), ""]
-        tenth = errors[round(0.9 * (len(errors) - 1))]
-        lines += [f"Errors: median {statistics.median(errors):.1%}, 90 % within {tenth:.1%}, the largest {errors[-1]:.1%}.", ""]
+        print(table(ALL_HEADINGS, [cells for cells, *_ in found]), end="\n\n")
+        ratios = {cells[0]: ratio for cells, ratio, _ in found}
+        lines += [words.strip(), "", table(HEADINGS, changes(ratios)), "", errors_in_words([*ratios.values()]), ""]
     load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
     said = f"Without a change, a replay's steps differ by at most {unchanged:.2%} from the recorded ones."
     lines = [SECTION, "", INTRODUCTION.strip(), "", *about, load, "", *lines, said]
@@ -197,9 +216,12 @@ def main() -> None:
         arguments.write.write_text("\n".join([page, "", *lines]) + "\n", encoding="utf-8")
 
 
+ALL_HEADINGS: Final = ("change", "recorded [ms]", "predicted [ms]", "really run [ms]", "all tries [ms]", "ratio")
+HEADINGS: Final = ("change", "programs", "predicted ÷ really run, median", "all programs")
 INTRODUCTION: Final = f"""
-`python -m bench.speed.replayed --write docs/replay.md` writes this section. The recorded and the changed program run in
-turns, {TRIES} times each; times are medians of `lab.step_ms`. The link is one of {FAST} unless another one is named.
+DDP, FSDP2, tensor parallelism, GPipe, 1F1B and remote calls were recorded, changed and run again, in turns, {TRIES} times
+each. Times are medians of `lab.step_ms`; the link is one of {FAST} unless another one is named.
+`python -m bench.speed.replayed --write docs/replay.md` writes this section and prints each program's times.
 """
 UNDISTURBED: Final = """
 Layers that sleep, so that ranks do not disturb one another; four ranks, for remote calls three:

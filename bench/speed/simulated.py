@@ -41,8 +41,8 @@ PROGRAMS: Final[tuple[Callable[..., None], ...]] = (
 )
 
 
-def real_groups(sizes: tuple[int, ...]) -> Iterator[list[str]]:
-    """A row for each program: real groups and simulations in turns, medians."""
+def real_groups(sizes: tuple[int, ...]) -> Iterator[tuple[list[str], float]]:
+    """For each program: a row of the times of real groups and simulations in turns, medians; and the ratio."""
     for size in sizes:
         with lab.Group(size, devices="cpu", threads=1, link=LINK) as group:
             for sleeps in (True, False):
@@ -57,8 +57,16 @@ def real_groups(sizes: tuple[int, ...]) -> Iterator[list[str]]:
                     real = [lab.step_ms(run) for run in runs]
                     alone = [lab.step_ms(lab.replay(run, own_cores=True)) for run in runs]
                     medians = [statistics.median(times) for times in (simulated, real, alone)]
-                    spread = f"{min(real):.1f} to {max(real):.1f}"
-                    yield [name, *(f"{ms:.1f}" for ms in medians), spread, f"{medians[0] / medians[2]:.2f}"]
+                    spread, ratio = f"{min(real):.1f} to {max(real):.1f}", medians[0] / medians[2]
+                    yield [name, *(f"{ms:.1f}" for ms in medians), spread, f"{ratio:.2f}"], ratio
+
+
+def ratios_by_program(ratio_by_name: dict[str, float]) -> list[list[str]]:
+    """A row of the page for each program: its ratios, with columns for the number of ranks and what layers do."""
+    cells: dict[str, list[str]] = {}
+    for name, ratio in ratio_by_name.items():
+        cells.setdefault(name.partition(", ")[0], []).append(f"{ratio:.2f}")
+    return [[program, *ratios] for program, ratios in cells.items()]
 
 
 def published() -> Iterator[list[str]]:
@@ -79,17 +87,20 @@ def published() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measure and print; optionally keep the tables in a file."""
+    """Measure and print all times; optionally keep a summary in a file."""
     parser = argparse.ArgumentParser("python -m bench.speed.simulated", description=__doc__)
     parser.add_argument("--write", metavar="FILE", type=Path, help="replace the last section of this file")
     parser.add_argument("--sizes", type=int, nargs="*", default=[2, 4], help="of the real groups")
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
     groups = list(real_groups(tuple(arguments.sizes)))
+    print(table(ALL_HEADINGS, [cells for cells, _ in groups]), end="\n\n")
     load = f"- load after the groups (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
-    errors = sorted(abs(float(row[-1]) - 1) for row in groups)
+    ratios = {cells[0]: ratio for cells, ratio in groups}
+    errors = sorted(abs(ratio - 1) for ratio in ratios.values())
+    kinds = [f"{size} ranks, {layers}" for size in arguments.sizes for layers in ("sleeping", "computing")]
     lines = [SECTION, "", GROUPS.strip(), "", *about, load, ""]
-    lines += [table(["program", "simulated [ms]", "real [ms]", "own cores [ms]", "real, all tries [ms]", "ratio"], groups), ""]
+    lines += [table(["simulated ÷ real", *kinds], ratios_by_program(ratios)), ""]
     lines += [f"Median error: {statistics.median(errors):.0%}; the largest: {errors[-1]:.0%}.", ""] if errors else []
     heads = ["run", "simulated tokens/s", "published, eager / compiled", "error", "simulated GiB", "published GiB", "took [s]"]
     lines += [RUNS.strip(), "", table(heads, list(published()))]
@@ -99,12 +110,12 @@ def main() -> None:
         arguments.write.write_text("\n".join([page, "", *lines]) + "\n", encoding="utf-8")
 
 
+ALL_HEADINGS: Final = ("program", "simulated [ms]", "real [ms]", "own cores [ms]", "real, all tries [ms]", "ratio")
 GROUPS: Final = f"""
-`python -m bench.speed.simulated --write docs/simulate.md` writes this section. First, `measured=True` beside real
-groups over an emulated link of {LINK}: {TRIES} of each in turns, medians of `step_ms`. Layers that sleep are
-not disturbed by other ranks, layers that compute are: where ranks share cores, their times are too long. "Own cores" is
-the real run replayed as if each rank had a core (`lab.replay(run, own_cores=True)`), and the ratio is to that; where
-each rank had one, it is the real run.
+`python -m bench.speed.simulated --write docs/simulate.md` writes this section and prints each program's times. First,
+`measured=True` beside real groups over a link of {LINK}: {TRIES} of each in turns, medians of `step_ms`. Where
+ranks outnumber cores, the real run is replayed as if each had its own (`lab.replay(run, own_cores=True)`). Layers that
+sleep are not disturbed by other ranks; layers that compute are.
 """
 RUNS: Final = """
 Then torchtitan's [published runs](https://github.com/pytorch/torchtitan/tree/main/benchmarks) of Llama 3.1 8B on H100,

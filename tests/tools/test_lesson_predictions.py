@@ -34,14 +34,14 @@ def test_tables_and_revealed_predictions_are_found_in_order(lesson: Path) -> Non
     assert predictions_in(lesson) == [STEP, Predictions((Row("sent", 1.0, 2.0),), "MB")]
 
 
-def test_the_section_lists_them_with_their_ratios(lesson: Path) -> None:
-    lines = section({"07": predictions_in(lesson)}).splitlines()
-    assert lines[-5:-2] == [
-        "| 07 | step | 10 ms | 11 ms | 1.10 |",
-        "| 07 | message | 4 ms | 8 ms | 2.00 |",
-        "| 07 | sent | 1 MB | 2 MB | 2.00 |",
+def test_the_section_has_a_row_for_each_lesson_with_the_pair_furthest_from_1(lesson: Path) -> None:
+    too_small = Predictions((Row("as predicted", 1.0, 1.0), Row("too small", 9.0, 3.0)), "MB")
+    lines = section({"00": [], "07": [STEP], "08": [too_small, *predictions_in(lesson)]}).splitlines()
+    assert lines[-4:-2] == [
+        "| 07 | 2 | 1.55 | 1 | message | 4 ms | 8 ms | 2.00 |",
+        "| 08 | 5 | 1.10 | 2 | too small | 9 MB | 3 MB | 0.33 |",
     ]
-    assert lines[-1] == "1 of 3 ratios are between 0.8 and 1.25; their median is 2.00."
+    assert lines[-1] == "3 of 7 ratios are between 0.8 and 1.25; their median is 1.10."
 
 
 def test_only_the_section_of_the_page_is_replaced(lesson: Path) -> None:
@@ -49,7 +49,7 @@ def test_only_the_section_of_the_page_is_replaced(lesson: Path) -> None:
     second = with_section(first, section({"07": predictions_in(lesson)}))
     assert first.startswith("# Page\n\nmeasured\n\n## In the lessons\n")
     assert second.count("## In the lessons") == 1
-    assert "| 07 | sent |" in second
+    assert second.count("| 07 | 3 |") == 1
 
 
 def test_the_page_has_the_committed_lessons() -> None:
