@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
     cells, ratios = [], []
-    timed = (collectives, messages, two_levels, overlapped, data_parallel, pipeline, sharded_models.tensor_parallel)
+    timed = (collectives, messages, two_levels, overlapped, data_parallel, sharded_models.tensor_parallel)
     for part in (*timed, sharded_models.memory, echo):
         print(part.__name__, file=sys.stderr, flush=True)
         for name, predicted, measured in part():
@@ -241,45 +241,6 @@ def data_parallel() -> Iterator[Row]:
                 overhead_s=max(overhead_s) if usable_cores() <= 2 else 0.0,
             )  # fmt: skip
             yield f"data-parallel step, {name}, 2 ranks, {link}", predicted, took[name]
-
-
-MICRO_BATCHES: Final = 8
-ROWS: Final = 64  # of a micro-batch
-
-
-def pipelined() -> dict[str, Any]:
-    """In a rank: its stage alone on one micro-batch, forward and both ways; and a GPipe step."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    rank = dist.get_rank()
-    x, target = torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.zeros(MICRO_BATCHES * ROWS, WIDTH)
-    alone, one = network(), torch.randn(ROWS, WIDTH, requires_grad=True)
-
-    def both_ways() -> None:
-        alone(one).square().mean().backward()
-
-    stage = PipelineStage(network(), rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=nn.MSELoss())
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=[])
-
-    return in_turns({"forward": lambda: alone(one), "both": both_ways, "step": step})
-
-
-def pipeline() -> Iterator[Row]:
-    """A GPipe step of two stages, with computing slower than the link, and with the link slower."""
-    nbytes = ROWS * WIDTH * 4
-    for link in (lab.Link(gbit_per_s=4, latency_us=50), lab.Link(gbit_per_s=0.25, latency_us=50)):
-        with lab.Group(2, link=link, threads=1) as group:
-            results = group.run(pipelined).results
-        took = {name: seconds([r[name] for r in results]) for name in results[0]}
-        compute_s = took["forward"], took["both"] - took["forward"]
-        predicted = lab.predict.pipeline_step(2, MICRO_BATCHES, *compute_s, link=link, nbytes=nbytes)
-        yield f"GPipe step, 2 stages, {MICRO_BATCHES} micro-batches, {link}", predicted, took["step"]
 
 
 def same(x: torch.Tensor) -> torch.Tensor:

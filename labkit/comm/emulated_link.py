@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
 import torch
 
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
-from labkit.costs.network import Network, link_of_pair
+from labkit.costs.network import Network, as_network
 from labkit.costs.shared_link import Cost, SharedLink
 from labkit.recording.record import clock
 
@@ -102,11 +103,14 @@ class SlowLink:
     Args:
         link: the model of the link or the network.
         rank: this rank's number.
+        ranks: the number of ranks.
         shared_link: the schedule that all ranks of the group share.
     """
 
-    def __init__(self, link: Link | Network, rank: int, shared_link: SharedLink) -> None:
+    def __init__(self, link: Link | Network, rank: int, ranks: int, shared_link: SharedLink) -> None:
         self.link, self.rank, self.shared_link = link, rank, shared_link
+        self._network = as_network(link, ranks)
+        self._cost = lru_cache(maxsize=1 << 10)(partial(collective_cost, self._network))  # programs repeat their collectives
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()  # orders actions that are due at the same time
         self._change = threading.Condition()
@@ -131,7 +135,7 @@ class SlowLink:
             at_ns: when this rank issued it.
             limit_s: the program's time limit for it; inf for none.
         """
-        cost = collective_cost(self.link, name, nbytes, ranks)
+        cost = self._cost(name, nbytes, tuple(ranks))
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)
 
@@ -151,13 +155,13 @@ class SlowLink:
             ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
             limit_s: the program's time limit for it; inf for none.
         """
-        cost = message_cost(self.link, source, destination, nbytes, ends)
+        cost = message_cost(self._network, source, destination, nbytes, ends)
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)
 
     def to(self, peer: int) -> Link:
         """Return the link between this rank and another."""
-        return link_of_pair(self.link, self.rank, peer)
+        return self._network.link(self.rank, peer)
 
     def at(self, due_ns: int, action: Callable[[], None]) -> None:
         """Run an action at a given time, or as soon as possible after it."""

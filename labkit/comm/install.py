@@ -38,12 +38,13 @@ from labkit.recording.record import Recorder, here
 UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 
-def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
+def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
     """Create the emulated link of this rank.
 
     Args:
         link: the model of the link or the network.
         rank: this rank's number.
+        ranks: the number of ranks.
         fd: the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long; ownership passes to the
             link.
 
@@ -53,7 +54,7 @@ def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
     wake_in_time()
     shared_link = SharedLink(fd)
     shared_link.keep_from_forks()
-    return SlowLink(link, rank, shared_link)
+    return SlowLink(link, rank, ranks, shared_link)
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:

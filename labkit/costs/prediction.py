@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.costs.rounds import Round
 from labkit.errors.units import in_words, scaled
 from labkit.errors.wrong_calls import check_number
 
@@ -57,6 +60,31 @@ class Prediction(float):
         self.unit, self.symbol, self.formula, self.inserted, self.source = unit, symbol, formula, inserted, source
         return self
 
+    @classmethod
+    def of(
+        cls, rounds: tuple[Round, ...], nbytes: float, network: Network, formulas: Mapping[str, str], source: str
+    ) -> Prediction:
+        """Return how long the rounds of an algorithm take over a network.
+
+        Args:
+            rounds: the rounds.
+            nbytes: n, the size of the operation.
+            network: the network; if it has several nodes, α and B get an index.
+            formulas: what the rounds of a level take, in α and B; where it is missing, their coefficients are written.
+            source: the source of the formula.
+        """
+        symbols, numbers = [], []
+        for level, (times, share) in latency_and_share(rounds, network, nbytes).items():
+            link: Link = getattr(network, level)
+            template = rf"{times}\,*<\alpha>" + (rf" + {share:.4g}\,*<\frac{{n}}{{B}}>" if share else "")
+            of_level = {r"\alpha": in_seconds(link.latency_s), r"\frac{n}{B}": transfer_in_latex(nbytes, link)}
+            general, inserted = filled(template, of_level)
+            numbers.append(inserted)
+            index = "" if network.nodes == 1 else rf"_\text{{{level}}}"
+            symbols.append(formulas.get(level, general).replace(r"\alpha", rf"\alpha{index}").replace("B}", f"B{index}}}"))
+        formula = " + ".join(symbols) or formulas.get("inside", "0")
+        return cls(network.rounds_s(rounds, nbytes), "s", "T", formula, " + ".join(numbers) or "0", source)
+
     def __getnewargs__(self) -> Any:
         """The arguments with which it is unpickled."""
         return float(self), self.unit, self.symbol, self.formula, self.inserted, self.source
@@ -93,6 +121,32 @@ class Prediction(float):
         """The formula, the numbers inserted, and the result, in LaTeX; rendered as a cell's last expression."""
         rest = "".join(rf" \\ &= {step}" for step in (self.inserted, in_latex(float(self), self.unit)))
         return Working(f"{self.symbol} &= {self.formula}{rest}")
+
+
+def latency_and_share(rounds: Iterable[Round], network: Network, nbytes: float) -> dict[str, tuple[int, float]]:
+    """Return for each level the rounds that last as long as it does, and the share of n that it carries in them.
+
+    Which level is the slower depends on n.
+    """
+    sums = {"between": (0, 0.0), "inside": (0, 0.0)}
+    for each in rounds:
+        level = network.slower(each, nbytes)
+        share = each.between if level == "between" else each.inside
+        count, total = sums[level]
+        sums[level] = count + each.times, total + (share or 0.0)
+    return {level: found for level, found in sums.items() if found[0]}
+
+
+def filled(template: str, numbers: Mapping[str, str]) -> tuple[str, str]:
+    r"""Return a formula with its symbols, and with numbers in their place.
+
+    Args:
+        template: the formula in LaTeX, with each symbol in angle brackets. `*` is a product, whose factors stand side
+            by side if they are symbols, and have a dot between them if they are numbers: r"<k>\,*<t_a>".
+        numbers: the number in LaTeX for each symbol.
+    """
+    symbols = re.sub("<(.*?)>", r"\1", template).replace("*", "")
+    return symbols, re.sub("<(.*?)>", lambda found: numbers[found[1]], re.sub(r"(\\,|\\cdot| )?\*", r" \\cdot ", template))
 
 
 def in_latex(value: float, unit: str) -> str:

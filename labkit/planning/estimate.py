@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from labkit.costs.rounds import rounds
 from labkit.planning.cluster import Cluster
 from labkit.planning.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.planning.workload import Precision, Workload
@@ -125,7 +126,9 @@ class _Step:
         self.optimizer_s = self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
-        return self.strategy.axis(axis, self.cluster).seconds(operation, nbytes)
+        """How long all groups along an axis take for a collective that each carries out at the same time."""
+        along = self.strategy.axis(axis, self.cluster)
+        return along.network.rounds_s(rounds(operation, along.nodes, len(along.nodes) // along.size), nbytes)
 
     def bubble_s(self) -> float:
         """(s−1)·(t_f + t_b): a stage waits for the first micro-batch to arrive and for the last to come back."""

@@ -12,6 +12,7 @@ import pytest
 import labkit as lab
 from labkit import predict
 from labkit.costs.link import Link, rounds_and_share
+from labkit.costs.network import as_network
 from labkit.errors.units import in_words
 from labkit.recording.operations import OPERATION_TYPES, OperationType
 from labkit.tracing.ideal_pipeline import schedule
@@ -51,17 +52,11 @@ def test_the_module_is_a_public_name() -> None:
         (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, optimizer_s=0.001), 10 + 20 + 6 + 1),
         # the link is the slower: the first of four buckets is there after 1 ms, then four times 2 + 2 ms
         (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4), 10 + 1 + 16),
-        (predict.pipeline_step(4, 8, 0.01, 0.02), (8 + 3) * 30),
         # an all-reduce of 2 + 4 ms takes 3 ms from the backward pass: that of the first bucket, for the last comes
         # after it
         (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, buckets=2, overhead_s=0.003), 10 + 20 + 3 + 6),
         (predict.data_parallel_step(0.01, 0.004, 8000, 2, LINK, buckets=4, overhead_s=0.0001), 10 + 1 + 16),
         (predict.data_parallel_step(0.01, 0.02, 8000, 2, LINK, overlap=False, overhead_s=0.003), 10 + 20 + 2 + 8),
-        # three micro-batches of 4 kB over two stages: each takes 1 + 4 ms from one to the other, there and back
-        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000), 2 * 30 + 2 * 5 + 2 * (30 + 10)),
-        (predict.pipeline_step(2, 3, 0.01, 0.02, link=LINK, nbytes=4000, overlap=True), 2 * 30 + 2 * 5 + 2 * 30),
-        (predict.pipeline_step(2, 3, 0.001, 0.002, link=LINK, nbytes=4000, overlap=True), 2 * 3 + 2 * 5 + 2 * 8),
-        (predict.pipeline_step(1, 3, 0.001, 0.002, link=LINK, nbytes=4000), 3 * 3),
         (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, compute_s=0.03), 15 + 4 * (2 + 2)),
         (predict.tensor_parallel_layer(2, 10, 50, 2, LINK, value_bytes=2, backward=False), 2 * (2 + 2)),
     ],
@@ -76,10 +71,14 @@ def test_one_rank_sends_nothing() -> None:
         assert getattr(predict, name)(8000, 1, LINK) == 0
 
 
-def test_predictions_and_emulated_links_use_the_same_formulas() -> None:
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"):
-        for ranks in (1, 2, 3, 8):
-            assert getattr(predict, name)(12345, ranks, LINK) == pytest.approx(LINK.seconds(name, 12345, ranks))
+@pytest.mark.parametrize("name", [kind.name for kind in OPERATION_TYPES if kind.collective and kind.cost is not None])
+def test_predictions_links_and_networks_of_one_node_agree_to_the_last_bit(name: str) -> None:
+    for ranks in range(2, 20):
+        for nbytes in (0, 12345, 1e9 + 1):
+            closed = LINK.seconds(name, nbytes, ranks)
+            assert as_network(LINK, ranks).seconds(name, nbytes) == closed
+            if name in predict.__all__ and name != "barrier":
+                assert getattr(predict, name)(nbytes, ranks, LINK) == closed
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPERATION_TYPES if kind.cost is not None], ids=lambda kind: kind.name)
@@ -128,9 +127,6 @@ def test_bubbles() -> None:
     assert predict.pipeline_bubble(4, 8, schedule="1f1b") == predict.pipeline_bubble(4, 8)
     assert predict.pipeline_bubble(4, 8, schedule="interleaved 1f1b", chunks=2) == pytest.approx(3 / 19)
     assert predict.pipeline_bubble(1, 8) == 0
-    # Also its share of the predicted step.
-    step = predict.pipeline_step(4, 8, 0.01, 0.02)
-    assert 1 - 8 * 0.03 / step == pytest.approx(predict.pipeline_bubble(4, 8))
 
 
 def test_overlap_costs_nothing_and_hides_at_most_the_backward_pass() -> None:
@@ -217,7 +213,6 @@ NUMBERS = {
     predict.rpc: (1e6, 1e6, LINK),
     predict.data_parallel_step: (0.1, 0.2, 1e6, 4, LINK),
     predict.pipeline_bubble: (4, 8),
-    predict.pipeline_step: (4, 8, 0.1, 0.2),
     predict.tensor_parallel_layer: (1, 128, 64, 4, LINK),
     predict.zero_memory: (1e6, 4, 2),
     predict.zero_traffic: (1e6, 4, 2),
@@ -246,7 +241,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers(function: Any) -> None:
 
 
 def test_a_sum_of_predictions_in_one_unit_is_a_prediction() -> None:
-    message, step = predict.message(1e6, LINK), predict.pipeline_step(4, 8, 0.1, 0.2)
+    message, step = predict.message(1e6, LINK), predict.data_parallel_step(0.1, 0.2, 1e6, 4, LINK)
     both = message + step
     assert (float(both), both.unit) == (float(message) + float(step), "s")
     assert both.working.startswith(f"T &= {message.formula} + {step.formula} ")
