@@ -30,10 +30,9 @@ class Device:
         memory_gb: the size of its memory, in 10⁹ bytes; default: no limit.
         runs_ahead: whether the host only issues kernels, which run on streams, as on a GPU; else it computes itself.
         name: the name to show.
-        source: where the numbers come from.
 
     A predefined device, such as `Device.h100`, has 70 % of the maker's peak rate of computing and 85 % of that of
-    memory (`.source`), which large kernels reach.
+    memory, which large kernels reach.
 
     Raises:
         TypeError: a rate or the memory is not a number, or another argument is of the wrong type.
@@ -45,7 +44,6 @@ class Device:
     memory_gb: float = math.inf
     runs_ahead: bool = True
     name: str = field(default="", compare=False)
-    source: str = field(default="", repr=False, compare=False)
 
     h100: ClassVar[Device]
 
@@ -54,7 +52,7 @@ class Device:
             value = getattr(self, name)
             below = None if name == "memory_gb" else math.inf
             check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=below)
-        for name, kind, words in (("runs_ahead", bool, "True or False"), ("name", str, "a string"), ("source", str, "a string")):
+        for name, kind, words in (("runs_ahead", bool, "True or False"), ("name", str, "a string")):
             if not isinstance(value := getattr(self, name), kind):
                 raise TypeError(f"Device({name}={value!r}): expected {words}")
 
@@ -80,8 +78,7 @@ class Device:
             flops, nbytes = _measure()
         finally:
             torch.set_num_threads(before)
-        source = f"measured, {threads} thread{'s' * (threads > 1)}"
-        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU", source=source)
+        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU")
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Return the time of a kernel in seconds: that of its operations or of its memory, whichever is longer.
@@ -117,7 +114,5 @@ def _shortest_s(work: Callable[[], Any]) -> float:
     return shortest_ns / 1e9
 
 
-Device.h100 = Device(
-    tflop_per_s=0.70 * 989, gbyte_per_s=0.85 * 3350, memory_gb=80, name="h100",
-    source="NVIDIA H100 (SXM) data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s, 80 GB; rates: 70 % and 85 %",
-)  # fmt: skip
+# NVIDIA H100 (SXM) data sheet: 989 TFLOP/s in bfloat16 without sparsity, 3.35 TB/s, 80 GB.
+Device.h100 = Device(tflop_per_s=0.70 * 989, gbyte_per_s=0.85 * 3350, memory_gb=80, name="h100")
