@@ -18,18 +18,11 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from labkit.costs.arguments import INTERLEAVED, check_arguments, schedule_name
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.prediction import (
-    Prediction,
-    check_arguments,
-    filled,
-    in_seconds,
-    latency_and_share,
-    transfer_in_latex,
-)
+from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
 from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
-from labkit.costs.schedule_names import INTERLEAVED, schedule_name
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
 from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Algorithm, Traffic
 
@@ -146,16 +139,16 @@ def all_reduce_crossover(
             below, above = (middle, above) if later_s(middle) < 0 else (below, middle)
     else:
         above = 0.0
-    numbers = {}
+    figures = {}
     for name, of_name in ((large, of_large), (small, of_small)):
         latency_s = per_byte_s = 0.0
         for level, (times, share) in latency_and_share(of_name, network, above).items():
             latency_s += times * getattr(network, level).latency_s
             per_byte_s += share / getattr(network, level).bytes_per_s
-        numbers[rf"a_\text{{{name}}}"] = in_seconds(latency_s)
-        numbers[rf"s_\text{{{name}}}"] = in_seconds(per_byte_s)
+        figures[rf"a_\text{{{name}}}"] = in_seconds(latency_s)
+        figures[rf"s_\text{{{name}}}"] = in_seconds(per_byte_s)
     template = rf"\frac{{<a_\text{{{large}}}> - <a_\text{{{small}}}>}}{{<s_\text{{{small}}}> - <s_\text{{{large}}}>}}"
-    formula, inserted = filled(template, numbers)
+    formula, inserted = filled(template, figures)
     if not above and not math.isclose(later_s(0), 0, abs_tol=1e-15):
         inserted = r"0\quad(\text{faster at every size})"
     else:
@@ -284,11 +277,7 @@ def _rounds(operation: str, ranks: Ranks, link: Link | Network, algorithm: str =
 
 
 def _members(ranks: Ranks, link: Link | Network) -> tuple[Network, tuple[int, ...], int]:
-    """Return the network, the node of each participating rank, group after group, and the number of groups.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-    """
+    """Return the network, the node of each participating rank, group after group, and the number of groups."""
     check_arguments(link=link)
     if isinstance(link, Link):
         check_arguments(ranks=ranks)

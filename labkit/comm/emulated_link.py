@@ -23,7 +23,7 @@ import torch
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.shared_link import Cost, SharedLink
+from labkit.costs.shared_link import LinkCost, SharedLink
 from labkit.recording.record import clock
 
 PR_SET_TIMERSLACK: Final = 29
@@ -119,7 +119,7 @@ class SlowLink:
         self._closed = False
         atexit.register(self._close)
 
-    nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of a value that is only announced
+    nothing: ClassVar[LinkCost] = LinkCost(0, 0, (), (), 1)  # of a value that is only announced
 
     def collective(
         self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int, limit_s: float

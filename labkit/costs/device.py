@@ -52,9 +52,10 @@ class Device:
             value = getattr(self, name)
             below = None if name == "memory_gb" else math.inf
             check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=below)
-        for name, kind, words in (("runs_ahead", bool, "True or False"), ("name", str, "a string")):
-            if not isinstance(value := getattr(self, name), kind):
-                raise TypeError(f"Device({name}={value!r}): expected {words}")
+        if not isinstance(self.runs_ahead, bool):
+            raise TypeError(f"Device(runs_ahead={self.runs_ahead!r}): expected True or False")
+        if not isinstance(self.name, str):
+            raise TypeError(f"Device(name={self.name!r}): expected a string")
 
     @classmethod
     @public_api
@@ -99,14 +100,12 @@ def _measure() -> tuple[float, float]:
     one, other, product = (torch.rand(WIDTH, WIDTH) for _ in range(3))
     source = torch.rand(COPIED_BYTES // 4)
     copy = torch.empty_like(source)
-    return (
-        2 * WIDTH**3 / _shortest_s(lambda: torch.mm(one, other, out=product)),
-        2 * COPIED_BYTES / _shortest_s(lambda: copy.copy_(source)),
-    )
+    flops_per_s = 2 * WIDTH**3 / _shortest_s(lambda: torch.mm(one, other, out=product))
+    return flops_per_s, 2 * COPIED_BYTES / _shortest_s(lambda: copy.copy_(source))
 
 
 def _shortest_s(work: Callable[[], Any]) -> float:
-    """Return the shortest time of some work in seconds, in which other programs have disturbed it least."""
+    """Return the shortest time of some work, in which other programs have disturbed it least."""
     shortest_ns, end_ns = math.inf, clock() + MEASURED_NS
     while (start_ns := clock()) < end_ns or shortest_ns == math.inf:
         work()

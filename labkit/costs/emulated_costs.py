@@ -12,18 +12,16 @@ from contextlib import suppress
 
 from labkit.costs.network import Network
 from labkit.costs.rounds import ALGORITHMS, rounds
-from labkit.costs.shared_link import Cost, node_port, outer_port
+from labkit.costs.shared_link import LinkCost, node_port, outer_port
 
 
 def collective_cost(
     network: Network, name: str, nbytes: int, ranks: Sequence[int], alike: float = 1, *, fastest: bool = False
-) -> Cost:
-    """Return the cost of a collective.
-
-    A rank's collectives use its link one after another, as on one NCCL stream.
+) -> LinkCost:
+    """Return the cost of a collective. A rank's collectives use its link one after another, as on one NCCL stream.
 
     Args:
-        network: the network with its number of ranks.
+        network: the network, which knows its number of ranks.
         name: the collective's name in torch.distributed.
         nbytes: its size, the n of `costs.link.rounds_and_share`.
         ranks: the participating ranks.
@@ -45,18 +43,18 @@ def collective_cost(
     cost_ns = round(seconds * 1e9)
     crossing = [each.between for each in shortest if each.between is not None]
     if not crossing:
-        return Cost(cost_ns, cost_ns, ranks, ranks, len(ranks), 0, [])
+        return LinkCost(cost_ns, cost_ns, ranks, ranks, len(ranks), 0, [])
     ports = [*ranks] if any(each.inside is not None for each in shortest) else []
     ports += map(outer_port, ranks)
     shared_ns = round(sum(crossing) * nbytes / network.between.bytes_per_s * 1e9)
-    return Cost(cost_ns, cost_ns, ports, ports, len(ranks), shared_ns, [node_port(node) for node in sorted(set(nodes))])
+    return LinkCost(cost_ns, cost_ns, ports, ports, len(ranks), shared_ns, [node_port(node) for node in sorted(set(nodes))])
 
 
-def message_cost(network: Network, source: int, destination: int, nbytes: int, ends: int, alike: float = 1) -> Cost:
+def message_cost(network: Network, source: int, destination: int, nbytes: int, ends: int, alike: float = 1) -> LinkCost:
     """Return the cost of a message. Latencies of consecutive messages overlap.
 
     Args:
-        network: the network with its number of ranks.
+        network: the network, which knows its number of ranks.
         source: the sending rank.
         destination: the receiving rank.
         nbytes: its size.
@@ -69,4 +67,4 @@ def message_cost(network: Network, source: int, destination: int, nbytes: int, e
         link, ports = network.between, (node_port(nodes[0]), node_port(nodes[1]))
         nbytes = round(nbytes * alike)
     busy_ns = round(nbytes / link.bytes_per_s * 1e9)
-    return Cost(round(link.latency_s * 1e9) + busy_ns, busy_ns, [ports[0]], [ports[1]], ends)
+    return LinkCost(round(link.latency_s * 1e9) + busy_ns, busy_ns, [ports[0]], [ports[1]], ends)

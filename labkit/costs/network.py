@@ -45,12 +45,12 @@ class Network:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("nodes", self.nodes)
+        _check_count(f"Network(nodes={self.nodes!r})", self.nodes)
         for level in ("inside", "between"):
             if not isinstance(given := getattr(self, level), Link):
                 raise TypeError(f"Network({level}={given!r}): expected a Link, as in {level}=lab.Link.ethernet_10g")
         if self.ranks is not None:
-            _check_count("ranks", self.ranks)
+            _check_count(f"Network(ranks={self.ranks!r})", self.ranks)
             if self.ranks < self.nodes:
                 raise ValueError(f"Network(nodes={self.nodes}) for {self.ranks} ranks: expected at least one rank for each node")
 
@@ -81,11 +81,10 @@ class Network:
         """Return the number of a rank's node.
 
         Raises:
-            TypeError: `rank` is not a whole number.
-            ValueError: there is no such rank, or the number of ranks is unknown.
+            TypeError, ValueError: there is no such rank, or the number of ranks is unknown.
         """
         ranks = self._known()
-        _check_number("rank", rank, ranks)
+        _check_below(f"rank={rank!r}", rank, ranks)
         return int(rank) * self.nodes // ranks
 
     @public_api
@@ -93,11 +92,10 @@ class Network:
         """Return the ranks of a node, as for `dist.new_group`.
 
         Raises:
-            TypeError: `node` is not a whole number.
-            ValueError: there is no such node, or the number of ranks is unknown.
+            TypeError, ValueError: there is no such node, or the number of ranks is unknown.
         """
         ranks = self._known()
-        _check_number("node", node, self.nodes)
+        _check_below(f"node={node!r}", node, self.nodes)
         return [rank for rank in range(ranks) if self.node_of(rank) == node]
 
     @public_api
@@ -120,9 +118,9 @@ class Network:
             TypeError, ValueError: as for `of` and `node_of`; ranks are named twice, or none is.
         """
         if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-            _check_count("ranks", ranks, "")
-            self.of(ranks)  # checks it
-            return tuple(rank * self.nodes // ranks for rank in range(ranks))
+            _check_count(f"ranks={ranks!r}", ranks)
+            count = int(self.of(ranks)._known())  # perhaps numpy's
+            return tuple(rank * self.nodes // count for rank in range(count))
         if not len(ranks) or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks={list(ranks)}: expected different ranks, at least one")
         return tuple(map(self.node_of, sorted(ranks)))
@@ -178,11 +176,9 @@ def nodes_over(link: Link | Network | None, ranks: int) -> tuple[int, ...]:
     return link.nodes_among(ranks) if isinstance(link, Network) else ()
 
 
-def _check_count(name: str, value: Any, of: str = "Network") -> None:
-    given = f"{of}({name}={value!r})" if of else f"{name}={value!r}"
+def _check_count(given: str, value: Any) -> None:
     check_number(value, f"{given}: expected a whole number from 1", whole=True, at_least=1)
 
 
-def _check_number(name: str, value: Any, count: int) -> None:
-    expected = f"{name}={value!r}: expected a whole number from 0 to {count - 1}"
-    check_number(value, expected, whole=True, at_least=0, below=count)
+def _check_below(given: str, value: Any, count: int) -> None:
+    check_number(value, f"{given}: expected a whole number from 0 to {count - 1}", whole=True, at_least=0, below=count)

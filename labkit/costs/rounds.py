@@ -6,7 +6,7 @@ leave or enter the same node share its one connection to the other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -52,8 +52,7 @@ def cost_of(operation: str, ranks: int, algorithm: str = "") -> Cost:
     """Return the cost of an operation among ranks of one node; the number of ranks is only checked.
 
     Raises:
-        TypeError: `operation` is not a string, or `ranks` is not an integer.
-        ValueError: the operation's cost is not known, `ranks` is less than 1, or there is no such algorithm.
+        TypeError, ValueError: its cost is not known, `ranks` is no number from 1, or there is no such algorithm.
     """
     if not isinstance(operation, str):
         raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")
@@ -77,10 +76,8 @@ def _over_nodes(operation: str, nodes: Nodes, groups: int, algorithm: str) -> tu
     if algorithm == "hierarchical":
         return _hierarchical(nodes)
     p = len(nodes) // groups
-    cost = cost_of(operation, p)
-    listing = _halving(cost, p) if algorithm == "halving" else _MESSAGES[cost.algorithm](cost, p)
     found = []
-    for times, messages in listing:
+    for times, messages in _messages(cost_of(operation, p), p, algorithm):
         inside: list[float] = []
         crossing: dict[tuple[int, bool], float] = {}  # by node and direction
         for first in range(0, len(nodes), p):  # the first rank of each group
@@ -105,45 +102,33 @@ def _hierarchical(nodes: Nodes) -> tuple[Round, ...]:
     return (inside, between, inside) if q > 1 else (between,)
 
 
-# Of equal rounds, their number, and the messages of one: sender and receiver, as places in the group, and the share
-# of n that these rounds carry together.
-_Listing = Iterable[tuple[int, list[tuple[int, int, float]]]]
+def _messages(cost: Cost, p: int, algorithm: str) -> Iterator[tuple[int, list[tuple[int, int, float]]]]:
+    """Yield the number of equal rounds, and the messages of one: sender and receiver in the group, and the share of n.
 
-
-def _ring(cost: Cost, p: int) -> _Listing:
-    share = cost.share(p)
-    return [(cost.rounds(p), [(i, (i + 1) % p, share) for i in range(p)])]
-
-
-def _pairwise(_: Cost, p: int) -> _Listing:
-    return ((1, [(i, (i + k) % p, 1 / p) for i in range(p)]) for k in range(1, p))  # p² messages, a round at a time
-
-
-def _tree(_: Cost, p: int) -> _Listing:
-    return ((1, [(i, i + d, 1.0) for i in range(0, p - d, 2 * d)]) for d in _distances(p))
-
-
-def _tree_of_parts(_: Cost, p: int) -> _Listing:
-    return ((1, [(i, i + d, min(d, p - i - d) / p) for i in range(0, p - d, 2 * d)]) for d in _distances(p))
-
-
-def _dissemination(_: Cost, p: int) -> _Listing:
-    return ((1, [(i, (i + d) % p, 0.0) for i in range(p)]) for d in _distances(p))
-
-
-def _central(_: Cost, p: int) -> _Listing:
-    return [(1, [(i, 0, 0.0) for i in range(1, p)]), (1, [(0, i, 0.0) for i in range(1, p)])]
-
-
-def _halving(_: Cost, p: int) -> _Listing:
-    """Vector halving and distance doubling, and the same backwards."""
-    back = [(1, [(i, i ^ d, 1 / (2 * d)) for i in range(p)]) for d in _distances(p)]
-    return [*reversed(back), *back]
-
-
-def _distances(p: int) -> list[int]:
-    """The powers of two below p, largest first."""
-    return [1 << k for k in reversed(range(_deep(p)))]
+    The share is that of these rounds together.
+    """
+    share, distances = cost.share(p), [1 << k for k in reversed(range(_deep(p)))]  # the powers of two below p
+    if algorithm == "halving":  # vector halving and distance doubling, and the same backwards
+        for d in (*reversed(distances), *distances):
+            yield 1, [(i, i ^ d, 1 / (2 * d)) for i in range(p)]
+    elif cost.algorithm is Algorithm.RING:
+        yield cost.rounds(p), [(i, (i + 1) % p, share) for i in range(p)]
+    elif cost.algorithm is Algorithm.PAIRWISE:
+        for k in range(1, p):
+            yield 1, [(i, (i + k) % p, 1 / p) for i in range(p)]
+    elif cost.algorithm is Algorithm.TREE:
+        for d in distances:
+            yield 1, [(i, i + d, 1.0) for i in range(0, p - d, 2 * d)]
+    elif cost.algorithm is Algorithm.TREE_OF_PARTS:
+        for d in distances:
+            yield 1, [(i, i + d, min(d, p - i - d) / p) for i in range(0, p - d, 2 * d)]
+    elif cost.algorithm is Algorithm.DISSEMINATION:
+        for d in distances:
+            yield 1, [(i, (i + d) % p, 0.0) for i in range(p)]
+    else:
+        assert cost.algorithm is Algorithm.CENTRAL
+        yield 1, [(i, 0, 0.0) for i in range(1, p)]
+        yield 1, [(0, i, 0.0) for i in range(1, p)]
 
 
 def _deep(p: int) -> int:
@@ -151,14 +136,6 @@ def _deep(p: int) -> int:
     return (p - 1).bit_length()
 
 
-_MESSAGES: Final[dict[Algorithm, Callable[[Cost, int], _Listing]]] = {
-    Algorithm.RING: _ring,
-    Algorithm.PAIRWISE: _pairwise,
-    Algorithm.TREE: _tree,
-    Algorithm.TREE_OF_PARTS: _tree_of_parts,
-    Algorithm.DISSEMINATION: _dissemination,
-    Algorithm.CENTRAL: _central,
-}
 _DEEP: Final = r"\lceil\log_2 p\rceil"
 _TWICE: Final = r"\frac{2(p-1)}{p}\,\frac{n}{B}"
 _CHO: Final = "Cho et al., BlueConnect, 2019"

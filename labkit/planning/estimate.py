@@ -23,29 +23,17 @@ GATHERED_LAYERS: Final = 2  # FSDP2 computes one layer and gathers the next
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a strategy needs: one row of a plan.
-
-    Args:
-        strategy: the strategy.
-        micro_batches: m, in how many parts each rank computes its share of the batch.
-        recompute: whether the backward pass computes the activations of each layer again instead of keeping them.
-        memory_bytes: memory of the rank that needs most, by kind (`MEMORY_KINDS`).
-        limit_bytes: the memory of a device.
-        compute_s: the computing of a step, including the optimizer, if nothing else took time.
-        bubble_s: how long a rank waits because the pipeline fills and drains.
-        exposed_s: communication during which nothing is computed, by axis.
-        level: the level that the communication of each axis crosses, "inside" a node or "between" nodes.
-    """
+    """What a strategy needs: one row of a plan."""
 
     strategy: Strategy
-    micro_batches: int
-    recompute: bool
-    memory_bytes: Mapping[str, float]
-    limit_bytes: float
-    compute_s: float
-    bubble_s: float
-    exposed_s: Mapping[str, float]
-    level: Mapping[str, str]
+    micro_batches: int  # m, in how many parts each rank computes its share of the batch
+    recompute: bool  # whether the backward pass computes the activations of each layer again instead of keeping them
+    memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`MEMORY_KINDS`)
+    limit_bytes: float  # the memory of a device
+    compute_s: float  # of a step, including the optimizer, if nothing else took time
+    bubble_s: float  # how long a rank waits because the pipeline fills and drains
+    exposed_s: Mapping[str, float]  # communication during which nothing is computed, by axis
+    level: Mapping[str, str]  # that the communication of each axis crosses, "inside" a node or "between" nodes
 
     @property
     def name(self) -> str:
@@ -71,20 +59,17 @@ class Estimate:
 def best_estimate(work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster) -> Estimate | None:
     """Return the fastest estimate of a strategy that fits, or else the one that needs the least memory.
 
-    It tries all numbers of micro-batches, with and without recomputation.
-
-    Returns:
-        the estimate, or None if the ranks cannot divide the batch. 1F1B needs at least as many micro-batches as stages.
+    It tries all numbers of micro-batches, with and without recomputation. None: the ranks cannot divide the batch; 1F1B
+    needs at least as many micro-batches as stages.
     """
     samples, rest = divmod(work.samples, strategy.data_ranks)
     if rest or samples < strategy.size(PIPELINE):
         return None
-    found = [
-        _estimate(work, precision, strategy, cluster, count, recompute)
-        for recompute in ((False, True) if work.hidden_bytes is not None else (False,))
-        for count in range(strategy.size(PIPELINE), samples + 1)
-        if samples % count == 0
-    ]
+    found = []
+    for recompute in (False, True) if work.hidden_bytes is not None else (False,):
+        for count in range(strategy.size(PIPELINE), samples + 1):
+            if samples % count == 0:
+                found.append(_estimate(work, precision, strategy, cluster, count, recompute))
     return min(found, key=lambda each: (each.missing_bytes, each.step_s))
 
 
@@ -92,7 +77,7 @@ def _estimate(
     work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, micro_batches: int, recompute: bool
 ) -> Estimate:
     axes = {axis: strategy.axis(axis, cluster) for axis, _ in strategy.axes}
-    step = _Step(work, precision, strategy, cluster, micro_batches, recompute)
+    step = _RankStep(work, precision, strategy, cluster, micro_batches, recompute)
     exposed_s = {axis: seconds for axis, seconds in step.exposed_s().items() if axis in axes}
     return Estimate(
         strategy=strategy, micro_batches=micro_batches, recompute=recompute, memory_bytes=step.memory_bytes(),
@@ -101,7 +86,7 @@ def _estimate(
     )  # fmt: skip
 
 
-class _Step:
+class _RankStep:
     """One step of a rank. Times of a forward or backward pass are those of one micro-batch on one stage."""
 
     def __init__(

@@ -5,7 +5,6 @@ The sizes of a `Transformer` follow from its shape; those of any other module ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +44,9 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value, optional = getattr(self, name), name in ("heads", "parameters")
-            if not (optional and value is None):
-                expected = f"Transformer({name}={value!r}): expected a whole number from 1"
-                check_number(value, expected, whole=True, at_least=1)
+            value = getattr(self, name)
+            if value is not None or name not in ("heads", "parameters"):
+                check_number(value, f"Transformer({name}={value!r}): expected a whole number from 1", whole=True, at_least=1)
         if self.heads is None:
             object.__setattr__(self, "heads", max(1, self.width // 64))
         if self.parameters is None:
@@ -67,40 +65,26 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What one step asks for. All sizes but the parameters are for one sample, such as a sequence.
+    """What one step asks for. All sizes but the parameters are for one sample, such as a sequence."""
 
-    Args:
-        samples: the samples of a step, of all ranks together.
-        parameters: Ψ.
-        layers: the number of equal layers; a pipeline has whole layers in each stage, FSDP gathers one at a time.
-        forward_flops: floating-point operations of the forward pass. The backward pass has twice as many.
-        whole_bytes: activations of a layer that tensor parallelism does not divide.
-        divided_bytes: activations of a layer that tensor parallelism divides.
-        hidden_bytes: a layer's output, which tensor parallelism sums and a pipeline sends; None: unknown, so neither is
-            possible, and nothing can be recomputed.
-        output_bytes: the outputs after the last layer, kept for the backward pass.
-        heads: the most ranks among which a layer can be divided.
-    """
-
-    samples: int
-    parameters: float
-    layers: int
-    forward_flops: float
-    whole_bytes: float
-    divided_bytes: float
+    samples: int  # of a step, of all ranks together
+    parameters: float  # Ψ
+    layers: int  # equal ones; a pipeline has whole layers in each stage, FSDP gathers one at a time
+    forward_flops: float  # of the forward pass; the backward pass has twice as many
+    whole_bytes: float  # activations of a layer that tensor parallelism does not divide
+    divided_bytes: float  # and that it divides
+    # A layer's output, which tensor parallelism sums and a pipeline sends. None: unknown, so neither is possible, and
+    # nothing can be recomputed.
     hidden_bytes: float | None
-    output_bytes: float
-    heads: int
+    output_bytes: float  # the outputs after the last layer, kept for the backward pass
+    heads: int  # the most ranks among which a layer can be divided
 
 
 def workload_of(model: Transformer | nn.Module, batch: Any, precision: Precision | None) -> tuple[Workload, Precision]:
     """Return what a step of a model asks for, and its bytes per parameter.
 
-    Args:
-        model: a transformer's shape, or any module.
-        batch: of a transformer: the sequences of a step; of a module: the inputs of a step, a tensor or several.
-        precision: bytes per parameter; default: mixed precision with Adam for a transformer, for a module its own
-            parameters' with Adam.
+    The batch of a transformer is the number of its sequences, that of a module its inputs, a tensor or several. Without
+    a precision, a transformer has mixed precision with Adam, a module its own parameters' with Adam.
 
     Raises:
         TypeError, ValueError: the batch does not suit the model.
@@ -150,7 +134,7 @@ def _of_module(model: nn.Module, batch: Any, precision: Precision | None) -> tup
     parameters = list(model.parameters())
     if not parameters:
         raise ValueError(f"model={type(model).__name__}: expected a module with parameters")
-    shapes = {name: each.detach().to("meta") for name, each in _state(model)}
+    shapes = {name: each.detach().to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
     for name, _ in model.named_parameters():
         if shapes[name].is_floating_point():
             shapes[name].requires_grad_()
@@ -173,8 +157,3 @@ def _of_module(model: nn.Module, batch: Any, precision: Precision | None) -> tup
         whole_bytes=activations / samples / layers, divided_bytes=0.0, hidden_bytes=None, output_bytes=0.0, heads=1,
     )  # fmt: skip
     return work, precision or Precision(size, size, 2 * size)
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.shared_link import Cost, node_port, outer_port, start_of
+from labkit.costs.shared_link import LinkCost, node_port, outer_port, start_of
 from labkit.recording.operations import RECV, REPLY, RPC, SEND, TO_HERE, VALUE
 from labkit.replaying.graph import Gate, Graph
 
@@ -47,7 +47,7 @@ class OverLink:
         self._type = [graph.types[name] for name in data["name"].tolist()]
         self._free: defaultdict[int, int] = defaultdict(int)
         self._until: dict[int, int] = {}  # the operation that occupies a port until a time
-        self._costs: dict[tuple[object, ...], Cost] = {}
+        self._costs: dict[tuple[object, ...], LinkCost] = {}
 
     def call(self, call: int, at_ns: int) -> Passage:
         """Schedule the message that carries a remote call, given its span and when it is issued."""
@@ -88,7 +88,7 @@ class OverLink:
             return self._pass(cost, opened_ns, first)
         return Passage(opened_ns, opened_ns + round(cost.cost_ns / self._faster[first]), -1)
 
-    def _pass(self, cost: Cost, at_ns: int, row: int) -> Passage:
+    def _pass(self, cost: LinkCost, at_ns: int, row: int) -> Passage:
         faster = self._faster[row]
         if faster != 1:
             times = {name: round(getattr(cost, name) / faster) for name in ("cost_ns", "busy_ns", "shared_ns")}
@@ -99,13 +99,13 @@ class OverLink:
             self._until[start_ns + ns] = row
         return Passage(start_ns, start_ns + cost.cost_ns, after)
 
-    def _message(self, source: int, destination: int, row: int, ends: int, alike: float = 1) -> Cost:
+    def _message(self, source: int, destination: int, row: int, ends: int, alike: float = 1) -> LinkCost:
         key = source, destination, self._nbytes[row]
         if key not in self._costs:
             self._costs[key] = message_cost(self._network, *key, ends, alike)
         return self._costs[key]
 
-    def _collective(self, gate: Gate) -> Cost:
+    def _collective(self, gate: Gate) -> LinkCost:
         kind, rows = gate.operation, gate.members
         nbytes = max(self._nbytes[row] for row in rows)  # of the root, if it alone counts the parts of all
         present = tuple(sorted(self._rank[row] for row in rows))
@@ -117,7 +117,7 @@ class OverLink:
             self._costs[key] = cost
         return self._costs[key]
 
-    def _of_present(self, cost: Cost, ranks: Sequence[int]) -> Cost:
+    def _of_present(self, cost: LinkCost, ranks: Sequence[int]) -> LinkCost:
         """Return a cost with the ports of these ranks only: nobody of the graph waits for the others' ports."""
         ports = {*ranks, *map(outer_port, ranks), *(node_port(self._network.node_of(rank)) for rank in ranks)}
         senders, receivers, shared = (

@@ -10,7 +10,7 @@ import pytest
 
 import labkit as lab
 from labkit.costs.link import rounds_and_share
-from labkit.costs.shared_link import ENTRIES, SHARED_LINK_BYTES, Cost, SharedLink
+from labkit.costs.shared_link import ENTRIES, SHARED_LINK_BYTES, LinkCost, SharedLink
 from labkit.ipc.pickling import shared_memory
 from labkit.recording.operations import methods
 
@@ -27,12 +27,12 @@ def books() -> Iterator[tuple[SharedLink, SharedLink]]:
         book.close()
 
 
-def everybody(cost_ns: int, *ranks: int) -> Cost:
-    return Cost(cost_ns, cost_ns, ranks, ranks, len(ranks))
+def everybody(cost_ns: int, *ranks: int) -> LinkCost:
+    return LinkCost(cost_ns, cost_ns, ranks, ranks, len(ranks))
 
 
-def message(source: int, destination: int, cost_ns: int, busy_ns: int) -> Cost:
-    return Cost(cost_ns, busy_ns, [source], [destination], 2)
+def message(source: int, destination: int, cost_ns: int, busy_ns: int) -> LinkCost:
+    return LinkCost(cost_ns, busy_ns, [source], [destination], 2)
 
 
 @pytest.mark.parametrize(
