@@ -24,7 +24,7 @@ from labkit.costs.network import Network, as_network
 from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
 from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
-from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Algorithm, Traffic
+from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_crossover", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather",
@@ -259,9 +259,7 @@ def _collective(operation: str, nbytes: float, ranks: Ranks, link: Link | Networ
     formulas: dict[str, str] = {}
     if network.nodes > 1 and algorithm == "hierarchical":
         formulas = {"inside": _BY_LEVEL.replace("COUNT", "q"), "between": _BY_LEVEL.replace("COUNT", "N")}
-    elif network.nodes == 1 or (
-        cost.algorithm is Algorithm.RING and [*latency_and_share(found, network, nbytes).values()] == on_one_level
-    ):
+    elif network.nodes == 1 or [*latency_and_share(found, network, nbytes).values()] == on_one_level:
         formulas = {"inside": cost.formula, "between": cost.formula}
     return Prediction.of(found, nbytes, network, formulas, cost.source)
 

@@ -13,7 +13,6 @@ import pytest
 import labkit as lab
 from labkit.costs.fit import Fit, fit
 from labkit.costs.link import Link
-from labkit.errors.units import in_words
 from labkit.notebook.measure_link import OPERATIONS as BY_RUNTIME
 from labkit.notebook.measure_link import _median_s
 from labkit.plots.measured_link import MeasuredLink, MeasuredNetwork
@@ -246,10 +245,6 @@ def test_what_cannot_be_measured(group: Any, options: dict[str, Any], error: typ
     finally:
         if group:
             given.close()
-
-
-def test_sizes_as_text() -> None:
-    assert in_words(64 * 4**9, "B") == "16.8 MB"
 
 
 def test_a_fit_is_plain_data() -> None:

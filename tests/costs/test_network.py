@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from latex import evaluated
 
 import labkit as lab
 from labkit.costs.emulated_costs import collective_cost, message_cost
@@ -285,16 +285,6 @@ def test_steps_accept_a_network() -> None:
     assert lab.predict.data_parallel_step(0.01, 0.02, 8000, 4, NETWORK, overlap=False) == pytest.approx(0.03 + reduced)
     inside = lab.predict.tensor_parallel_layer(2, 10, 50, [0, 1], FOUR, compute_s=0.03)
     assert inside == pytest.approx(lab.predict.tensor_parallel_layer(2, 10, 50, 2, FAST, compute_s=0.03))
-
-
-def evaluated(formula: str, values: dict[str, float]) -> float:
-    """LaTeX, read back as Python."""
-    python = re.sub(r"_\\text\{(inside|between)\}", r"_\1", formula).replace(r"\,", "*").replace(r"\alpha", "alpha")
-    python = python.replace(r"\left", "").replace(r"\right", "")
-    while r"\frac" in python:
-        python = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", python)
-    python = re.sub(r"(?<=[\d)])(?=\()", "*", python)
-    return float(eval(python, {"__builtins__": {}}, values))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"])
