@@ -18,7 +18,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.costs.arguments import INTERLEAVED, check_arguments, schedule_name
+from labkit.costs.checked_arguments import INTERLEAVED, check_arguments, schedule_name
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
 from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
