@@ -5,46 +5,37 @@
 
 A prediction is a number of seconds or bytes, or a fraction. α is a link's latency, B its bandwidth, p the number of
 ranks, n a size in bytes. An emulated `labkit.Link` follows the same formulas (`costs.link.rounds_and_share`).
+
+Each formula accepts a `labkit.Network` in place of a link. Then `ranks` may also list some of its ranks,
+`ranks=[0, 2]`, or equal groups that communicate at the same time and share the connections of their nodes, as those of
+one dimension of a mesh do: `ranks=[[0, 2], [1, 3]]`.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.costs import collectives
-from labkit.costs.collectives import (
-    Ranks,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    collective,
-    count_of,
-    gather,
-    message,
-    reduce,
-    reduce_scatter,
-    rpc,
-    scatter,
-)  # fmt: skip
-from labkit.costs.crossover import all_reduce_crossover
+from labkit.costs.checked_arguments import INTERLEAVED, check_arguments, schedule_name
 from labkit.costs.link import Link
-from labkit.costs.network import Network, link_of_pair
-from labkit.costs.prediction import Prediction, check_arguments, in_seconds
-from labkit.costs.schedule_names import INTERLEAVED, schedule_name
+from labkit.costs.network import Network, as_network
+from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
+from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
+from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
 
 __all__ = [
     "all_gather", "all_reduce", "all_reduce_crossover", "all_to_all", "barrier", "broadcast", "data_parallel_step", "gather",
-    "message", "pipeline_bubble", "pipeline_step", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer",
-    "zero_memory", "zero_traffic",
+    "message", "pipeline_bubble", "reduce", "reduce_scatter", "rpc", "scatter", "tensor_parallel_layer", "zero_memory",
+    "zero_traffic",
 ]  # fmt: skip
 
-_s: Final = in_seconds
-_LOGP: Final = "Culler et al., LogP, 1993 (overhead)"
+Ranks = int | Sequence[int] | Sequence[Sequence[int]]
+LARGEST_BYTES: Final = 1e18  # of a crossover
+HALVINGS: Final = 200  # of the interval that holds the crossover: enough for every digit of a float
+_BY_LEVEL: Final = r"2(COUNT-1)\left(\alpha + \frac{n}{COUNT\,B}\right)"
 
 
 def __dir__() -> list[str]:
@@ -52,12 +43,269 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Raise an error that suggests the formula's name."""
+    """Make the formula of a collective that has an entry in the table of operations only, or suggest a name."""
     if name.startswith("__"):  # asked for by Python and its tools
         raise AttributeError(name)
+    for kind in OPERATION_TYPES:
+        if kind.name == name and kind.collective and kind.traffic is not Traffic.TOGETHER and kind.cost is not None:
+            return _of_table(name, name)
     raise WrongNameError(f"lab.predict has no {name!r}; {did_you_mean(name, __all__)}")
 
 
+@public_api
+def message(nbytes: float, link: Link | Network, *, ranks: Sequence[int] | None = None) -> Prediction:
+    """Seconds of a message of `nbytes` bytes, once both sender and receiver have arrived: α + n/B.
+
+    Args:
+        nbytes: n, the size.
+        link: the link, or the network.
+        ranks: of a network, the two ranks; default: ranks of different nodes, whose messages take `between`.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: R. W. Hockney, "The communication challenge for MPP", 1994.
+    """
+    return _collective("send", nbytes, 2, _of_pair(link, ranks))
+
+
+@public_api
+def all_reduce(nbytes: float, ranks: Ranks, link: Link | Network, *, algorithm: str = "ring") -> Prediction:
+    """Seconds of an all-reduce of a tensor of `nbytes` bytes.
+
+    Args:
+        nbytes: size of each rank's tensor.
+        ranks: p, the number of ranks; of a network, also a list of some of its ranks, or with the ring a list of groups
+            that communicate at the same time.
+        link: the link between them, or their network.
+        algorithm: "ring": 2(p−1)·α + 2(p−1)/p·n/B, best for large tensors, used by emulated links; "tree": a reduce and
+            a broadcast, 2⌈log₂ p⌉·(α + n/B); "halving": Rabenseifner's, for p a power of two, 2⌈log₂ p⌉·α +
+            2(p−1)/p·n/B; "hierarchical", over a network of N nodes with q ranks each: a reduce-scatter inside the
+            nodes, an all-reduce of each part between them, an all-gather inside; rings, 2(q−1)·(α + n/(q·B)) inside and
+            2(N−1)·(α + n/(N·B)) between.
+
+    Over several nodes of a network, a ring runs at the pace of the slower level. A tree begins and ends inside the
+    nodes: 2⌈log₂ q⌉·(α + n/B) inside and 2⌈log₂ N⌉·(α + n/B) between, for q and N powers of two.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005;
+        hierarchical: M. Cho et al., "BlueConnect: Decomposing all-reduce for deep learning on heterogeneous network
+        hierarchy", 2019.
+    """
+    return _collective("all_reduce", nbytes, ranks, link, algorithm)
+
+
+@public_api
+def all_reduce_crossover(
+    ranks: int | Sequence[int], link: Link | Network, *, small: str = "tree", large: str = "ring"
+) -> Prediction:
+    """Bytes at which two algorithms of an all-reduce take the same time: below, `small` is faster, above, `large`.
+
+    The time of an algorithm is T = a + s·n, with a the sum of its latencies and s its time per byte; the sizes of equal
+    time solve a₁ + s₁·n = a₂ + s₂·n. Over one link, ring and tree take the same time at
+    n = (p − 1 − L)/(L − (p−1)/p)·α·B with L = ⌈log₂ p⌉.
+
+    Args:
+        ranks: p, the number of ranks; of a network, also a list of some of its ranks.
+        link: the link between them, or their network.
+        small: the algorithm for small tensors, as for `lab.predict.all_reduce`.
+        large: the algorithm for large tensors.
+
+    Returns:
+        the size; 0 if `large` is at least as fast at every size, as a ring of two or three ranks is.
+
+    Raises:
+        TypeError, ValueError: an invalid argument; or `small` is faster at every size.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    network, _, of_large = _rounds("all_reduce", ranks, link, large)
+    _, _, of_small = _rounds("all_reduce", ranks, link, small)
+
+    def later_s(nbytes: float) -> float:
+        """How much later `small` ends."""
+        return network.rounds_s(of_small, nbytes) - network.rounds_s(of_large, nbytes)
+
+    below, above = 0.0, 1.0
+    while later_s(above) <= 0 and above < LARGEST_BYTES:
+        below, above = above, 2 * above
+    if later_s(above) <= 0:
+        raise ValueError(f"small={small!r} takes at most as long as large={large!r} at every size; there is no crossover")
+    if later_s(0) < 0:
+        for _ in range(HALVINGS):
+            middle = (below + above) / 2
+            below, above = (middle, above) if later_s(middle) < 0 else (below, middle)
+    else:
+        above = 0.0
+    figures = {}
+    for name, of_name in ((large, of_large), (small, of_small)):
+        latency_s = per_byte_s = 0.0
+        for level, (times, share) in latency_and_share(of_name, network, above).items():
+            latency_s += times * getattr(network, level).latency_s
+            per_byte_s += share / getattr(network, level).bytes_per_s
+        figures[rf"a_\text{{{name}}}"] = in_seconds(latency_s)
+        figures[rf"s_\text{{{name}}}"] = in_seconds(per_byte_s)
+    template = rf"\frac{{<a_\text{{{large}}}> - <a_\text{{{small}}}>}}{{<s_\text{{{small}}}> - <s_\text{{{large}}}>}}"
+    formula, inserted = filled(template, figures)
+    if not above and not math.isclose(later_s(0), 0, abs_tol=1e-15):
+        inserted = r"0\quad(\text{faster at every size})"
+    else:
+        inserted += r"\,\text{B}"
+    return Prediction(above, "B", "n", rf"{formula},\quad T = a + s\,n", inserted, THAKUR)
+
+
+@public_api
+def broadcast(nbytes: float, ranks: Ranks, link: Link | Network, *, algorithm: str = "tree") -> Prediction:
+    """Seconds of a broadcast of `nbytes` bytes.
+
+    Args:
+        nbytes: size of the tensor.
+        ranks: p, the number of ranks, including the root; of a network, also a list of some of its ranks.
+        link: the link between them, or their network.
+        algorithm: "tree": a binomial tree, ⌈log₂ p⌉·(α + n/B), used by emulated links; "scatter": a scatter and an
+            all-gather, (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n/B, better for large tensors.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    return _collective("broadcast", nbytes, ranks, link, algorithm)
+
+
+@public_api
+def barrier(ranks: Ranks, link: Link | Network) -> Prediction:
+    """Seconds of a dissemination barrier: ⌈log₂ p⌉·α.
+
+    Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", 1988.
+    """
+    return _collective("barrier", 0, ranks, link)
+
+
+def _of_table(operation: str, words: str) -> Callable[[float, Ranks, Link | Network], Prediction]:
+    """Make the function of a collective that the table of operations describes wholly."""
+
+    def predicted(nbytes: float, ranks: Ranks, link: Link | Network) -> Prediction:
+        return _collective(operation, nbytes, ranks, link)
+
+    predicted.__name__ = predicted.__qualname__ = operation
+    predicted.__doc__ = f"Seconds of a {words}."
+    return public_api(predicted)
+
+
+all_gather = _of_table("all_gather", "ring all-gather: (p−1)·α + (p−1)/p·n/B, with n the bytes of all ranks' parts together")
+reduce_scatter = _of_table("reduce_scatter", "ring reduce-scatter: (p−1)·α + (p−1)/p·n/B, with n the bytes of each rank's input")
+all_to_all = _of_table(
+    "all_to_all", "pairwise all-to-all: (p−1)·α + (p−1)/p·n/B, with n the bytes of a rank's parts for all ranks"
+)
+reduce = _of_table("reduce", "binomial-tree reduce of tensors of `nbytes` bytes: ⌈log₂ p⌉·(α + n/B)")
+gather = _of_table("gather", "binomial-tree gather: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together")
+scatter = _of_table("scatter", "binomial-tree scatter: ⌈log₂ p⌉·α + (p−1)/p·n/B, with n the bytes of all parts together")
+
+
+@public_api
+def rpc(
+    request_bytes: float,
+    reply_bytes: float,
+    link: Link | Network,
+    *,
+    compute_s: float = 0.0,
+    calls: int = 1,
+    asynchronous: bool = False,
+    ranks: Sequence[int] | None = None,
+) -> Prediction:
+    """Seconds of k remote calls of one rank to another, with their replies.
+
+    One after another they take k·(2α + (n₁ + n₂)/B + t). Asynchronous calls are all sent before the first wait: their
+    latencies overlap, and messages of one direction follow one another, 2α + (k·max(n₁, n₂) + min(n₁, n₂))/B + t.
+
+    Args:
+        request_bytes: n₁, the size of the arguments.
+        reply_bytes: n₂, the size of the result.
+        link: the link between the two ranks, or their network.
+        compute_s: t, the compute time of the callee; asynchronous calls compute at the same time, a thread each.
+        calls: k, the number of calls.
+        asynchronous: whether all calls are sent before the first wait, as with `rpc_async`.
+        ranks: of a network, caller and callee; default: ranks of different nodes, whose messages take `between`.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+
+    Source: a message: R. W. Hockney, "The communication challenge for MPP", 1994; overlapping messages: labkit's own.
+    """
+    check_arguments(request_bytes=request_bytes, reply_bytes=reply_bytes, link=link, compute_s=compute_s, calls=calls)
+    link = _of_pair(link, ranks)
+    nbytes, share, times = request_bytes + reply_bytes, r"\frac{n_1 + n_2}{B}", 1 if asynchronous else calls
+    if asynchronous and calls > 1:
+        nbytes = calls * max(request_bytes, reply_bytes) + min(request_bytes, reply_bytes)
+        share = r"\frac{k \max(n_1, n_2) + \min(n_1, n_2)}{B}"
+    template = rf"2\,*<\alpha> + <{share}> + <t>"
+    if times > 1:
+        template = rf"<k> *\left({template}\right)"
+    figures = {"k": str(calls), r"\alpha": in_seconds(link.latency_s), share: transfer_in_latex(nbytes, link)}
+    formula, inserted = filled(template, figures | {"t": in_seconds(compute_s)})
+    value = times * (2 * link.latency_s + nbytes / link.bytes_per_s + compute_s)
+    return Prediction(value, "s", "T", formula, inserted, HOCKNEY)
+
+
+def _collective(operation: str, nbytes: float, ranks: Ranks, link: Link | Network, algorithm: str = "") -> Prediction:
+    """Return the predicted time of an operation of the table, by default with the table's algorithm."""
+    check_arguments(nbytes=nbytes, link=link)
+    network, p, found = _rounds(operation, ranks, link, algorithm)
+    cost = cost_of(operation, p, algorithm)
+    on_one_level = [(cost.rounds(p), cost.share(p))]
+    formulas: dict[str, str] = {}
+    if network.nodes > 1 and algorithm == "hierarchical":
+        formulas = {"inside": _BY_LEVEL.replace("COUNT", "q"), "between": _BY_LEVEL.replace("COUNT", "N")}
+    elif network.nodes == 1 or [*latency_and_share(found, network, nbytes).values()] == on_one_level:
+        formulas = {"inside": cost.formula, "between": cost.formula}
+    return Prediction.of(found, nbytes, network, formulas, cost.source)
+
+
+def _rounds(operation: str, ranks: Ranks, link: Link | Network, algorithm: str = "") -> tuple[Network, int, tuple[Round, ...]]:
+    """Return the network, the number of ranks that carry out an operation together, and its rounds."""
+    network, nodes, groups = _members(ranks, link)
+    if groups > 1 and ALGORITHMS.get(operation, {}).get(algorithm) is not None:
+        raise ValueError(f"ranks={ranks!r}: groups at the same time are predicted for the default algorithm only; expected one")
+    if algorithm == "hierarchical" and isinstance(link, Link):
+        raise ValueError(f"algorithm='hierarchical' with link={link}: a hierarchy needs nodes; expected a lab.Network")
+    return network, len(nodes) // groups, rounds(operation, nodes, groups, algorithm)
+
+
+def _members(ranks: Ranks, link: Link | Network) -> tuple[Network, tuple[int, ...], int]:
+    """Return the network, the node of each participating rank, group after group, and the number of groups."""
+    check_arguments(link=link)
+    if isinstance(link, Link):
+        check_arguments(ranks=ranks)
+        return as_network(link, ranks), (0,) * ranks, 1  # type: ignore[arg-type,operator]  # checked: a whole number
+    if isinstance(ranks, int) or not isinstance(ranks, Sequence) or not any(isinstance(group, Sequence) for group in ranks):
+        return link, link.nodes_among(ranks), 1  # type: ignore[arg-type]  # `nodes_among` checks it
+    if len({len(group) if isinstance(group, Sequence) else 0 for group in ranks}) > 1:
+        raise ValueError(f"ranks={ranks!r}: expected groups of equally many ranks, as in ranks=[[0, 2], [1, 3]]")
+    members = [rank for group in ranks for rank in group]  # type: ignore[union-attr]  # all are lists
+    if len(set(members)) < len(members):
+        raise ValueError(f"ranks={ranks!r}: expected groups without a common rank, as in ranks=[[0, 2], [1, 3]]")
+    nodes = tuple(node for group in ranks for node in link.nodes_among(group))
+    return link, nodes, len(ranks)
+
+
+def _of_pair(link: Link | Network, ranks: Sequence[int] | None) -> Link:
+    """Return the link between two ranks of a network."""
+    check_arguments(link=link)
+    if isinstance(link, Link):
+        if ranks is not None:
+            raise ValueError(f"ranks={ranks!r}: all ranks have the same link; give ranks with a lab.Network only")
+        return link
+    if ranks is None:
+        return link.between
+    if len(ranks) != 2:
+        raise ValueError(f"ranks={ranks!r}: expected two ranks, as in ranks=(0, 1)")
+    return link.link(*ranks)
+
+
+@public_api
 def data_parallel_step(
     forward_s: float,
     backward_s: float,
@@ -97,30 +345,26 @@ def data_parallel_step(
     """
     check_arguments(forward_s=forward_s, backward_s=backward_s, gradient_bytes=gradient_bytes, link=link)
     check_arguments(buckets=buckets, optimizer_s=optimizer_s, overhead_s=overhead_s)
-    each = float(collective("all_reduce", gradient_bytes / buckets, ranks, link))
+    each = float(_collective("all_reduce", gradient_bytes / buckets, ranks, link))
     source = "Li et al., PyTorch Distributed, 2020 (overlap); equal buckets at equal intervals"
-    source += f"; {_LOGP}" if overhead_s else ""
-    begin, end = rf"{_s(forward_s)} + ", rf" + {_s(optimizer_s)}"
+    waits = ""
+    if overhead_s:
+        source += "; Culler et al., LogP, 1993 (overhead)"
+        waits = r" + <(k - 1)>\,*<o>"
     if overlap:
         delay_s = (buckets - 1) * overhead_s
         value = forward_s + max(backward_s + delay_s + each, backward_s / buckets + buckets * each) + optimizer_s
-        o_term = r" + (k - 1)\,o" if overhead_s else ""
-        formula = (
-            rf"t_f + \max\left(t_b{o_term} + t_a,\ \frac{{t_b}}{{k}} + k\,t_a\right) + t_o,"
-            r"\quad t_a = T_\text{all-reduce}(n/k)"
-        )
-        last, link_bound = (
-            _s(backward_s) + (rf" + {buckets - 1} \cdot {_s(overhead_s)}" if overhead_s else "") + rf" + {_s(each)}",
-            rf"\frac{{{_s(backward_s)}}}{{{buckets}}} + {buckets} \cdot {_s(each)}",
-        )
-        inserted = rf"{begin}\max\left({last},\ {link_bound}\right){end}"
+        template = rf"<t_f> + \max\left(<t_b>{waits} + <t_a>,\ \frac{{<t_b>}}{{<k>}} + <k>\,*<t_a>\right) + <t_o>"
     else:
         value = forward_s + backward_s + buckets * each + optimizer_s
-        formula = r"t_f + t_b + k\,t_a + t_o,\quad t_a = T_\text{all-reduce}(n/k)"
-        inserted = rf"{begin}{_s(backward_s)} + {buckets} \cdot {_s(each)}{end}"
-    return Prediction(value, "s", "T", formula, inserted, source)
+        template = r"<t_f> + <t_b> + <k>\,*<t_a> + <t_o>"
+    times = {"t_f": forward_s, "t_b": backward_s, "t_a": each, "t_o": optimizer_s, "o": overhead_s}
+    figures = {symbol: in_seconds(seconds) for symbol, seconds in times.items()}
+    formula, inserted = filled(template, figures | {"k": f"{buckets}", "(k - 1)": f"{buckets - 1}"})
+    return Prediction(value, "s", "T", rf"{formula},\quad t_a = T_\text{{all-reduce}}(n/k)", inserted, source)
 
 
+@public_api
 def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe", chunks: int = 1) -> Prediction:
     """The bubble, the share of a pipelined step in which a stage is idle: (p−1)/(v·m + p − 1).
 
@@ -136,79 +380,21 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
         TypeError, ValueError: an invalid argument.
 
     Source: Y. Huang et al., "GPipe", 2019; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-        Clusters
-    Using Megatron-LM", 2021.
+        Clusters Using Megatron-LM", 2021.
     """
     check_arguments(stages=stages, micro_batches=micro_batches, chunks=chunks)
     schedule = schedule_name(schedule, "schedule")
     if chunks != 1 and schedule != INTERLEAVED:
         raise ValueError(f"chunks={chunks} with schedule={schedule!r}: only schedule={INTERLEAVED!r} gives a rank several parts")
     work = chunks * micro_batches
-    formula = r"\frac{p-1}{v\,m + p - 1}" if schedule == INTERLEAVED else r"\frac{p-1}{m + p - 1}"
-    inserted = rf"\frac{{{stages - 1}}}{{{work} + {stages - 1}}}"
+    parts = r"v\,m" if schedule == INTERLEAVED else "m"
+    template = rf"\frac{{<p-1>}}{{<{parts}> + <p - 1>}}"
+    formula, inserted = filled(template, {"p-1": f"{stages - 1}", "p - 1": f"{stages - 1}", parts: f"{work}"})
     source = "Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM on GPU clusters, 2021"
     return Prediction((stages - 1) / (work + stages - 1), "", r"\text{bubble}", formula, inserted, source)
 
 
-def pipeline_step(
-    stages: int,
-    micro_batches: int,
-    forward_s: float,
-    backward_s: float,
-    *,
-    link: Link | Network | None = None,
-    nbytes: float = 0.0,
-    overlap: bool = False,
-) -> Prediction:
-    """Seconds of one step of a GPipe pipeline with equal stages: all forward passes, then all backward passes.
-
-    With t = α + n/B, the time of a message, the forward passes take p·t_f + (p−1)·t + (m−1)·(t_f + t): the first
-    micro-batch passes through all stages, and the others follow at the pace of a stage, which receives and computes;
-    the backward passes likewise. If a stage receives the next micro-batch while it computes, the pace is max(t_f, n/B).
-    Without a link, the step takes (m + p − 1)·(t_f + t_b).
-
-    Over a network, stage k is on rank k, and each message takes the link of its two ranks: the first micro-batch takes
-    the sum of all their times, the others follow at the pace of the slowest.
-
-    Args:
-        stages: p, the number of ranks over which the model is split.
-        micro_batches: m, the number of micro-batches.
-        forward_s: t_f, the forward pass of one stage on one micro-batch.
-        backward_s: t_b, the backward pass of one stage on one micro-batch.
-        link: the link between stages, or the network of their ranks; None: messages take no time.
-        nbytes: n, the size of a stage's output for one micro-batch, and of its gradient.
-        overlap: whether a stage receives the next micro-batch while it computes; torch's `ScheduleGPipe` does not.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-
-    Source: schedule: Y. Huang et al., "GPipe", 2019; the terms of the link are labkit's own.
-    """
-    check_arguments(stages=stages, micro_batches=micro_batches, forward_s=forward_s, backward_s=backward_s, nbytes=nbytes)
-    hops: list[Link] = []
-    if link is not None:
-        check_arguments(link=link)
-        whole = link.of(stages) if isinstance(link, Network) else link
-        hops = [link_of_pair(whole, stage, stage + 1) for stage in range(stages - 1)]
-    times = [hop.seconds("send", nbytes) for hop in hops]
-    hop_s, busy_s = max(times, default=0.0), max((nbytes / hop.bytes_per_s for hop in hops), default=0.0)
-    paces = [max(compute_s, busy_s) if overlap else compute_s + hop_s for compute_s in (forward_s, backward_s)]
-    value = stages * (forward_s + backward_s) + 2 * sum(times) + (micro_batches - 1) * sum(paces)
-    several = isinstance(link, Network)
-    n_over_b, t = (r"\max_k \tfrac{n}{B_k}", r"\max_k t_k") if several else (r"\tfrac{n}{B}", "t")
-    pace = rf"\max\left(t_f, {n_over_b}\right) + \max\left(t_b, {n_over_b}\right)" if overlap else rf"t_f + t_b + 2\,{t}"
-    first, one = r"2(p-1)\,t", r"t = \alpha + \tfrac{n}{B}"
-    if several:
-        first, one = r"2 \sum_k t_k", r"t_k = \alpha_k + \tfrac{n}{B_k}"
-    formula = rf"p\,(t_f + t_b) + {first} + (m-1)\left({pace}\right),\quad {one}"
-    messages = rf"2 \cdot {_s(sum(times))}" if several else rf"{2 * (stages - 1)} \cdot {_s(hop_s)}"
-    inserted = (
-        rf"{stages} \cdot \left({_s(forward_s)} + {_s(backward_s)}\right) + {messages} + "
-        rf"{micro_batches - 1} \cdot \left({_s(paces[0])} + {_s(paces[1])}\right)"
-    )
-    return Prediction(value, "s", "T", formula, inserted, "Huang et al., GPipe, 2019")
-
-
+@public_api
 def tensor_parallel_layer(
     batch: int,
     sequence: int,
@@ -243,14 +429,17 @@ def tensor_parallel_layer(
         2019.
     """
     check_arguments(batch=batch, sequence=sequence, hidden=hidden, link=link, value_bytes=value_bytes, compute_s=compute_s)
-    count = count_of(ranks, link)
+    _, nodes, groups = _members(ranks, link)
+    count = len(nodes) // groups
     nbytes, times = batch * sequence * hidden * value_bytes, 4 if backward else 2
-    each = float(collective("all_reduce", nbytes, ranks, link))
-    formula = rf"\frac{{t}}{{p}} + {times}\,T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
-    inserted = rf"\frac{{{_s(compute_s)}}}{{{count}}} + {times} \cdot {_s(each)}"
+    each = float(_collective("all_reduce", nbytes, ranks, link))
+    time = rf"T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
+    figures = {"t": in_seconds(compute_s), "p": f"{count}", time: in_seconds(each)}
+    formula, inserted = filled(rf"\frac{{<t>}}{{<p>}} + {times}\,*<{time}>", figures)
     return Prediction(compute_s / count + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
 
 
+@public_api
 def zero_memory(
     parameters: float,
     ranks: int,
@@ -280,20 +469,18 @@ def zero_memory(
     check_arguments(parameters=parameters, ranks=ranks, parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
     check_arguments(optimizer_bytes=optimizer_bytes)
     _check_stage(stage)
-    sharded = [stage >= 3, stage >= 2, stage >= 1]
-    each = [parameter_bytes, gradient_bytes, optimizer_bytes]
-    value = sum(size * parameters / (ranks if is_sharded else 1) for size, is_sharded in zip(each, sharded, strict=True))
-    letters = [rf"\frac{{{name}}}{{p}}" if is_sharded else name for name, is_sharded in zip("wgK", sharded, strict=True)]
-    figures = [
-        rf"\frac{{{size:g}}}{{{ranks}}}" if is_sharded else f"{size:g}" for size, is_sharded in zip(each, sharded, strict=True)
-    ]
-    formula, inserted = " + ".join(letters), " + ".join(figures)
-    source = "Rajbhandari et al., ZeRO, 2020"
-    return Prediction(
-        value, "B", "M", rf"\left({formula}\right)\Psi", rf"\left({inserted}\right) \cdot {_times(parameters)}", source
-    )
+    value, terms, figures = 0.0, [], {}
+    for symbol, each, sharded_from in (("w", parameter_bytes, 3), ("g", gradient_bytes, 2), ("K", optimizer_bytes, 1)):
+        sharded = stage >= sharded_from
+        value += each * parameters / (ranks if sharded else 1)
+        terms.append(rf"\frac{{<{symbol}>}}{{<p>}}" if sharded else f"<{symbol}>")
+        figures[symbol] = f"{each:g}"
+    template = rf"\left({' + '.join(terms)}\right)*<\Psi>"
+    formula, inserted = filled(template, figures | {"p": f"{ranks}", r"\Psi": _in_powers(parameters)})
+    return Prediction(value, "B", "M", formula, inserted, "Rajbhandari et al., ZeRO, 2020")
 
 
+@public_api
 def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int = 4) -> Prediction:
     """Bytes that each rank sends per step, if rings move them.
 
@@ -316,8 +503,8 @@ def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int 
     check_arguments(parameters=parameters, ranks=ranks, value_bytes=value_bytes)
     _check_stage(stage)
     times = 3 if stage == 3 else 2
-    formula = rf"\frac{{{times}(p-1)}}{{p}}\,{value_bytes}\,\text{{B}}\cdot\Psi"
-    inserted = rf"\frac{{{times} \cdot {ranks - 1}}}{{{ranks}}} \cdot {value_bytes}\,\text{{B}} \cdot {_times(parameters)}"
+    template = rf"\frac{{{times}*<(p-1)>}}{{<p>}}\,*{value_bytes}\,\text{{B}}\cdot*<\Psi>"
+    formula, inserted = filled(template, {"(p-1)": f"{ranks - 1}", "p": f"{ranks}", r"\Psi": _in_powers(parameters)})
     nbytes = times * (ranks - 1) / ranks * value_bytes * parameters
     return Prediction(nbytes, "B", "N", formula, inserted, "Rajbhandari et al., ZeRO, 2020")
 
@@ -329,17 +516,9 @@ def _check_stage(stage: int) -> None:
         )
 
 
-def _times(count: float) -> str:
+def _in_powers(count: float) -> str:
+    """Return a large number in powers of ten, in LaTeX."""
     if count < 1e5:
         return f"{count:g}"
     power = math.floor(math.log10(count))
     return rf"{count / 10**power:g} \cdot 10^{{{power}}}"
-
-
-for _name in __all__:
-    if _name not in collectives.__all__:
-        globals()[_name] = public_api(globals()[_name])
-for _name in collectives.__all__:
-    if _name not in __all__:  # operations of the table that have no function of their own
-        __all__.append(_name)
-        globals()[_name] = getattr(collectives, _name)

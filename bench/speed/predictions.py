@@ -272,45 +272,6 @@ def data_parallel() -> Iterator[Row]:
             yield f"data-parallel step, {name}, 2 ranks, {link}", predicted, took[name]
 
 
-MICRO_BATCHES: Final = 8
-ROWS: Final = 64  # of a micro-batch
-
-
-def pipelined() -> dict[str, Any]:
-    """In a rank: its stage alone on one micro-batch, forward and both ways; and a GPipe step."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    rank = dist.get_rank()
-    x, target = torch.randn(MICRO_BATCHES * ROWS, WIDTH), torch.zeros(MICRO_BATCHES * ROWS, WIDTH)
-    alone, one = network(), torch.randn(ROWS, WIDTH, requires_grad=True)
-
-    def both_ways() -> None:
-        alone(one).square().mean().backward()
-
-    stage = PipelineStage(network(), rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=MICRO_BATCHES, loss_fn=nn.MSELoss())
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=[])
-
-    return in_turns({"forward": lambda: alone(one), "both": both_ways, "step": step})
-
-
-def pipeline() -> Iterator[Row]:
-    """A GPipe step of two stages, with computing slower than the link, and with the link slower."""
-    nbytes = ROWS * WIDTH * 4
-    for link in (lab.Link(gbit_per_s=4, latency_us=50), lab.Link(gbit_per_s=0.25, latency_us=50)):
-        with lab.Group(2, link=link, threads=1) as group:
-            results = group.run(pipelined).results
-        took = {name: seconds([r[name] for r in results]) for name in results[0]}
-        compute_s = took["forward"], took["both"] - took["forward"]
-        predicted = lab.predict.pipeline_step(2, MICRO_BATCHES, *compute_s, link=link, nbytes=nbytes)
-        yield f"GPipe step, 2 stages, {MICRO_BATCHES} micro-batches, {link}", predicted, took["step"]
-
-
 def same(x: torch.Tensor) -> torch.Tensor:
     """The worker's function."""
     return x
@@ -341,7 +302,6 @@ PARTS: Final[dict[str, Callable[[], Iterator[Row]]]] = {
     "collectives and messages on two nodes": two_levels,
     "an all-reduce beside computing": overlapped,
     "a data-parallel step": data_parallel,
-    "a GPipe step": pipeline,
     "a tensor-parallel layer": sharded_models.tensor_parallel,
     MEMORY: sharded_models.memory,
     "a remote call, there and back": echo,

@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final
 
 import torch
 
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
-from labkit.costs.network import Network, link_of_pair
-from labkit.costs.shared_link import Cost, SharedLink
+from labkit.costs.network import Network, as_network
+from labkit.costs.shared_link import LinkCost, SharedLink
 from labkit.recording.record import clock
 
 PR_SET_TIMERSLACK: Final = 29
@@ -92,8 +93,10 @@ class Booking:
 class SlowLink:
     """The emulated link of one rank, or its links in a network; all ranks of the group share the schedule."""
 
-    def __init__(self, link: Link | Network, rank: int, shared_link: SharedLink) -> None:
+    def __init__(self, link: Link | Network, rank: int, ranks: int, shared_link: SharedLink) -> None:
         self.link, self.rank, self.shared_link = link, rank, shared_link
+        self._network = as_network(link, ranks)
+        self._cost = lru_cache(maxsize=1 << 10)(partial(collective_cost, self._network))  # programs repeat their collectives
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()  # orders actions that are due at the same time
         self._change = threading.Condition()
@@ -102,13 +105,13 @@ class SlowLink:
         self._closed = False
         atexit.register(self._close)
 
-    nothing: ClassVar[Cost] = Cost(0, 0, (), (), 1)  # of a value that is only announced
+    nothing: ClassVar[LinkCost] = LinkCost(0, 0, (), (), 1)  # of a value that is only announced
 
     def collective(
         self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int, limit_s: float
     ) -> Booking:
         """Schedule a collective that this rank issues at a time; group and number are as in `Booking`."""
-        cost = collective_cost(self.link, name, nbytes, ranks)
+        cost = self._cost(name, nbytes, tuple(ranks))
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)
 
@@ -120,13 +123,13 @@ class SlowLink:
 
         It starts when both ranks have arrived, or, with `ends=1`, when its sender has, which alone schedules it.
         """
-        cost = message_cost(self.link, source, destination, nbytes, ends)
+        cost = message_cost(self._network, source, destination, nbytes, ends)
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)
 
     def to(self, peer: int) -> Link:
         """Return the link between this rank and another."""
-        return link_of_pair(self.link, self.rank, peer)
+        return self._network.link(self.rank, peer)
 
     def at(self, due_ns: int, action: Callable[[], None]) -> None:
         """Run an action at a given time, or as soon as possible after it."""

@@ -37,7 +37,7 @@ from labkit.recording.record import Recorder, here
 UNTRACED: Final = ("labkit.comm", "labkit.recording")
 
 
-def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
+def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
     """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
 
     `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
@@ -46,7 +46,7 @@ def slow_link(link: Link | Network, rank: int, fd: int) -> SlowLink:
     wake_in_time()
     shared_link = SharedLink(fd)
     shared_link.keep_from_forks()
-    return SlowLink(link, rank, shared_link)
+    return SlowLink(link, rank, ranks, shared_link)
 
 
 def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:

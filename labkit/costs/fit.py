@@ -19,23 +19,14 @@ SMALLEST_RESIDUAL: Final = 1e-4  # relative; bounds the weight of a point that t
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The measured times of one operation, and the latency and bandwidth that fit them best.
+    """The measured times of one operation, and the latency and bandwidth that fit them best."""
 
-    Args:
-        operation: its name in torch.distributed; "send" is one way of a message and its reply, "rpc" of a remote call.
-        ranks: the number of participating ranks.
-        nbytes: the sizes in bytes, as counted by `costs.link.rounds_and_share`.
-        seconds: the median time of each size.
-        latency_us: α of the model, in microseconds per round.
-        gbit_per_s: B of the model; infinite if larger messages took no longer.
-    """
-
-    operation: str
-    ranks: int
-    nbytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    latency_us: float
-    gbit_per_s: float
+    operation: str  # its name in torch.distributed; "send" is one way of a message and its reply, "rpc" of a remote call
+    ranks: int  # the number of participating ranks
+    nbytes: tuple[int, ...]  # the sizes, as `costs.link.rounds_and_share` counts them
+    seconds: tuple[float, ...]  # the median time of each size
+    latency_us: float  # α of the model
+    gbit_per_s: float  # B of the model; infinite if larger messages took no longer
 
     def predicted_s(self, nbytes: float) -> float:
         """The fitted time of a size, in seconds."""
@@ -65,11 +56,7 @@ class Fit:
 
     @property
     def link(self) -> Link:
-        """The fit as a link.
-
-        Raises:
-            LabError: larger messages took no longer than small ones, so that the bandwidth is unknown.
-        """
+        """The fit as a link; a LabError if larger messages took no longer than small ones: the bandwidth is unknown."""
         if not math.isfinite(self.gbit_per_s):
             raise LabError(
                 f"{self.operation}: {in_words(max(self.nbytes), 'B')} took no longer than {in_words(min(self.nbytes), 'B')}, "
@@ -82,13 +69,7 @@ def fit(operation: str, ranks: int, nbytes: Sequence[int], seconds: Sequence[flo
     """Find the non-negative latency and bandwidth that minimize the sum of the absolute relative errors.
 
     Errors are relative, so that microseconds count as much as seconds; and not squared, so that an outlier does not
-    affect the fit. The method is iteratively reweighted least squares.
-
-    Args:
-        operation: its name in torch.distributed.
-        ranks: the number of participating ranks.
-        nbytes: sizes in bytes, at least two different ones.
-        seconds: the time of each size.
+    affect the fit. The method is iteratively reweighted least squares. It needs at least two different sizes.
 
     Source: P. W. Holland, R. E. Welsch, "Robust regression using iteratively reweighted least-squares", 1977.
     """

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labkit.costs.link import Link
-from labkit.costs.rounds import Round, rounds_of
-from labkit.errors.wrong_calls import check_number, public_api
+from labkit.costs.rounds import Round, rounds
+from labkit.errors.wrong_calls import check_number, public_api, public_class
 
 
+@public_class
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Links of two levels: `lab.Network(nodes=2, inside=lab.Link.nvlink4, between=lab.Link.ethernet_10g)`.
@@ -44,12 +45,12 @@ class Network:
     ranks: int | None = None
 
     def __post_init__(self) -> None:
-        _check_count("nodes", self.nodes)
+        _check_count(f"Network(nodes={self.nodes!r})", self.nodes)
         for level in ("inside", "between"):
             if not isinstance(given := getattr(self, level), Link):
                 raise TypeError(f"Network({level}={given!r}): expected a Link, as in {level}=lab.Link.ethernet_10g")
         if self.ranks is not None:
-            _check_count("ranks", self.ranks)
+            _check_count(f"Network(ranks={self.ranks!r})", self.ranks)
             if self.ranks < self.nodes:
                 raise ValueError(f"Network(nodes={self.nodes}) for {self.ranks} ranks: expected at least one rank for each node")
 
@@ -80,11 +81,10 @@ class Network:
         """Return the number of a rank's node.
 
         Raises:
-            TypeError: `rank` is not a whole number.
-            ValueError: there is no such rank, or the number of ranks is unknown.
+            TypeError, ValueError: there is no such rank, or the number of ranks is unknown.
         """
         ranks = self._known()
-        _check_number("rank", rank, ranks)
+        _check_below(f"rank={rank!r}", rank, ranks)
         return int(rank) * self.nodes // ranks
 
     @public_api
@@ -92,11 +92,10 @@ class Network:
         """Return the ranks of a node, as for `dist.new_group`.
 
         Raises:
-            TypeError: `node` is not a whole number.
-            ValueError: there is no such node, or the number of ranks is unknown.
+            TypeError, ValueError: there is no such node, or the number of ranks is unknown.
         """
         ranks = self._known()
-        _check_number("node", node, self.nodes)
+        _check_below(f"node={node!r}", node, self.nodes)
         return [rank for rank in range(ranks) if self.node_of(rank) == node]
 
     @public_api
@@ -119,9 +118,9 @@ class Network:
             TypeError, ValueError: as for `of` and `node_of`; ranks are named twice, or none is.
         """
         if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-            _check_count("ranks", ranks, "")
-            whole = self.of(ranks)
-            return tuple(whole.node_of(rank) for rank in range(ranks))
+            _check_count(f"ranks={ranks!r}", ranks)
+            count = int(self.of(ranks)._known())  # perhaps numpy's
+            return tuple(rank * self.nodes // count for rank in range(count))
         if not len(ranks) or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks={list(ranks)}: expected different ranks, at least one")
         return tuple(map(self.node_of, sorted(ranks)))
@@ -140,32 +139,24 @@ class Network:
         """
         self.inside.seconds(operation, nbytes)  # checks these arguments
         nodes = self.nodes_among(self._known() if ranks is None else ranks)
-        rounds = rounds_of(operation, nodes)
-        return sum(self.round_s(each, nbytes) for each in rounds)
+        return self.rounds_s(rounds(operation, nodes), nbytes)
 
-    @public_api
-    def round_s(self, each: Round, nbytes: float) -> float:
-        """Return how long equal rounds of an algorithm take, in seconds.
+    def rounds_s(self, rounds: Iterable[Round], nbytes: float) -> float:
+        """Return how long the rounds of an algorithm take for n bytes, one after another, in seconds."""
+        return sum((max(self._levels_s(each, nbytes)) for each in rounds), 0.0)
 
-        Args:
-            each: the rounds.
-            nbytes: n, the size of the operation in bytes.
-        """
-        return each.times * max(
-            self._level_s(self.inside, each.inside, nbytes), self._level_s(self.between, each.between, nbytes)
-        )
-
-    @public_api
     def slower(self, each: Round, nbytes: float) -> str:
         """Return the level, "inside" or "between", that determines how long a round takes."""
-        inside_s = self._level_s(self.inside, each.inside, nbytes)
-        return (
-            "between" if each.between is not None and self._level_s(self.between, each.between, nbytes) >= inside_s else "inside"
-        )
+        inside_s, between_s = self._levels_s(each, nbytes)
+        return "between" if each.between is not None and between_s >= inside_s else "inside"
 
-    @staticmethod
-    def _level_s(link: Link, share: float | None, nbytes: float) -> float:
-        return 0.0 if share is None else link.latency_s + share * nbytes / link.bytes_per_s
+    def _levels_s(self, each: Round, nbytes: float) -> tuple[float, float]:
+        inside_s = between_s = 0.0
+        if each.inside is not None:
+            inside_s = each.times * self.inside.latency_s + each.inside * nbytes / self.inside.bytes_per_s
+        if each.between is not None:
+            between_s = each.times * self.between.latency_s + each.between * nbytes / self.between.bytes_per_s
+        return inside_s, between_s
 
     def _known(self) -> int:
         if self.ranks is None:
@@ -173,36 +164,21 @@ class Network:
         return self.ranks
 
 
-Network.__init__ = public_api(Network.__init__)  # type: ignore[method-assign]  # generated by `dataclass`
+def as_network(link: Link | Network, ranks: int) -> Network:
+    """Return the network of so many ranks; a link is a network of one node."""
+    if isinstance(link, Link):
+        return Network(nodes=1, inside=link, between=link, ranks=ranks)
+    return link.of(ranks)
 
 
-def link_of_pair(link: Link | Network, i: int, j: int) -> Link:
-    """Return the link between two ranks of a link or a network."""
-    return link if isinstance(link, Link) else link.link(i, j)
+def nodes_over(link: Link | Network | None, ranks: int) -> tuple[int, ...]:
+    """Return the node of each rank if the ranks were given nodes; over a link, they have none."""
+    return link.nodes_among(ranks) if isinstance(link, Network) else ()
 
 
-def latency_and_share(rounds: Iterable[Round], network: Network, nbytes: float) -> dict[str, tuple[int, float]]:
-    """Return for each level the rounds that last as long as it does, and the share of n that it carries in them.
-
-    Args:
-        rounds: the rounds of an algorithm.
-        network: the network.
-        nbytes: n, on which it depends which level is the slower.
-    """
-    sums = {"between": (0, 0.0), "inside": (0, 0.0)}
-    for each in rounds:
-        level = network.slower(each, nbytes)
-        share = each.between if level == "between" else each.inside
-        count, total = sums[level]
-        sums[level] = count + each.times, total + each.times * (share or 0.0)
-    return {level: found for level, found in sums.items() if found[0]}
-
-
-def _check_count(name: str, value: Any, of: str = "Network") -> None:
-    given = f"{of}({name}={value!r})" if of else f"{name}={value!r}"
+def _check_count(given: str, value: Any) -> None:
     check_number(value, f"{given}: expected a whole number from 1", whole=True, at_least=1)
 
 
-def _check_number(name: str, value: Any, count: int) -> None:
-    expected = f"{name}={value!r}: expected a whole number from 0 to {count - 1}"
-    check_number(value, expected, whole=True, at_least=0, below=count)
+def _check_below(given: str, value: Any, count: int) -> None:
+    check_number(value, f"{given}: expected a whole number from 0 to {count - 1}", whole=True, at_least=0, below=count)

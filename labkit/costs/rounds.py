@@ -1,4 +1,4 @@
-"""The rounds of each operation's algorithm on the nodes of a network: which messages travel inside nodes or between.
+"""The rounds of each operation's algorithms on the nodes of a network: which messages travel inside nodes or between.
 
 The messages of a round travel at the same time, and the next round begins when the last of them has arrived. Those that
 leave or enter the same node share its one connection to the other nodes.
@@ -6,124 +6,155 @@ leave or enter the same node share its one connection to the other nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from labkit.costs.link import cost_of
-from labkit.recording.operations import Algorithm, Cost
+from labkit.errors.lists import listed
+from labkit.errors.wrong_calls import check_number
+from labkit.recording.operations import CHAN, OPERATION_TYPES, THAKUR, Algorithm, Cost, type_of
 
-Messages = Iterable[tuple[int, int, float]]  # sender and receiver, as places in the group; the share of n
+Nodes = tuple[int, ...]  # the node of each participating rank, in rank order
 
 
 class Round(NamedTuple):
-    """Equal rounds of an algorithm; sizes are shares of n, the size of the operation.
+    """Equal rounds of an algorithm; sizes are shares of n, the size of the operation, of all these rounds together."""
 
-    Args:
-        times: how many there are.
-        inside: the largest message between ranks of one node; None if there is no such message.
-        between: the most that leaves or enters one node; None if nothing does.
-    """
-
-    times: int
-    inside: float | None
-    between: float | None
+    times: int  # how many there are
+    inside: float | None  # the largest message between ranks of one node; None if there is no such message
+    between: float | None  # the most that leaves or enters one node; None if nothing does
 
 
-@lru_cache(maxsize=1 << 10)
-def rounds_of(operation: str, nodes: tuple[int, ...], groups: int = 1) -> tuple[Round, ...]:
-    """Return the rounds of an operation of the table.
+def rounds(operation: str, nodes: Nodes, groups: int = 1, algorithm: str = "") -> tuple[Round, ...]:
+    """Return the rounds of an operation; on one node, they are those of its closed form.
 
     Args:
         operation: its name in torch.distributed.
         nodes: the node of each participating rank, in rank order; group after group if there are several.
         groups: the number of equal groups that carry it out at the same time and share the connections of their nodes.
+        algorithm: one of the operation's `ALGORITHMS`; default: that of the table of operations.
 
     Raises:
-        TypeError, ValueError: as for `costs.link.cost_of`.
+        TypeError, ValueError: as for `cost_of`; or there are not as many ranks as the algorithm needs.
     """
     p = len(nodes) // groups
-    cost = cost_of(operation, p)
+    cost = cost_of(operation, p, algorithm)
+    if algorithm == "halving" and p & (p - 1):
+        raise ValueError(f"algorithm='halving' with ranks={p}: this form holds for powers of two (2, 4, 8, ...)")
     if p == 1:
         return ()
-    of_one = ((times, list(messages)) for times, messages in _MESSAGES[cost.algorithm](cost, p))  # p² messages in some
-    return _on(nodes, ((n, [(i + k * p, j + k * p, x) for k in range(groups) for i, j, x in one]) for n, one in of_one))
+    if len(set(nodes)) == 1:
+        return (Round(cost.rounds(p), cost.share(p), None),)
+    return _over_nodes(operation, nodes, groups, algorithm)
 
 
-def halving(nodes: Sequence[int]) -> tuple[Round, ...]:
-    """Return the rounds of Rabenseifner's all-reduce: vector halving and distance doubling, and the same backwards.
+def cost_of(operation: str, ranks: int, algorithm: str = "") -> Cost:
+    """Return the cost of an operation among ranks of one node; the number of ranks is only checked.
 
-    Args:
-        nodes: the node of each rank, in rank order; a power of two of them.
+    Raises:
+        TypeError, ValueError: its cost is not known, `ranks` is no number from 1, or there is no such algorithm.
     """
-    p = len(nodes)
-    distances = [1 << k for k in range((p - 1).bit_length())]
-    there = _on(nodes, ((1, [(i, i ^ d, 1 / (2 * d)) for i in range(p)]) for d in distances))
-    return (*there, *reversed(there))
+    if not isinstance(operation, str):
+        raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")
+    check_number(ranks, f"ranks={ranks!r}: expected a whole number from 1", whole=True, at_least=1)
+    cost = type_of(operation).cost
+    if cost is None:
+        known = ", ".join(kind.name for kind in OPERATION_TYPES if kind.cost is not None)
+        raise ValueError(f"{operation!r} is not an operation with a known cost; expected {known}")
+    if not algorithm:
+        return cost
+    if algorithm not in ALGORITHMS[operation]:
+        raise ValueError(f"algorithm={algorithm!r}: expected {listed(map(repr, ALGORITHMS[operation]), word='or')}")
+    return ALGORITHMS[operation][algorithm] or cost
 
 
-def hierarchical(nodes: Sequence[int]) -> tuple[Round, ...]:
-    """Return the rounds of an all-reduce by level: reduce-scatter inside, all-reduce between, all-gather inside; rings.
-
-    Args:
-        nodes: the node of each rank, in rank order; equally many ranks of each.
-    """
-    count = len(set(nodes))
-    each = len(nodes) // count
-    inside, between = Round(each - 1, 1 / each, None), Round(2 * (count - 1), None, 1 / count)
-    return tuple(part for part in (inside, between, inside) if part.times)
-
-
-def _on(nodes: Sequence[int], rounds: Iterable[tuple[int, Messages]]) -> tuple[Round, ...]:
+@lru_cache(maxsize=1 << 10)
+def _over_nodes(operation: str, nodes: Nodes, groups: int, algorithm: str) -> tuple[Round, ...]:
+    parts = _PARTS.get((operation, algorithm))
+    if parts:
+        return tuple(each for part in parts for each in rounds(part, nodes, groups))
+    if algorithm == "hierarchical":
+        return _hierarchical(nodes)
+    p = len(nodes) // groups
     found = []
-    for times, messages in rounds:
+    for times, messages in _messages(cost_of(operation, p), p, algorithm):
         inside: list[float] = []
         crossing: dict[tuple[int, bool], float] = {}  # by node and direction
-        for sender, receiver, share in messages:
-            if nodes[sender] == nodes[receiver]:
-                inside.append(share)
-            else:
-                for end in ((nodes[sender], False), (nodes[receiver], True)):
-                    crossing[end] = crossing.get(end, 0.0) + share
+        for first in range(0, len(nodes), p):  # the first rank of each group
+            for sender, receiver, share in messages:
+                here, there = nodes[first + sender], nodes[first + receiver]
+                if here == there:
+                    inside.append(share)
+                else:
+                    for end in ((here, False), (there, True)):
+                        crossing[end] = crossing.get(end, 0.0) + share
         found.append(Round(times, max(inside, default=None), max(crossing.values(), default=None)))
     return tuple(found)
 
 
-def _ring(cost: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    rounds = cost.rounds(p)
-    return [(rounds, [(i, (i + 1) % p, cost.share(p) / rounds) for i in range(p)])]
+def _hierarchical(nodes: Nodes) -> tuple[Round, ...]:
+    """The rounds by level: a reduce-scatter inside, an all-reduce between, an all-gather inside; rings."""
+    each = [nodes.count(node) for node in sorted(set(nodes))]
+    if len(set(each)) > 1:
+        raise ValueError(f"algorithm='hierarchical' with {each} ranks on the nodes: expected equally many on each node")
+    count, q = len(each), each[0]
+    inside, between = Round(q - 1, (q - 1) / q, None), Round(2 * (count - 1), None, 2 * (count - 1) / count)
+    return (inside, between, inside) if q > 1 else (between,)
 
 
-def _pairwise(_: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    return ((1, [(i, (i + k) % p, 1 / p) for i in range(p)]) for k in range(1, p))
+def _messages(cost: Cost, p: int, algorithm: str) -> Iterator[tuple[int, list[tuple[int, int, float]]]]:
+    """Yield the number of equal rounds, and the messages of one: sender and receiver in the group, and the share of n.
+
+    The share is that of these rounds together.
+    """
+    share, distances = cost.share(p), [1 << k for k in reversed(range(_deep(p)))]  # the powers of two below p
+    if algorithm == "halving":  # vector halving and distance doubling, and the same backwards
+        for d in (*reversed(distances), *distances):
+            yield 1, [(i, i ^ d, 1 / (2 * d)) for i in range(p)]
+    elif cost.algorithm is Algorithm.RING:
+        yield cost.rounds(p), [(i, (i + 1) % p, share) for i in range(p)]
+    elif cost.algorithm is Algorithm.PAIRWISE:
+        for k in range(1, p):
+            yield 1, [(i, (i + k) % p, 1 / p) for i in range(p)]
+    elif cost.algorithm is Algorithm.TREE:
+        for d in distances:
+            yield 1, [(i, i + d, 1.0) for i in range(0, p - d, 2 * d)]
+    elif cost.algorithm is Algorithm.TREE_OF_PARTS:
+        for d in distances:
+            yield 1, [(i, i + d, min(d, p - i - d) / p) for i in range(0, p - d, 2 * d)]
+    elif cost.algorithm is Algorithm.DISSEMINATION:
+        for d in distances:
+            yield 1, [(i, (i + d) % p, 0.0) for i in range(p)]
+    else:
+        assert cost.algorithm is Algorithm.CENTRAL
+        yield 1, [(i, 0, 0.0) for i in range(1, p)]
+        yield 1, [(0, i, 0.0) for i in range(1, p)]
 
 
-def _tree(_: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    return ((1, [(i, i + d, 1.0) for i in range(0, p - d, 2 * d)]) for d in _distances(p))
+def _deep(p: int) -> int:
+    """⌈log₂ p⌉."""
+    return (p - 1).bit_length()
 
 
-def _tree_of_parts(_: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    return ((1, [(i, i + d, min(d, p - i - d) / p) for i in range(0, p - d, 2 * d)]) for d in _distances(p))
-
-
-def _dissemination(_: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    return ((1, [(i, (i + d) % p, 0.0) for i in range(p)]) for d in _distances(p))
-
-
-def _central(_: Cost, p: int) -> Iterable[tuple[int, Messages]]:
-    return [(1, [(i, 0, 0.0) for i in range(1, p)]), (1, [(0, i, 0.0) for i in range(1, p)])]
-
-
-def _distances(p: int) -> list[int]:
-    """The powers of two below p, largest first."""
-    return [1 << k for k in reversed(range((p - 1).bit_length()))]
-
-
-_MESSAGES: Final[dict[Algorithm, Callable[[Cost, int], Iterable[tuple[int, Messages]]]]] = {
-    Algorithm.RING: _ring,
-    Algorithm.PAIRWISE: _pairwise,
-    Algorithm.TREE: _tree,
-    Algorithm.TREE_OF_PARTS: _tree_of_parts,
-    Algorithm.DISSEMINATION: _dissemination,
-    Algorithm.CENTRAL: _central,
+_DEEP: Final = r"\lceil\log_2 p\rceil"
+_TWICE: Final = r"\frac{2(p-1)}{p}\,\frac{n}{B}"
+_CHO: Final = "Cho et al., BlueConnect, 2019"
+# The algorithms by name; None is that of the table of operations, which emulated links use.
+ALGORITHMS: Final[Mapping[str, Mapping[str, Cost | None]]] = {
+    "all_reduce": {
+        "ring": None,
+        "tree": Cost(lambda p: 2 * _deep(p), lambda p: 2.0 * _deep(p), rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", CHAN),
+        "halving": Cost(lambda p: 2 * _deep(p), lambda p: 2 * (p - 1) / p, rf"2{_DEEP}\,\alpha + {_TWICE}", THAKUR),
+        "hierarchical": Cost(lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p, rf"2(p-1)\,\alpha + {_TWICE}", _CHO),
+    },
+    "broadcast": {
+        "tree": None,
+        "scatter": Cost(
+            lambda p: _deep(p) + p - 1, lambda p: 2 * (p - 1) / p, rf"({_DEEP} + p - 1)\,\alpha + {_TWICE}", THAKUR
+        ),
+    },
+}  # fmt: skip
+_PARTS: Final = {  # algorithms that consist of other operations
+    ("all_reduce", "tree"): ("reduce", "broadcast"),
+    ("broadcast", "scatter"): ("scatter", "all_gather"),
 }

@@ -38,34 +38,22 @@ def node_port(node: int) -> int:
     return -2 - 2 * node
 
 
-class Cost(NamedTuple):
-    """The cost of an operation.
+class LinkCost(NamedTuple):
+    """The cost of an operation on emulated links. A rank's own link is the port with the rank's number."""
 
-    Args:
-        cost_ns: its duration.
-        busy_ns: how long it occupies ports, from its start.
-        senders, receivers: the ports that it occupies, by direction; a rank's own link has the rank's number.
-        of: the number of participating ranks.
-        shared_ns: how long it occupies both directions of the shared ports.
-        shared: these ports, which several ranks use.
-    """
-
-    cost_ns: int
-    busy_ns: int
-    senders: Sequence[int]
-    receivers: Sequence[int]
-    of: int
-    shared_ns: int = 0
-    shared: Sequence[int] = ()
+    cost_ns: int  # its duration
+    busy_ns: int  # how long it occupies ports, from its start
+    senders: Sequence[int]  # the ports of which it occupies the direction out
+    receivers: Sequence[int]  # and in
+    of: int  # the number of participating ranks
+    shared_ns: int = 0  # how long it occupies both directions of the shared ports
+    shared: Sequence[int] = ()  # these ports, which several ranks use
 
 
-def start_of(cost: Cost, arrived_ns: int, free_ns: MutableMapping[int, int] | memoryview) -> int:
-    """Return when an operation starts: when all have arrived and its ports are free. It occupies them from then on.
+def start_of(cost: LinkCost, arrived_ns: int, free_ns: MutableMapping[int, int] | memoryview) -> int:
+    """Return when an operation starts: when its last rank has issued it, at `arrived_ns`, and its ports are free.
 
-    Args:
-        cost: its cost.
-        arrived_ns: when the last participating rank has issued it.
-        free_ns: when each direction of a port becomes free, by 2 * port + direction; updated.
+    It occupies them from then on: `free_ns` says when each direction becomes free, by 2 * port + direction; updated.
     """
     occupied = [(2 * port, cost.busy_ns) for port in cost.senders] + [(2 * port + 1, cost.busy_ns) for port in cost.receivers]
     occupied += [(2 * port + direction, cost.shared_ns) for port in cost.shared for direction in (0, 1)]
@@ -97,14 +85,11 @@ class SharedLink:
         """Disable the schedule in forks of this process."""
         keep_from_forks(self._memory)
 
-    def arrive(self, group: str, match: int, at_ns: int, cost: Cost) -> None:
-        """Register that this rank has issued an operation; the last rank to do so schedules it.
+    def arrive(self, group: str, match: int, at_ns: int, cost: LinkCost) -> None:
+        """Register that this rank has issued an operation, at `at_ns`; the last rank to do so schedules it.
 
-        Args:
-            group: the key of its group or pair, as in `recording.schema.Span`.
-            match: its number in the group.
-            at_ns: when it was issued.
-            cost: its cost; if the ranks' costs differ, as in an uneven all-to-all, the highest counts.
+        Group and match are those of `recording.schema.Span`. If the ranks' costs differ, as in an uneven all-to-all,
+        the highest counts.
         """
         key, at = _place(group, match)
         with self:

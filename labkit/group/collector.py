@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from labkit.costs.link import Link
-from labkit.costs.network import Network
+from labkit.costs.network import Network, nodes_over
 from labkit.errors.lists import listed
 from labkit.group.mismatches import Place, first_unequal
 from labkit.group.pool_state import Member
@@ -36,7 +36,7 @@ class Records:
 
     def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
         self._link, self._cores = link, cores
-        self._nodes = link.nodes_among(len(members)) if isinstance(link, Network) else nodes_of(members)
+        self._nodes = nodes_over(link, len(members)) or nodes_of(members)
         self._clocks = [(m.process.place, m.process.clock) for m in members]
         self._clock_error_ns = 0
         self._members = [m.name for m in members]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,16 +29,15 @@ FEWEST, MOST = 5, 20  # repetitions; fewer make a poor median, more do not impro
 
 
 @public_api
-def measure_link(
-    group: Group, *, operations: Sequence[str] | None = None, sizes: Sequence[int] = SIZES
-) -> MeasuredLink | MeasuredNetwork:
+def measure_link(group: Group, *, operations: Sequence[str] | None = None) -> MeasuredLink | MeasuredNetwork:
     """Fit latency and bandwidth to real messages of many sizes between the ranks of a group.
 
-    Each operation is repeated for each size, and the median of the times is used. A collective follows a barrier; its
-    time runs from the moment when the last rank starts to the moment when the last rank ends. Between machines, whose
-    clocks differ, it is the longest time of a rank. The time of a message or a remote call is half a round trip between
-    the first two ranks. The fitted model is that of `labkit.predict`, so operations can be compared: with a perfect
-    model, all would give the same link. The latency of a remote call is mostly CPU time of RPC.
+    Each operation is repeated for each size, and the median of the times is used; sizes beyond one that takes 0.15 s
+    are skipped. A collective follows a barrier; its time runs from the moment when the last rank starts to the moment
+    when the last rank ends. Between machines, whose clocks differ, it is the longest time of a rank. The time of a
+    message or a remote call is half a round trip between the first two ranks. The fitted model is that of
+    `labkit.predict`, so operations can be compared: with a perfect model, all would give the same link. The latency of
+    a remote call is mostly CPU time of RPC.
 
     A group with a `labkit.Network`, or with ranks on several machines, has two links: `inside` is measured among the
     ranks of the first node that has several, `between` among the first ranks of all nodes.
@@ -48,7 +46,6 @@ def measure_link(
         group: a group of at least two ranks with runtime "torch" or "rpc".
         operations: some of "send", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", or with RPC
             "rpc"; default: all that the runtime has.
-        sizes: at least two sizes in bytes, as `n` in `labkit.predict`. Sizes beyond one that takes 0.15 s are skipped.
 
     Returns:
         the fits, which a notebook shows as a table; see `.link`, `["all_reduce"]` and `.plot()`. For a network with
@@ -57,7 +54,7 @@ def measure_link(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: an unknown operation, or fewer than two sizes.
+        ValueError: an unknown operation, or none.
         LabError: a group of one rank, or of another runtime; all but the smallest size take too long.
         RankError: a rank failed; also the other errors of `Group.run`.
 
@@ -72,21 +69,19 @@ def measure_link(
     operations = known if operations is None else [operations] if isinstance(operations, str) else list(operations)
     if unknown := [name for name in operations if name not in known]:
         raise ValueError(f"measure_link(operations=...): {unknown[0]!r} is none of {', '.join(known)}")
-    sizes = list(sizes)
-    if len(sizes) < 2 or any(not isinstance(n, numbers.Integral) or n < FLOAT for n in sizes) or not operations:
-        raise ValueError(f"measure_link(sizes={sizes}): expected at least two sizes from {FLOAT} bytes, and an operation")
-    plan = list(operations), sorted(map(int, sizes))
+    if not operations:
+        raise ValueError(f"measure_link(operations={operations}): expected an operation, one of {', '.join(known)}")
     network = group.link if isinstance(group.link, Network) else None
     nodes = network.nodes_among(len(group)) if network is not None else group.run(_nothing).trace.nodes if group.on else ()
     of_nodes = [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))]
     inside = next((ranks for ranks in of_nodes if len(ranks) > 1), [])
     one_clock = network is not None or len(of_nodes) < 2
     if len(of_nodes) < 2 or not inside:
-        return _measured(group, *plan, list(range(len(group))), one_clock=one_clock)
+        return _measured(group, operations, list(range(len(group))), one_clock=one_clock)
     return MeasuredNetwork(
         network,
-        inside=_measured(group, *plan, inside, one_clock=True),
-        between=_measured(group, *plan, [ranks[0] for ranks in of_nodes], one_clock=one_clock),
+        inside=_measured(group, operations, inside, one_clock=True),
+        between=_measured(group, operations, [ranks[0] for ranks in of_nodes], one_clock=one_clock),
         nodes=len(of_nodes),
         ranks=len(group),
     )
@@ -96,15 +91,10 @@ def _nothing() -> None:
     """In a rank: let the notebook know where the ranks are."""
 
 
-def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list[int], *, one_clock: bool) -> MeasuredLink:
+def _measured(group: Group, operations: Sequence[str], ranks: list[int], *, one_clock: bool) -> MeasuredLink:
     """Measure among some ranks, in ascending order; on several machines, each rank has a clock of its own."""
     parts = len(ranks) if group.runtime == "torch" else 1
-    sizes = sorted({FLOAT * parts * _elements(size, parts) for size in sizes})
-    if len(sizes) < 2:
-        raise ValueError(
-            f"measure_link: all sizes are those of one tensor, {sizes} bytes; expected at least two sizes, multiples of "
-            f"{FLOAT * parts} bytes, as each of {parts} ranks has a part of equally many float32 numbers"
-        )
+    sizes = sorted({FLOAT * parts * _elements(size, parts) for size in SIZES})  # each rank has a part, equally large
     if group.runtime == "torch":
         results = group.run(_on_rank, operations, sizes, ranks).results
         of_ranks = [results[rank] for rank in ranks]
@@ -117,7 +107,9 @@ def _measured(group: Group, operations: list[str], sizes: list[int], ranks: list
             nbytes.append(size[0])
             seconds.append(_median_s(operation, [size[1:], *(t[1:] for t in times)], one_clock=one_clock))
         if len(nbytes) < 2:
-            raise LabError(f"measure_link: {operation} of {nbytes} bytes takes too long for larger ones; give smaller sizes")
+            raise LabError(
+                f"measure_link: {operation} of {nbytes} bytes takes more than {LONGEST_S} s, too long to try larger ones"
+            )
         fits.append(fit(operation, 2 if operation in BETWEEN_TWO else len(ranks), nbytes, seconds))
     return MeasuredLink(tuple(fits))
 
@@ -141,7 +133,7 @@ def _median_s(operation: str, of_ranks: list[Any], *, one_clock: bool) -> float:
 Measured = list[tuple[str, int, list[int], list[int]]]  # operation, bytes, starts and ends in ns
 
 
-def _on_rank(operations: list[str], sizes: list[int], members: list[int]) -> Measured:
+def _on_rank(operations: Sequence[str], sizes: list[int], members: list[int]) -> Measured:
     """In a rank: time each operation with each size, if it is one of the members."""
     import torch
     import torch.distributed as dist

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from labkit.costs.rounds import rounds
 from labkit.planning.cluster import Cluster
 from labkit.planning.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.planning.workload import Precision, Workload
@@ -22,29 +23,17 @@ GATHERED_LAYERS: Final = 2  # FSDP2 computes one layer and gathers the next
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a strategy needs: one row of a plan.
-
-    Args:
-        strategy: the strategy.
-        micro_batches: m, in how many parts each rank computes its share of the batch.
-        recompute: whether the backward pass computes the activations of each layer again instead of keeping them.
-        memory_bytes: memory of the rank that needs most, by kind (`MEMORY_KINDS`).
-        limit_bytes: the memory of a device.
-        compute_s: the computing of a step, including the optimizer, if nothing else took time.
-        bubble_s: how long a rank waits because the pipeline fills and drains.
-        exposed_s: communication during which nothing is computed, by axis.
-        level: the level that the communication of each axis crosses, "inside" a node or "between" nodes.
-    """
+    """What a strategy needs: one row of a plan."""
 
     strategy: Strategy
-    micro_batches: int
-    recompute: bool
-    memory_bytes: Mapping[str, float]
-    limit_bytes: float
-    compute_s: float
-    bubble_s: float
-    exposed_s: Mapping[str, float]
-    level: Mapping[str, str]
+    micro_batches: int  # m, in how many parts each rank computes its share of the batch
+    recompute: bool  # whether the backward pass computes the activations of each layer again instead of keeping them
+    memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`MEMORY_KINDS`)
+    limit_bytes: float  # the memory of a device
+    compute_s: float  # of a step, including the optimizer, if nothing else took time
+    bubble_s: float  # how long a rank waits because the pipeline fills and drains
+    exposed_s: Mapping[str, float]  # communication during which nothing is computed, by axis
+    level: Mapping[str, str]  # that the communication of each axis crosses, "inside" a node or "between" nodes
 
     @property
     def name(self) -> str:
@@ -70,20 +59,17 @@ class Estimate:
 def best_estimate(work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster) -> Estimate | None:
     """Return the fastest estimate of a strategy that fits, or else the one that needs the least memory.
 
-    It tries all numbers of micro-batches, with and without recomputation.
-
-    Returns:
-        the estimate, or None if the ranks cannot divide the batch. 1F1B needs at least as many micro-batches as stages.
+    It tries all numbers of micro-batches, with and without recomputation. None: the ranks cannot divide the batch; 1F1B
+    needs at least as many micro-batches as stages.
     """
     samples, rest = divmod(work.samples, strategy.data_ranks)
     if rest or samples < strategy.size(PIPELINE):
         return None
-    found = [
-        _estimate(work, precision, strategy, cluster, count, recompute)
-        for recompute in ((False, True) if work.hidden_bytes is not None else (False,))
-        for count in range(strategy.size(PIPELINE), samples + 1)
-        if samples % count == 0
-    ]
+    found = []
+    for recompute in (False, True) if work.hidden_bytes is not None else (False,):
+        for count in range(strategy.size(PIPELINE), samples + 1):
+            if samples % count == 0:
+                found.append(_estimate(work, precision, strategy, cluster, count, recompute))
     return min(found, key=lambda each: (each.missing_bytes, each.step_s))
 
 
@@ -91,7 +77,7 @@ def _estimate(
     work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, micro_batches: int, recompute: bool
 ) -> Estimate:
     axes = {axis: strategy.axis(axis, cluster) for axis, _ in strategy.axes}
-    step = _Step(work, precision, strategy, cluster, micro_batches, recompute)
+    step = _RankStep(work, precision, strategy, cluster, micro_batches, recompute)
     exposed_s = {axis: seconds for axis, seconds in step.exposed_s().items() if axis in axes}
     return Estimate(
         strategy=strategy, micro_batches=micro_batches, recompute=recompute, memory_bytes=step.memory_bytes(),
@@ -100,7 +86,7 @@ def _estimate(
     )  # fmt: skip
 
 
-class _Step:
+class _RankStep:
     """One step of a rank. Times of a forward or backward pass are those of one micro-batch on one stage."""
 
     def __init__(
@@ -125,7 +111,9 @@ class _Step:
         self.optimizer_s = self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
-        return self.strategy.axis(axis, self.cluster).seconds(operation, nbytes)
+        """How long all groups along an axis take for a collective that each carries out at the same time."""
+        along = self.strategy.axis(axis, self.cluster)
+        return along.network.rounds_s(rounds(operation, along.nodes, len(along.nodes) // along.size), nbytes)
 
     def bubble_s(self) -> float:
         """(s−1)·(t_f + t_b): a stage waits for the first micro-batch to arrive and for the last to come back."""

@@ -29,18 +29,13 @@ WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communicatio
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the cluster or the batch that makes another strategy the fastest.
+    """A change of the cluster or the batch that makes another strategy the fastest."""
 
-    Args:
-        of: what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch".
-        factor: by which factor, at least if it is above 1, else at most.
-    """
-
-    of: str
-    factor: float
+    of: str  # what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch"
+    factor: float  # at least, if it is above 1, else at most
 
     def __str__(self) -> str:
-        return f"{'at least' if self.factor > 1 else 'at most'} {self.factor:.3g} times {_CHANGED[self.of]}"
+        return f"{'at least' if self.factor > 1 else 'at most'} {self.factor:.3g} times {_CHANGES[self.of][0]}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,19 +43,12 @@ class Plan:
     """The strategies for a model, a batch and a cluster; a notebook shows a table, `print` the same as text.
 
     `plan["DDP 4"]` is one row. A row's numbers are in seconds and bytes.
-
-    Args:
-        rows: the strategies that fit, the fastest first; then the others, the one that lacks least memory first.
-        undivided: the strategies for whose replicas, or micro-batches of a pipeline, the batch is too small or uneven.
-        work: what a step asks for.
-        precision: bytes per parameter.
-        cluster: the cluster.
     """
 
-    rows: tuple[Estimate, ...]
-    undivided: tuple[str, ...]
-    work: Workload
-    precision: Precision
+    rows: tuple[Estimate, ...]  # those that fit, the fastest first; then the others, the one that lacks least memory first
+    undivided: tuple[str, ...]  # strategies for whose replicas, or micro-batches, the batch is too small or uneven
+    work: Workload  # what a step asks for
+    precision: Precision  # bytes per parameter
     cluster: Cluster
 
     @property
@@ -97,7 +85,7 @@ class Plan:
         if other.name == best.name:
             raise ValueError(f"break_even({winner!r}): this is the best strategy already")
         found = []
-        for of, changed in _CHANGES.items():
+        for of, (_, changed) in _CHANGES.items():
             for towards in (2.0, 0.5):
                 factor = self._turning_point(best, other, changed, towards, whole=of == "batch")
                 if factor is not None:
@@ -259,32 +247,29 @@ Changed = Callable[[Workload, Cluster, float], tuple[Workload, Cluster]]
 
 def _link(level: str) -> Changed:
     def changed(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-        network = cluster.network
-        link: Link = getattr(network, level)
-        faster = replace(link, gbit_per_s=link.gbit_per_s * factor, name="")
-        return work, replace(cluster, link=replace(network, **{level: faster}))  # type: ignore[arg-type]  # a link's name
+        link: Link = getattr(cluster.network, level)
+        faster: Any = {level: replace(link, gbit_per_s=link.gbit_per_s * factor, name="")}
+        return work, replace(cluster, link=replace(cluster.network, **faster))
 
     return changed
 
 
-def _device(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-    device = cluster.device
-    faster = replace(device, tflop_per_s=device.tflop_per_s * factor, gbyte_per_s=device.gbyte_per_s * factor)
-    return work, replace(cluster, device=faster)
+def _device(*rates: str) -> Changed:
+    def changed(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
+        better: Any = {rate: getattr(cluster.device, rate) * factor for rate in rates}
+        return work, replace(cluster, device=replace(cluster.device, **better))
 
-
-def _memory(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-    return work, replace(cluster, device=replace(cluster.device, memory_gb=cluster.device.memory_gb * factor))
+    return changed
 
 
 def _batch(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
     return replace(work, samples=round(work.samples * factor)), cluster
 
 
-_CHANGES: Final[Mapping[str, Changed]] = {
-    "between": _link("between"), "inside": _link("inside"), "device": _device, "memory": _memory, "batch": _batch,
-}  # fmt: skip
-_CHANGED: Final = {
-    "between": "the bandwidth between nodes", "inside": "the bandwidth inside nodes", "device": "the device's rates",
-    "memory": "the device's memory", "batch": "the batch",
-}  # fmt: skip
+_CHANGES: Final[Mapping[str, tuple[str, Changed]]] = {  # what changes, in words, and how
+    "between": ("the bandwidth between nodes", _link("between")),
+    "inside": ("the bandwidth inside nodes", _link("inside")),
+    "device": ("the device's rates", _device("tflop_per_s", "gbyte_per_s")),
+    "memory": ("the device's memory", _device("memory_gb")),
+    "batch": ("the batch", _batch),
+}

@@ -18,16 +18,10 @@ TENSOR: Final = "tensor"
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A mesh, and what its data-parallel ranks shard.
+    """A mesh, and what its data-parallel ranks shard."""
 
-    Args:
-        axes: the sizes of its axes, the outermost first; none has size 1. Neighbours along the last axis are
-            consecutive ranks.
-        stage: the ZeRO stage: 0 (nothing is sharded), 2 (gradients and optimizer state) or 3 (also parameters).
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    stage: int
+    axes: tuple[tuple[str, int], ...]  # their sizes, none 1, the outermost first; neighbours along the last are consecutive
+    stage: int  # of ZeRO: 0 (nothing is sharded), 2 (gradients and optimizer state) or 3 (also parameters)
 
     @property
     def name(self) -> str:
@@ -39,7 +33,9 @@ class Strategy:
             if axis == SHARD and REPLICATE in sizes:
                 words.append(f"HSDP {sizes[REPLICATE]}×{size}")
             elif axis != REPLICATE or SHARD not in sizes:
-                words.append(f"{_words(axis, self.stage)} {size}")
+                of_shard = "FSDP2" if self.stage == 3 else "ZeRO-2"
+                word = {REPLICATE: "DDP", SHARD: of_shard, PIPELINE: "pipeline", TENSOR: "TP"}[axis]
+                words.append(f"{word} {size}")
         return " × ".join(words)
 
     def size(self, axis: str) -> int:
@@ -53,27 +49,20 @@ class Strategy:
 
     def axis(self, name: str, cluster: Cluster) -> MeshAxis:
         """Return an axis on a cluster, of size 1 if the mesh does not have it."""
-        stride, network = 1, cluster.network
+        stride = 1
         for axis, size in reversed(self.axes):
             if axis == name:
-                return MeshAxis(network, size, stride)
+                return MeshAxis(cluster.network, size, stride)
             stride *= size
-        return MeshAxis(network, 1, 1)
-
-
-def _words(axis: str, stage: int) -> str:
-    return {REPLICATE: "DDP", SHARD: "FSDP2" if stage == 3 else "ZeRO-2", PIPELINE: "pipeline", TENSOR: "TP"}[axis]
+        return MeshAxis(cluster.network, 1, 1)
 
 
 def strategies(work: Workload, cluster: Cluster) -> Iterator[Strategy]:
     """Yield all strategies for a cluster.
 
     Tensor parallelism is the innermost axis and stays inside a node. A pipeline's stages are the outermost axis, or,
-    where they fit into a node, the next to innermost, with the replicas outside. Stages have whole layers.
-
-    Args:
-        work: a step; its heads and layers limit the sizes.
-        cluster: the cluster.
+    where they fit into a node, the next to innermost, with the replicas outside. Stages have whole layers. The heads
+    and layers of a step limit the sizes.
     """
     found: dict[Strategy, None] = {}
     splits = work.hidden_bytes is not None

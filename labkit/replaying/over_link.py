@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
-from labkit.costs.network import Network, link_of_pair
-from labkit.costs.shared_link import Cost, node_port, outer_port, start_of
+from labkit.costs.network import Network, as_network
+from labkit.costs.shared_link import LinkCost, node_port, outer_port, start_of
 from labkit.recording.operations import RECV, REPLY, RPC, SEND, TO_HERE, VALUE
 from labkit.replaying.graph import Gate, Graph
 
@@ -28,13 +28,13 @@ class OverLink:
 
     def __init__(self, graph: Graph, link: Link | Network, nbytes: Sequence[int], faster: Sequence[float]) -> None:
         self._graph, self._nbytes, self._faster = graph, nbytes, faster
-        self._link = link.of(len(graph.trace.ranks)) if isinstance(link, Network) else link
+        self._network = as_network(link, len(graph.trace.ranks))
         data = graph.trace.columns.data
         self._rank, self._peer = data["rank"].tolist(), data["peer"].tolist()
         self._type = [graph.types[name] for name in data["name"].tolist()]
         self._free: defaultdict[int, int] = defaultdict(int)
         self._until: dict[int, int] = {}  # the operation that occupies a port until a time
-        self._costs: dict[tuple[object, ...], Cost] = {}
+        self._costs: dict[tuple[object, ...], LinkCost] = {}
 
     def call(self, call: int, at_ns: int) -> Passage:
         """Schedule the message that carries a remote call, given its span and when it is issued."""
@@ -57,14 +57,14 @@ class OverLink:
             return self._pass(self._message(*ends, source, 2, gate.alike), opened_ns, first)
         if kind is RPC:
             if len(gate.needs) == 1:  # a function that C++ runs: there and back
-                over = link_of_pair(self._link, self._rank[first], self._peer[first])
+                over = self._network.link(self._rank[first], self._peer[first])
                 there_ns = round((over.seconds("send", self._nbytes[first]) + over.latency_s) * 1e9)
                 return Passage(opened_ns, opened_ns + there_ns, -1)
             reply = gate.needs[1]
             return self._pass(self._message(self._rank[reply], self._rank[first], reply, 1), opened_ns, first)
         if kind is TO_HERE:
             asked_ns = issued_ns[4 * first] or 0
-            asked_ns += round(link_of_pair(self._link, self._rank[first], self._peer[first]).latency_s * 1e9)
+            asked_ns += round(self._network.link(self._rank[first], self._peer[first]).latency_s * 1e9)
             return self._pass(self._message(self._peer[first], self._rank[first], first, 1), max(asked_ns, opened_ns), first)
         if kind.cost is None or len(gate.ranks or gate.members) < 2:
             return None
@@ -73,7 +73,7 @@ class OverLink:
             return self._pass(cost, opened_ns, first)
         return Passage(opened_ns, opened_ns + round(cost.cost_ns / self._faster[first]), -1)
 
-    def _pass(self, cost: Cost, at_ns: int, row: int) -> Passage:
+    def _pass(self, cost: LinkCost, at_ns: int, row: int) -> Passage:
         faster = self._faster[row]
         if faster != 1:
             times = {name: round(getattr(cost, name) / faster) for name in ("cost_ns", "busy_ns", "shared_ns")}
@@ -84,29 +84,27 @@ class OverLink:
             self._until[start_ns + ns] = row
         return Passage(start_ns, start_ns + cost.cost_ns, after)
 
-    def _message(self, source: int, destination: int, row: int, ends: int, alike: float = 1) -> Cost:
+    def _message(self, source: int, destination: int, row: int, ends: int, alike: float = 1) -> LinkCost:
         key = source, destination, self._nbytes[row]
         if key not in self._costs:
-            self._costs[key] = message_cost(self._link, *key, ends, alike)
+            self._costs[key] = message_cost(self._network, *key, ends, alike)
         return self._costs[key]
 
-    def _collective(self, gate: Gate) -> Cost:
+    def _collective(self, gate: Gate) -> LinkCost:
         kind, rows = gate.operation, gate.members
         nbytes = max(self._nbytes[row] for row in rows)  # of the root, if it alone counts the parts of all
         present = tuple(sorted(self._rank[row] for row in rows))
         key = kind, nbytes, gate.ranks, present
         if key not in self._costs:
-            cost = collective_cost(self._link, kind.name, nbytes, gate.ranks or present, gate.alike, fastest=gate.fastest)
+            cost = collective_cost(self._network, kind.name, nbytes, gate.ranks or present, gate.alike, fastest=gate.fastest)
             if gate.ranks:
                 cost = self._of_present(cost, present)
             self._costs[key] = cost
         return self._costs[key]
 
-    def _of_present(self, cost: Cost, ranks: Sequence[int]) -> Cost:
+    def _of_present(self, cost: LinkCost, ranks: Sequence[int]) -> LinkCost:
         """Return a cost with the ports of these ranks only: nobody of the graph waits for the others' ports."""
-        ports = {*ranks, *map(outer_port, ranks)}
-        if isinstance(self._link, Network):
-            ports.update(node_port(self._link.node_of(rank)) for rank in ranks)
+        ports = {*ranks, *map(outer_port, ranks), *(node_port(self._network.node_of(rank)) for rank in ranks)}
         senders, receivers, shared = (
             [port for port in side if port in ports] for side in (cost.senders, cost.receivers, cost.shared)
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from labkit.costs.link import Link
-from labkit.costs.network import Network
+from labkit.costs.network import Network, nodes_over
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.units import time_in_words
@@ -117,7 +117,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     facts = trace.info.arguments() | {
         "link": link,
         "replayed": True,
-        "nodes": link.nodes_among(len(trace.ranks)) if isinstance(link, Network) else (),
+        "nodes": nodes_over(link, len(trace.ranks)),
         "notes": [*trace.notes, f"Replayed, not run: {changed}. {_spread_in_words(trace)}".strip()],
     }
     complete = np.flatnonzero(gone & (data["group"] > 0))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
-from labkit.costs.network import Network
+from labkit.costs.network import Network, as_network
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.units import bytes_in_words
@@ -62,8 +62,8 @@ class ProgramGraph:
         self.values: list[tuple[int, int, str, float]] = []
         self.stream_waits: list[tuple[int, int]] = []
         self.waits_of_other_streams: list[int] = []
-        self._programs, self._network = programs, link.of(self.size) if isinstance(link, Network) else None
-        self._node_of = self._network.nodes_among(self.size) if self._network else ()
+        self._programs = programs
+        self._node_of = as_network(link, self.size).nodes_among(self.size) if link is not None else ()
         self._spans: list[Span] = []
         self._members: defaultdict[Operation, list[tuple[int, Communication]]] = defaultdict(list)
         self._gates: list[Gate] = []
@@ -149,7 +149,7 @@ class ProgramGraph:
 
     def _ranks_like(self) -> dict[int, float]:
         """Return for each rank with a program for how many ranks of its node it stands."""
-        if self._network is None:
+        if not self._node_of:
             return dict.fromkeys(self._programs, 1.0)
         node_of, programs = self._node_of, self._programs
         all_ranks, ours = Counter(node_of), Counter(node_of[rank] for rank in programs)
@@ -160,7 +160,7 @@ class ProgramGraph:
 
         All ranks of a node do the same as those with a program, each in a group of its own with as many ranks.
         """
-        if self._network is None:
+        if not self._node_of:
             return 1
         ranks = [self._spans[row].rank for row in rows]
         if first.peer >= 0:

@@ -15,7 +15,7 @@ import numpy as np
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
-from labkit.costs.network import Network
+from labkit.costs.network import Network, nodes_over
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import Columns, Scalar
 from labkit.recording.schema import COMMUNICATION
@@ -57,7 +57,7 @@ def simulated_trace(
     except LabError:
         raise LabError("simulate: ranks wait for one another for ever, as they communicate in different orders") from None
     size, shown = whole.size, sorted(set(show) or programs)
-    network = link.of(size) if isinstance(link, Network) else None
+    nodes = nodes_over(link, size)
     place = np.full(size + 1, len(shown))  # ranks that are not shown have this number
     place[shown], place[-1] = range(len(shown)), -1  # -1 stands for no rank
     data, at_ns = _data(whole, times)
@@ -74,7 +74,7 @@ def simulated_trace(
     ]
     return Trace(
         Columns(data, names), values, ranks=[f"rank {rank}" for rank in shown], simulated=size, link=link, notes=notes,
-        nodes=[network.node_of(rank) for rank in shown] if network else (),
+        nodes=[nodes[rank] for rank in shown] if nodes else (),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.costs.network import Network, link_of_pair
+from labkit.costs.network import as_network
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
 from labkit.recording.schema import COMPUTE, OPEN, READING
@@ -242,20 +242,17 @@ def _causes_ns(part: Trace, rows: Any, transfer: NDArray[np.int64]) -> tuple[dic
 
 def _modelled_ns(part: Trace, rows: Any, empty: bool) -> NDArray[np.float64]:
     """Return for each operation what it takes over the run's link by the link's model, in ns; 0 if that is unknown."""
-    found, link = np.zeros(len(rows)), part.link
-    if link is None:
+    found = np.zeros(len(rows))
+    if part.link is None:
         return found
     names, everybody = part.columns.names, range(part.simulated or len(part.ranks))
+    network = as_network(part.link, len(everybody))
     for name, group, nbytes in np.unique(rows[["name", "group", "nbytes"]]).tolist():
         kind, key, size = type_of(names[name]), names[group], 0 if empty else nbytes
         if kind_of(key) is GroupKind.PAIR:
-            took_s = link_of_pair(link, *ends_of(key)[:2]).seconds("send", size)
+            took_s = network.link(*ends_of(key)[:2]).seconds("send", size)
         elif kind_of(key) is GroupKind.COLLECTIVE and kind.cost is not None:
-            members = ranks_of(key) or everybody
-            if isinstance(link, Network):
-                took_s = link.seconds(kind.name, size, members)
-            else:
-                took_s = link.seconds(kind.name, size, len(members))
+            took_s = network.seconds(kind.name, size, ranks_of(key) or everybody)
         else:
             continue
         found[(rows["name"] == name) & (rows["group"] == group) & (rows["nbytes"] == nbytes)] = took_s * 1e9

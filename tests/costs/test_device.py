@@ -18,7 +18,6 @@ def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
 
 def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
     assert lab.Device.h100 == lab.Device(tflop_per_s=692.3, gbyte_per_s=2847.5, memory_gb=80)
-    assert "data sheet" in lab.Device.h100.source
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,6 @@ def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
         ({"runs_ahead": "no"}, TypeError),
         ({"runs_ahead": 1}, TypeError),
         ({"name": 5}, TypeError),
-        ({"source": None}, TypeError),
     ],
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from latex import evaluated
 
 import labkit as lab
 from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import rounds_and_share
-from labkit.costs.rounds import Round, rounds_of
+from labkit.costs.rounds import Round, rounds
 from labkit.costs.shared_link import SHARED_LINK_BYTES, SharedLink
 from labkit.ipc.pickling import shared_memory
 from labkit.recording.operations import OPERATION_TYPES
@@ -93,11 +93,11 @@ def test_on_one_level_the_rounds_take_the_time_of_the_closed_form(name: str, ran
     if name == "monitored_barrier" and ranks == 1:
         pytest.skip("nobody waits")
     count, share = rounds_and_share(name, ranks) if ranks > 1 else (0, 0)
-    inside, between = rounds_of(name, (0,) * ranks), rounds_of(name, tuple(range(ranks)))
-    for rounds, level in ((inside, 1), (between, 2)):
-        assert sum(each.times for each in rounds) == count
-        assert sum(each.times * (each[level] or 0) for each in rounds) == pytest.approx(share)
-        assert all(each[3 - level] is None for each in rounds)
+    inside, between = rounds(name, (0,) * ranks), rounds(name, tuple(range(ranks)))
+    for found, level in ((inside, 1), (between, 2)):
+        assert sum(each.times for each in found) == count
+        assert sum(each[level] or 0 for each in found) == pytest.approx(share)
+        assert all(each[3 - level] is None for each in found)
 
 
 @pytest.mark.parametrize(
@@ -280,34 +280,11 @@ def test_groups_at_the_same_time_take_the_default_algorithm() -> None:
         lab.predict.all_reduce(8000, [[0, 2], [1, 3]], FOUR, algorithm="tree")
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_pipeline_over_a_network(overlap: bool) -> None:
-    # three messages of 1 kB: 0.2 ms inside, 2 ms between, 0.2 ms inside
-    step = lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=NETWORK, nbytes=1000, overlap=overlap)
-    pace_ms = max(1, 1) + max(3, 1) if overlap else 1 + 3 + 2 * 2
-    assert step * 1e3 == pytest.approx(4 * 4 + 2 * 2.4 + 4 * pace_ms)
-    assert r"\sum_k t_k" in step.working
-    same = lab.Network(nodes=2, inside=SLOW, between=SLOW)
-    options = {"nbytes": 1000, "overlap": overlap}
-    alike = lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=same, **options)  # type: ignore[arg-type]
-    assert alike == pytest.approx(lab.predict.pipeline_step(4, 5, 0.001, 0.003, link=SLOW, **options))  # type: ignore[arg-type]
-
-
 def test_steps_accept_a_network() -> None:
     reduced = lab.predict.all_reduce(8000, 4, NETWORK)
     assert lab.predict.data_parallel_step(0.01, 0.02, 8000, 4, NETWORK, overlap=False) == pytest.approx(0.03 + reduced)
     inside = lab.predict.tensor_parallel_layer(2, 10, 50, [0, 1], FOUR, compute_s=0.03)
     assert inside == pytest.approx(lab.predict.tensor_parallel_layer(2, 10, 50, 2, FAST, compute_s=0.03))
-
-
-def evaluated(formula: str, values: dict[str, float]) -> float:
-    """LaTeX, read back as Python."""
-    python = re.sub(r"_\\text\{(inside|between)\}", r"_\1", formula).replace(r"\,", "*").replace(r"\alpha", "alpha")
-    python = python.replace(r"\left", "").replace(r"\right", "")
-    while r"\frac" in python:
-        python = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", python)
-    python = re.sub(r"(?<=[\d)])(?=\()", "*", python)
-    return float(eval(python, {"__builtins__": {}}, values))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather"])
@@ -339,7 +316,7 @@ def test_a_level_is_the_slower_one_for_some_sizes_only() -> None:
     )
     each = Round(1, 1.0, 1.0)
     assert (network.slower(each, 10), network.slower(each, 1e6)) == ("between", "inside")
-    assert math.isclose(network.round_s(each, 1e6), 1.000001)
+    assert math.isclose(network.rounds_s([each], 1e6), 1.000001)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,12 @@ def estimate(*axes: tuple[str, int], stage: int = 0, micro_batches: int = 1, rec
     return _estimate(WORK, SINGLE, Strategy(axes, stage), CLUSTER, micro_batches, recompute)
 
 
+def best(work: Workload, strategy: Strategy, cluster: lab.Cluster) -> Estimate:
+    found = best_estimate(work, SINGLE, strategy, cluster)
+    assert found is not None
+    return found
+
+
 def test_ddp() -> None:
     row = estimate((REPLICATE, 4))
     assert row.compute_s == pytest.approx(2 * 0.3 + ADAM_S)
@@ -107,23 +113,20 @@ def test_the_last_stage_needs_most_if_outputs_are_large() -> None:
 
 def test_the_best_estimate_is_the_fastest_that_fits() -> None:
     pipeline = Strategy(((PIPELINE, 4),), 0)
-    found = best_estimate(WORK, SINGLE, pipeline, CLUSTER)
-    assert found is not None
+    found = best(WORK, pipeline, CLUSTER)
     assert found.fits
     assert not found.recompute
     others = [estimate((PIPELINE, 4), micro_batches=count) for count in (4, 8)]
     assert found.step_s == min(other.step_s for other in others)
     small = lab.Cluster(ranks=4, device=lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=0.164), link=NETWORK)
-    found = best_estimate(WORK, SINGLE, pipeline, small)
-    assert found is not None
+    found = best(WORK, pipeline, small)
     assert found.recompute  # 160 MB of state leave 4 MB for activations, which need 12 without it
     assert found.fits
 
 
 def test_what_never_fits_says_by_how_much() -> None:
     tiny = lab.Cluster(ranks=4, device=lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=0.1), link=NETWORK)
-    found = best_estimate(WORK, SINGLE, Strategy(((REPLICATE, 4),), 0), tiny)
-    assert found is not None
+    found = best(WORK, Strategy(((REPLICATE, 4),), 0), tiny)
     assert not found.fits
     assert found.missing_bytes == pytest.approx(sum(found.memory_bytes.values()) - 0.1e9)
     assert found.recompute
@@ -137,8 +140,7 @@ def test_a_batch_that_the_replicas_cannot_divide_has_no_estimate() -> None:
 
 def test_a_pipeline_has_at_least_as_many_micro_batches_as_stages() -> None:
     deep = Strategy(((PIPELINE, 4),), 0)
-    found = best_estimate(replace(WORK, samples=4), SINGLE, deep, CLUSTER)
-    assert found is not None
+    found = best(replace(WORK, samples=4), deep, CLUSTER)
     assert found.micro_batches == 4
     assert best_estimate(replace(WORK, samples=2), SINGLE, deep, CLUSTER) is None
 

@@ -116,10 +116,10 @@ def test_children_of_a_rank_do_not_use_its_emulated_link(two: lab.Group) -> None
     def enter() -> tuple[int, list[int]]:
         import os
 
-        from labkit.costs.shared_link import SHARED_LINK_BYTES, Cost, SharedLink
+        from labkit.costs.shared_link import SHARED_LINK_BYTES, LinkCost, SharedLink
         from labkit.ipc.pickling import shared_memory
 
-        book, alone = SharedLink(shared_memory(SHARED_LINK_BYTES)), Cost(1000, 1000, [0], [0], 1)
+        book, alone = SharedLink(shared_memory(SHARED_LINK_BYTES)), LinkCost(1000, 1000, [0], [0], 1)
         book.keep_from_forks()
         book.arrive("group", 1, 5, alone)
         pid = os.fork()

@@ -134,7 +134,7 @@ def test_each_way_to_call_is_in_the_table() -> None:
 AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
-    "labkit/costs/collectives.py",  # the algorithm of a broadcast that begins with a scatter
+    "labkit/costs/rounds.py",  # the other algorithms of an all-reduce and of a broadcast
     "labkit/costs/emulated_costs.py",  # the fastest algorithm of an all-reduce
     "labkit/exercises/find_the_bottleneck.py",  # what its exercise is about
     "labkit/simulation/simulated_group.py",  # what a rank receives if all have the same input

@@ -96,7 +96,7 @@ class Torch(Runtime):
         from labkit.comm.install import slow_link
 
         link = self.options.link
-        return None if link is None else slow_link(link, self.rank_config.rank, shared_link)
+        return None if link is None else slow_link(link, self.rank_config.rank, self.rank_config.size, shared_link)
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """Join the process group."""
