@@ -12,20 +12,12 @@ from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
+from labkit.plots.image import WIDTH_IN
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
 from labkit.plots.sharing import sharing_in_words
-from labkit.plots.style import (
-    CHIP,
-    INK,
-    INKS,
-    WIDTH_IN,
-    describe,
-    labkit_style,
-    new_figure,
-    pyplot,
-)  # fmt: skip
+from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
 from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
 from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.schema import ENDED
@@ -39,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
 TEXT_PT: Final = 7.0  # inside bars
 NOTE_PT: Final = 8.5  # below the legend
@@ -109,7 +101,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
     """
     try:
-        from labkit.plots.style import LabFigure
+        from labkit.plots.figure import LabFigure
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with labkit_style():

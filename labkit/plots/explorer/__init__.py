@@ -19,7 +19,7 @@ import traitlets
 
 from labkit.plots.explorer.saved_run import MIME, saved
 from labkit.plots.explorer.window import Windows, about
-from labkit.plots.style import as_image
+from labkit.plots.image import as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from labkit.plots.image import STAYS
 from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
 from labkit.plots.live.frame import LiveFrame
-from labkit.plots.style import STAYS
 
 LIMIT_PX: Final = 800  # of the width, from which on the wide layout is used
 _STYLE: Final = (
