@@ -19,9 +19,9 @@ from PIL import Image
 import labkit as lab
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import draw_below
+from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.frame import LiveFrame
 from labkit.plots.live.live import Live
-from labkit.plots.live.page import page as html_of
 from labkit.plots.timeline import figure_of
 
 __all__ = ["chromium", "film"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from unicodedata import east_asian_width
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
+from labkit.recording.events import device_number
 from labkit.recording.group_keys import axis_of
 from labkit.recording.operations import SERVE, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNKNOWN, UNWAITED
@@ -66,6 +68,12 @@ STYLES: Final[dict[str, Style]] = {
     "unwaited": Style(_COMMUNICATION_COLOUR, 0.3, "xxxx", "never waited for"),
     "waiting": Style(_COMMUNICATION_COLOUR, 0.16, "//////", "waiting for another rank"),
     "issued": Style(_COMMUNICATION_COLOUR, 0.16, "....", "issued, others not there yet"),
+}
+ALONE: Final = "waiting"  # of a single rank without known devices, which cannot wait for another rank
+_WORDS: Final = {
+    (True, False): STYLES["waiting"].legend,
+    (False, True): "waiting for another device",
+    (True, True): "waiting for another rank or device",
 }
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
@@ -412,3 +420,29 @@ def _merge(*parts: Bars) -> Bars:
         np.concatenate([part.span for part in parts]),
     )
     return every[np.argsort(every.start_ns, kind="stable")]
+
+
+def waiting_in_words(traces: Iterable[Trace]) -> str:
+    """The legend's text for waiting: "waiting for another rank", "waiting for another device", or both."""
+    found = [_waits_for(trace) for trace in traces]
+    waits = any(ranks for ranks, _ in found), any(devices for _, devices in found)
+    return _WORDS.get(waits, ALONE)
+
+
+def legend_of(style: str, waiting: str) -> str:
+    """The legend's text for a style, given that of `waiting_in_words` for waiting."""
+    return waiting if style == "waiting" else STYLES[style].legend
+
+
+def _waits_for(trace: Trace) -> tuple[bool, bool]:
+    """Whether a rank may wait for another rank, and whether for another device of its own."""
+    data = trace.columns.data
+    travels = data[data["kind"] == COMMUNICATION]
+    waits = travels["wait_end_ns"] > travels["wait_start_ns"]
+    of_device = waits & (device_number(travels) > 0)  # devices are numbered if a rank has several
+    if not of_device.any():
+        return len(trace.ranks) > 1, False
+    # In a group of devices of a single rank, no operation waits for another rank.
+    groups = np.unique(travels["group"][of_device]).tolist()
+    across = any(len(np.unique(travels["rank"][travels["group"] == group])) > 1 for group in groups)
+    return len(trace.ranks) > 1 and (across or bool((waits & ~of_device).any())), True

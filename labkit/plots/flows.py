@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.plots.endpoints import Ends, ends_of
 from labkit.plots.message_arrows import messages
+from labkit.plots.rows import Ends, ends_of
 from labkit.recording.group_keys import axis_of, ranks_of
 from labkit.recording.operations import REPLY, OperationType, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED

@@ -137,6 +137,40 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     return describe(ax, f"What fills the memory: {counted and f'{counted}; '}{shown}. {'; '.join(peaks)}.")
 
 
+@public_api
+def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> float:
+    """Return the peak memory of a rank in MB (10⁶ bytes), as `track_memory` recorded it.
+
+    For example, `memory_mb(run, "gradients", "optimizer state")` is the most that both together occupied at any time.
+    On a CPU, only the tracked kinds are counted, without temporaries: the real peak is higher. On CUDA, and in a
+    simulation without `measured=True`, "other" includes them.
+
+    Args:
+        run: a run or a trace.
+        kinds: what to count: "parameters", "gathered parameters", "gradients", "buckets", "optimizer state",
+            "activations", "other"; default: everything that was tracked.
+        rank: the rank; default: the one that needs most.
+
+    Raises:
+        LabError: no rank tracked its memory, or not this one.
+        TypeError: `run` is neither a run nor a trace.
+        ValueError: an unknown kind.
+    """
+    trace = trace_of(run, "memory_mb")
+    for kind in kinds:
+        if kind not in MEMORY_KINDS:
+            raise ValueError(f"memory_mb({kind!r}): expected {', '.join(map(repr, MEMORY_KINDS))}")
+    rows = [MEMORY_KINDS.index(kind) for kind in kinds or MEMORY_KINDS]
+    found = [use for use in memory_uses(trace) if rank in (None, use.rank)]
+    tracked = any(use.nbytes[:-1].any() for use in found)  # a simulation without `track_memory` has only "other"
+    if not found or (not tracked and set(kinds) - {MEMORY_KINDS[-1]}):
+        whose = "no rank of this run has" if rank is None else f"rank {rank} of this run has not"
+        raise LabError(
+            f"memory_mb: {whose} tracked its memory; put `with lab.track_memory(model, optimizer):` around the training loop"
+        )
+    return max(float(use.nbytes[rows].sum(axis=0).max()) for use in found) / 1e6
+
+
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:
     """Draw the areas of one rank, and its peak."""
     usage = _thinned(usage, trace)

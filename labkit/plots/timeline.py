@@ -11,17 +11,28 @@ from labkit.errors.exceptions import missing
 from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
+from labkit.plots.bars import (
+    IMPORTANCE,
+    LANES,
+    STYLES,
+    Bars,
+    blend,
+    caption,
+    captioned,
+    coverage,
+    crowded,
+    hairlines,
+    ink,
+    legend_of,
+    waiting_in_words,
+)
 from labkit.plots.image import WIDTH_IN
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
-from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
-from labkit.plots.sharing import sharing_in_words
 from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
-from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
-from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.plots.view import View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
-from labkit.replaying.critical_path import path_between
+from labkit.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -41,6 +52,10 @@ STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
 END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
 HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
+
+# As a fraction of the row, at the lower edge of each lane: in its middle, the line would cross out the captions.
+HEIGHTS: Final = {"communication": 0.88}
+OTHER_HEIGHT: Final = 0.58
 
 
 @public_api
@@ -390,3 +405,30 @@ class _Timeline:
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
+
+
+def draw_path(ax: Axes, pieces: Sequence[Piece], rows: Sequence[Row], top: float, start_ns: int, unit_ns: float) -> None:
+    """Draw the path.
+
+    Args:
+        ax: the timeline.
+        pieces: the path.
+        rows: the rows of the run.
+        top: where the first of them begins.
+        start_ns: the start of the axis.
+        unit_ns: the length of its unit.
+    """
+    first = {row.rank: number for number, row in reversed([*enumerate(rows)])}
+    x, y = [], []
+    for piece in pieces:
+        x += [(time - start_ns) / unit_ns for time in (piece.start_ns, piece.end_ns)]
+        y += [top + first[piece.rank] + HEIGHTS.get(piece.kind, OTHER_HEIGHT)] * 2
+    ax.plot(x, y, **path_line(), zorder=6)
+
+
+def path_line() -> dict[str, Any]:
+    """The look of the line: light in a dark outline, so that it is visible on bars, and on light and dark pages."""
+    from matplotlib.patheffects import withStroke
+
+    outline = [withStroke(linewidth=3.4, foreground=OUTLINE)]
+    return {"color": COLOUR, "linewidth": 1.6, "solid_joinstyle": "round", "path_effects": outline, "label": "critical path"}

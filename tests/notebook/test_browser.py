@@ -22,11 +22,11 @@ from doings import waiting
 from synthetic import MS, data_parallel
 
 from labkit.plots.bars import STYLES
-from labkit.plots.explorer.saved_run import MIME
+from labkit.plots.explorer.window import MIME
 from labkit.plots.image import as_image
 from labkit.plots.live.drawing import STILL
+from labkit.plots.live.drawing import page as live_page
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past
-from labkit.plots.live.page import page as live_page
 from labkit.plots.timeline import timeline
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")

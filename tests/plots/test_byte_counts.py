@@ -3,7 +3,8 @@
 import pytest
 
 from labkit.errors.exceptions import LabError
-from labkit.plots.byte_counts import memory_mb, sent_mb
+from labkit.plots.memory import memory_mb
+from labkit.plots.traffic import sent_mb
 from labkit.recording.schema import MEMORY
 
 from synthetic import Book  # isort: skip

@@ -20,8 +20,7 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
-from labkit.plots.explorer.saved_run import COLUMNS, MIME
-from labkit.plots.explorer.window import EXACT, Windows
+from labkit.plots.explorer.window import EXACT, MIME, SAVED_COLUMNS, Windows
 from labkit.plots.timeline import figure_of
 from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, Span
@@ -345,7 +344,7 @@ def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
     trace = data_parallel()
     explorer = lab.explore(trace)
     kept = json.loads(json.dumps(explorer._repr_mimebundle_()[0][MIME]))
-    header, buffers = Windows(trace).look(0, trace.duration_ns, COLUMNS)
+    header, buffers = Windows(trace).look(0, trace.duration_ns, SAVED_COLUMNS)
     assert kept["about"] == json.loads(json.dumps(explorer.about))
     assert kept["header"] == json.loads(json.dumps(header))
     assert [zlib.decompress(base64.b64decode(one)) for one in kept["buffers"]] == list(buffers)
@@ -353,7 +352,7 @@ def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
 
 
 def test_a_run_too_large_for_a_notebook_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.plots.explorer.saved_run.MOST_BYTES", 100)
+    monkeypatch.setattr("labkit.plots.explorer.window.MOST_BYTES", 100)
     explorer = lab.explore(data_parallel())
     data, _ = explorer._repr_mimebundle_()
     assert MIME not in data

@@ -26,8 +26,8 @@ from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
+from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
-from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.recording.events import Scalar

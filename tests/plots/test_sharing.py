@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 import labkit as lab
-from labkit.plots.sharing import lacking_cores
 from labkit.plots.timeline import figure_of
+from labkit.tracing.measurement import lacking_cores
 from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book  # isort: skip

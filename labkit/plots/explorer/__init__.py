@@ -17,8 +17,7 @@ from typing import Any, Final
 import anywidget
 import traitlets
 
-from labkit.plots.explorer.saved_run import MIME, saved
-from labkit.plots.explorer.window import Windows, about
+from labkit.plots.explorer.window import MIME, Windows, about, saved
 from labkit.plots.image import as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View

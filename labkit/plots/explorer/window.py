@@ -5,6 +5,8 @@ All times are nanoseconds since the trace's start, as float64, which is exact up
 
 from __future__ import annotations
 
+import base64
+import zlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
-from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink
+from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink, legend_of, waiting_in_words
 from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
 from labkit.plots.view import View, bubble_in_words, numbered_steps
-from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.group_keys import axis_of
 from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
@@ -25,6 +26,9 @@ from labkit.tracing.trace import Trace
 EXACT: Final = 3000  # bars of a lane that are sent one by one, however narrow: a usual run is sent once, as a whole
 BARS_IN_ALL: Final = 40_000  # of an answer, at 104 bytes each: 4 MB
 COLUMNS: Final = 6000  # of an answer: two pixels each on the widest screens
+MIME: Final = "application/vnd.labkit.explorer+json"
+SAVED_COLUMNS: Final = 2000  # of a run that has too many bars to be kept one by one
+MOST_BYTES: Final = 150_000  # compressed; a larger run is not kept: notebooks stay small
 
 
 def about(view: View, image_end: str) -> dict[str, Any]:
@@ -245,3 +249,15 @@ def _groups_in_words(trace: Trace) -> dict[int, str]:
         some = names if len(members) <= 6 else f"{len(members)} of {len(trace.ranks)} ranks"
         words[group] = f"among all {len(members)} ranks" if len(members) == len(trace.ranks) else f"among {some}"
     return words
+
+
+def saved(about: dict[str, Any], windows: Windows) -> dict[str, Any] | None:
+    """Return the data of a run, as JSON can hold them; None if they are too large for a notebook.
+
+    Args:
+        about: the constant data of the explorer.
+        windows: the trace.
+    """
+    header, buffers = windows.look(0, about["duration"], SAVED_COLUMNS)
+    packed = [base64.b64encode(zlib.compress(buffer, 9)).decode() for buffer in buffers]
+    return {"about": about, "header": header, "buffers": packed} if sum(map(len, packed)) <= MOST_BYTES else None

@@ -20,12 +20,11 @@ from typing import Any, Final
 import numpy as np
 
 from labkit.errors.units import bytes_in_words, clock_time, unit_of
-from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
+from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
+from labkit.plots.image import STAYS
 from labkit.plots.live.curves import COLOUR, EACH_RANK
 from labkit.plots.live.frame import Cells, Curve, Detail, LiveFrame, LiveRow
 from labkit.plots.style import shortened
-from labkit.plots.waits import ALONE
-from labkit.plots.widths import fitting_status, text_width
 from labkit.tracing.trace import Trace
 
 
@@ -65,11 +64,49 @@ STILL: Final = (
 TWO_LINES: Final = 30.0  # a row of this height has room for status and memory below each other
 ONE_LINE: Final = 215.0  # width to the right of lower rows
 GAP: Final = 8.0  # minimum between a rank's status and its resource usage
+# Widths relative to the font size, those of DejaVu Sans Bold: the widest font that systems use for their interfaces.
+NARROW_LETTERS: Final = frozenset("ijlIft.,:;'|![]() -")
+WIDEST_LETTERS: Final = frozenset("mwMW@%…")
+SINCE: Final = " · "  # between a rank's operation and how long it has lasted
 _SOFT: Final = ' opacity=".65"'
 _PAPER: Final = "var(--jp-layout-color0,var(--vscode-editor-background,white))"
 _HALO: Final = f' paint-order="stroke" stroke-width="3" stroke="{_PAPER}"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
+
+LIMIT_PX: Final = 800  # of the width, from which on the wide layout is used
+_STYLE: Final = (
+    f"{STAYS}<style>.labkit-live{{display:block!important;container-type:inline-size;"
+    # The theme's text colour in JupyterLab and in VS Code, otherwise the page's.
+    "color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));"
+    "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px}"
+    ".labkit-live~.labkit-not-live{display:none}"
+    f"@container (max-width:{LIMIT_PX - 0.02}px){{.labkit-wide{{display:none}}}}"
+    f"@container (min-width:{LIMIT_PX}px){{.labkit-narrow{{display:none}}}}</style>"
+)
+# Shift+Enter may leave the picture below the window; a picture far away from the window does not call the reader back.
+_COME: Final = (
+    "<script>{const shown=document.currentScript.parentElement,{top,bottom}=shown.getBoundingClientRect();"
+    "if(top<2*innerHeight&&bottom>-innerHeight)shown.scrollIntoView({block:'nearest'})}</script>"
+)
+
+
+def page(frame: LiveFrame, name: str, *, first: bool = False) -> str:
+    """Return a frame as HTML.
+
+    Args:
+        frame: the frame.
+        name: a prefix that makes the ids unique in the page.
+        first: whether it is the first frame of its run, which comes into the window.
+    """
+    drawings = (
+        f'<div class="labkit-wide">{svg(frame, f"{name}-w", WIDE)}</div>'
+        f'<div class="labkit-narrow">{svg(frame, f"{name}-n", NARROW)}</div>'
+    )
+    return (
+        f'{_STYLE}<div class="labkit-live" hidden="hidden">{drawings}</div>'
+        f'<p class="labkit-not-live">{" ".join(STILL)}</p>{_COME if first else ""}'
+    )
 
 
 def svg(frame: LiveFrame, name: str, layout: Layout = WIDE) -> str:
@@ -401,3 +438,19 @@ def _ticks(extent: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
     return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]
+
+
+def text_width(text: str) -> float:
+    """The maximum width of a text, in units of its font size."""
+    return sum(0.46 if c in NARROW_LETTERS else 1.13 if c in WIDEST_LETTERS else 0.86 if c.isupper() else 0.72 for c in text)
+
+
+def fitting_status(room: float, status: str) -> str:
+    """A rank's status, shortened to `room` units of its font size: the operation's name is cut, never the duration."""
+    name, dot, since = status.rpartition(SINCE)
+    if not dot:
+        name, since = since, ""
+    cut = ""
+    while name and text_width(name + cut + dot + since) > room:
+        name, cut = name[:-1], "…"
+    return name.rstrip() + cut + dot + since

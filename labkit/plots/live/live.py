@@ -22,11 +22,10 @@ from labkit.errors.units import time_in_words
 from labkit.launch.resource_usage import Load
 from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
+from labkit.plots.live.drawing import SINCE, page
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
-from labkit.plots.live.page import page
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
-from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 
