@@ -31,12 +31,12 @@ SAVED_COLUMNS: Final = 2000  # of a run that has too many bars to be kept one by
 MOST_BYTES: Final = 150_000  # compressed; a larger run is not kept: notebooks stay small
 
 
-def about(view: View, image_end: str) -> dict[str, Any]:
+def about(view: View, image: str) -> dict[str, Any]:
     """The constant data of an explorer: the ranks, the initial window, and the styles.
 
     Args:
         view: what the still image shows.
-        image_end: the end of that image's data, by which the page finds it.
+        image: that image's class, by which the page finds it.
     """
     whole = view.whole
     waiting = waiting_in_words([whole])
@@ -56,7 +56,7 @@ def about(view: View, image_end: str) -> dict[str, Any]:
         "ends": {s.rank: s.time_ns - whole.start_ns for s in whole.scalars if s.name == ENDED},
         "ended": ENDED,
         "communication": list(STYLES).index("exposed"),  # from this style on, styles belong to the lower lane
-        "image": image_end,
+        "image": image,
     }
 
 
