@@ -276,7 +276,7 @@ def test_a_page_reloaded_during_a_run_is_not_misleading(kind: str, lab_server: S
     lab_server.write(name, cells)
     page = _open(browser, lab_server, name, kind)
     _run_cells(page, 0, 1, 2)
-    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f".labkit-wide >> text={STILL[0]}"
+    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f".labkit-live >> text={STILL[0]}"
     page.wait_for_selector(f"{drawing} >> text=steps/s", timeout=LIMIT_MS)
     _picture(page, f"reload-{kind}-before")
     _save(page)

@@ -25,7 +25,7 @@ from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live.curves import Curves, draw_below
-from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
+from labkit.plots.live.drawing import STILL, WIDTH, svg
 from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
 from labkit.plots.live.progress import Progress
@@ -328,12 +328,11 @@ def test_the_legend_explains_what_is_visible_and_nothing_else():
     assert known & set(texts(album.pages[1])) == {"forward", "optimizer", "in the function, in no span"}
 
 
-@pytest.mark.parametrize("layout", [WIDE, NARROW])
-def test_the_texts_of_a_layout_are_inside_it_and_apart(layout):
+def test_the_texts_are_inside_the_drawing_and_apart():
     album = watched(data_parallel(steps=120), range(300, 2600, 300))
-    found = drawing(svg(album.frames[-1], "a", layout))
+    found = drawing(svg(album.frames[-1], "a"))
     width, height = (float(n) for n in found.get("viewBox").split()[2:])
-    assert width == layout.width
+    assert width == WIDTH
     by_line = {}
     for text in found.iter(f"{SVG}text"):
         size = float(text.get("font-size", "11"))
@@ -346,14 +345,6 @@ def test_the_texts_of_a_layout_are_inside_it_and_apart(layout):
             by_line.setdefault("progress", []).append((left, left + wide))
     line = sorted(by_line["progress"])
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(line))
-
-
-def test_a_frame_has_a_layout_for_wide_pages_and_one_for_narrow_ones_with_patterns_of_their_own():
-    html = html_of(watched(data_parallel(), [60]).frames[-1], "a")
-    assert html.count("<svg") == 2
-    ids = re.findall(r' id="([^"]+)"', html)
-    assert len(ids) == len(set(ids))
-    assert "@container (max-width:799.98px){.labkit-wide{display:none}}" in html
 
 
 def test_only_the_first_frame_comes_into_the_window(displayed):

@@ -53,13 +53,12 @@ class Past:
     Args:
         cells: per rank, the covered time of its lanes' bins.
         shown_ns: the time that the bins cover.
-        drawn: the strip and the rows as SVG once drawn, by width: a cache, since bins are filled less often than frames
-            are drawn.
+        drawn: "strip" and "rows" as SVG once drawn: a cache, since bins are filled less often than frames are drawn.
     """
 
     cells: list[Cells]
     shown_ns: int
-    drawn: dict[tuple[str, float], str] = field(default_factory=dict)
+    drawn: dict[str, str] = field(default_factory=dict)
 
     def styles(self) -> set[int]:
         """Return the numbers of the styles that occur in it."""
@@ -75,7 +74,7 @@ class Detail:
         extent_ns: length of the rows' time axis.
         label: label of that axis.
         marked: start and end of the part in ns since the run's start; None if it is the whole run.
-        drawn: the rows as SVG once drawn, by width: a cache, since a part may be shown for several frames.
+        drawn: the rows as SVG once drawn: a cache, since a part may be shown for several frames.
         styles: the numbers of the styles drawn in it.
     """
 
@@ -83,7 +82,7 @@ class Detail:
     extent_ns: int
     label: str
     marked: tuple[int, int] | None = None
-    drawn: dict[float, str] = field(default_factory=dict)
+    drawn: str = ""
     styles: set[int] = field(default_factory=set)
 
 
