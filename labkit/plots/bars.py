@@ -29,18 +29,11 @@ from labkit.tracing.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The appearance of one kind of bar.
+    """The appearance of one kind of bar."""
 
-    Args:
-        colour: "#rrggbb".
-        alpha: opacity, 1 for opaque; lower values let the page, light or dark, show through.
-        hatch: the texture in the colour, as matplotlib writes it: "//////" for stripes, "...." for dots, "" for none.
-        legend: its text in the legend.
-    """
-
-    colour: str
-    alpha: float
-    hatch: str
+    colour: str  # "#rrggbb"
+    alpha: float  # opacity, 1 for opaque; lower values let the page, light or dark, show through
+    hatch: str  # the texture in the colour, as matplotlib writes it: "//////" for stripes, "...." for dots, "" for none
     legend: str
 
     @property
@@ -96,19 +89,12 @@ LANES: Final = (COMPUTE_LANE, COMMUNICATION_LANE)
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Disjoint bars of one lane in ascending order; four arrays of shape (bars,).
-
-    Args:
-        start_ns: start of each bar.
-        end_ns: end of each bar.
-        style: index into `STYLES`.
-        span: index of the bar's span in the trace's columns.
-    """
+    """Disjoint bars of one lane in ascending order; four arrays of shape (bars,)."""
 
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
-    style: NDArray[np.uint8]
-    span: NDArray[np.int64]
+    style: NDArray[np.uint8]  # index into `STYLES`
+    span: NDArray[np.int64]  # index of the bar's span in the trace's columns
 
     def __len__(self) -> int:
         return len(self.start_ns)

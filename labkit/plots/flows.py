@@ -33,41 +33,25 @@ class Flows:
     """Byte flows, with one entry per sending and receiving end of each operation.
 
     An end is a rank, or one device of a rank with several TensorFlow devices.
-
-    Args:
-        name: the operations, most bytes first; those of a mesh with their axis, as "all_reduce tp".
-        type: their types.
-        operation: for each entry, its operation as an index into `name`.
-        source: the sending end, as an index into `ends`.
-        destination: the receiving end.
-        nbytes: the number of bytes; a collective's share need not be an integer.
-        start_ns: when the bytes can start to travel.
-        end_ns: when they have arrived.
-        count: how often each operation was carried out; a collective counts once for all its ranks.
-        rings: whether any collectives are counted as rings.
-        roots: whether any collectives are counted as messages from or to their root.
-        unsized: operations of unknown size, which have no entries, and how often each was carried out.
-        ends: the names of the ends.
-        rank: the number of each end's rank.
-        devices: whether any of the ends are devices.
-        node: the number of each end's node, if the ranks communicated over a network of several; else empty.
     """
 
-    name: tuple[str, ...]
+    name: tuple[str, ...]  # the operations, most bytes first; those of a mesh with their axis, as "all_reduce tp"
     type: tuple[OperationType, ...]
-    operation: NDArray[np.int64]
-    source: NDArray[np.int64]
+    operation: NDArray[np.int64]  # for each entry, its operation as an index into `name`
+    source: NDArray[np.int64]  # the sending end, as an index into `ends`
     destination: NDArray[np.int64]
     nbytes: NDArray[np.float64]
-    start_ns: NDArray[np.int64]
-    end_ns: NDArray[np.int64]
-    count: tuple[int, ...]
-    rings: bool
-    roots: bool
+    start_ns: NDArray[np.int64]  # when the bytes can start to travel
+    end_ns: NDArray[np.int64]  # when they have arrived
+    count: tuple[int, ...]  # how often each operation was carried out; a collective counts once for all its ranks
+    rings: bool  # whether any collectives are counted as rings
+    roots: bool  # whether any collectives are counted as messages from or to their root
+    # operations of unknown size, which have no entries, and how often each was carried out
     unsized: tuple[tuple[str, int], ...]
     ends: tuple[str, ...]
-    rank: NDArray[np.int64]
-    devices: bool
+    rank: NDArray[np.int64]  # the number of each end's rank
+    devices: bool  # whether any of the ends are devices
+    # the number of each end's node, if the ranks communicated over a network of several; else empty
     node: NDArray[np.int64]
 
     def matrix(self) -> NDArray[np.float64]:

@@ -33,29 +33,18 @@ SHOWN_FACTORS: Final = (1.0, 2.0, 5.0, 10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A guess that was revealed.
+    """A guess that was revealed."""
 
-    Args:
-        lesson: the notebook that asked for it; "" if unknown.
-        quantity: its name for the student: "step".
-        unit: "ms", "MB", ...; "" for a plain number.
-        measured: the measured value, in `unit`.
-        guess: the guess that was sealed before the first reveal, in `unit`; None if there was none.
-        predicted: the value that a formula gives, in `unit`; None if there is none.
-        changed: the guess that was made after the first reveal, if it differs; else None.
-        spread: the measurement's spread: its lowest and its highest value, in `unit`; None if it is not known.
-        busy: a warning that other programs kept the machine busy meanwhile; "" if they did not.
-    """
-
-    lesson: str
-    quantity: str
-    unit: str
-    measured: float
-    guess: float | None = None
-    predicted: float | None = None
-    changed: float | None = None
+    lesson: str  # the notebook that asked for it; "" if unknown
+    quantity: str  # its name for the student: "step"
+    unit: str  # "ms", "MB", ...; "" for a plain number
+    measured: float  # the measured value, in `unit`
+    guess: float | None = None  # the guess that was sealed before the first reveal, in `unit`; None if there was none
+    predicted: float | None = None  # the value that a formula gives, in `unit`; None if there is none
+    changed: float | None = None  # the guess that was made after the first reveal, if it differs; else None
+    # the measurement's spread: its lowest and its highest value, in `unit`; None if it is not known
     spread: tuple[float, float] | None = None
-    busy: str = ""
+    busy: str = ""  # a warning that other programs kept the machine busy meanwhile; "" if they did not
 
     @property
     def undecided(self) -> str:

@@ -63,13 +63,9 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The result of `labkit.measure_link`: `.link` for predictions, `[operation]` for a fit, `.plot()` for the figure.
+    """What `labkit.measure_link` returns: `.link` for predictions, `[operation]` for a fit, `.plot()` for the figure."""
 
-    Args:
-        fits: one fit for each operation.
-    """
-
-    fits: tuple[Fit, ...]
+    fits: tuple[Fit, ...]  # one fit for each operation
 
     @cached_property
     def _by_name(self) -> dict[str, Fit]:
@@ -121,18 +117,12 @@ class MeasuredNetwork:
     """The result of `labkit.measure_link` for a group on several nodes: a `MeasuredLink` for each level.
 
     `.inside` and `.between` are the levels, `.link` is the network for predictions, `.plot()` draws the figure.
-
-    Args:
-        network: the `labkit.Network` that the group emulates; None for real machines.
-        inside: what was measured among the ranks of the first node.
-        between: what was measured among the first ranks of all nodes.
-        nodes, ranks: the numbers of nodes and of ranks.
     """
 
-    network: Network | None
-    inside: MeasuredLink
-    between: MeasuredLink
-    nodes: int
+    network: Network | None  # the `labkit.Network` that the group emulates; None for real machines
+    inside: MeasuredLink  # what was measured among the ranks of the first node
+    between: MeasuredLink  # what was measured among the first ranks of all nodes
+    nodes: int  # the numbers of nodes and of ranks
     ranks: int
 
     def __getitem__(self, level: str) -> MeasuredLink:

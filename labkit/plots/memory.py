@@ -35,17 +35,11 @@ _HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What filled one rank's memory; each value holds until the next.
-
-    Args:
-        rank: the rank's number.
-        time_ns: times in ns, ascending, shape (points,).
-        nbytes: bytes by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
-    """
+    """What filled one rank's memory; each value holds until the next."""
 
     rank: int
-    time_ns: NDArray[np.int64]
-    nbytes: NDArray[np.float64]
+    time_ns: NDArray[np.int64]  # times in ns, ascending, shape (points,)
+    nbytes: NDArray[np.float64]  # bytes by kind, shape (kinds, points), in the order of `MEMORY_KINDS`
 
     @property
     def peak(self) -> int:

@@ -26,25 +26,15 @@ MOST: Final = 200  # arrows in one figure
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, a remote call or its reply, from one rank to another.
+    """A message, a remote call or its reply, from one rank to another."""
 
-    Args:
-        source: the sending rank.
-        sent_ns: when it was sent.
-        destination: the receiving rank.
-        arrived_ns: when it arrived.
-        call: True for a remote procedure call, which arrives when the callee starts to execute it.
-        on_cuda: whether it was sent between GPUs.
-        span: index of the sender's span in the trace's columns.
-    """
-
-    source: int
-    sent_ns: int
-    destination: int
-    arrived_ns: int
-    call: bool = False
-    on_cuda: bool = False
-    span: int = -1
+    source: int  # the sending rank
+    sent_ns: int  # when it was sent
+    destination: int  # the receiving rank
+    arrived_ns: int  # when it arrived
+    call: bool = False  # True for a remote procedure call, which arrives when the callee starts to execute it
+    on_cuda: bool = False  # whether it was sent between GPUs
+    span: int = -1  # index of the sender's span in the trace's columns
 
 
 def messages(trace: Trace) -> list[Message]:

@@ -20,19 +20,12 @@ HEADINGS: Final = ("", "predicted", "measured", "ratio")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity.
+    """One quantity."""
 
-    Args:
-        name: what was predicted.
-        predicted: in the table's unit.
-        measured: in the same unit.
-        measurement: the same with its spread; None if it is not known.
-    """
-
-    name: str
-    predicted: float
-    measured: float
-    measurement: Measurement | None = None
+    name: str  # what was predicted
+    predicted: float  # in the table's unit
+    measured: float  # in the same unit
+    measurement: Measurement | None = None  # the same with its spread; None if it is not known
 
     def values(self) -> Iterator[float]:
         """All its numbers."""
@@ -48,17 +41,11 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Predictions:
-    """A table of predicted and measured values. A notebook shows it as a table; `print` shows the same as text.
-
-    Args:
-        rows: the quantities.
-        unit: of all values; "" for plain numbers.
-        notes: lines below the table: that the machine was busy, or that rows are too close to call.
-    """
+    """A table of predicted and measured values. A notebook shows it as a table; `print` shows the same as text."""
 
     rows: tuple[Row, ...]
-    unit: str = ""
-    notes: tuple[str, ...] = ()
+    unit: str = ""  # of all values; "" for plain numbers
+    notes: tuple[str, ...] = ()  # lines below the table: that the machine was busy, or that rows are too close to call
 
     def cells(self) -> list[tuple[str, str, str, str]]:
         """The texts of the table, row by row."""

@@ -22,19 +22,12 @@ OTHERS: Final = "others"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a timeline.
+    """One row of a timeline."""
 
-    Args:
-        name: the rank's name, with the device if the rank has two rows.
-        rank: the rank's number.
-        device: "GPU" or "CPU" if the rank has two rows, otherwise "".
-        number: the TensorFlow device if the rank has a row for each: 1 for "CPU:0", 0 for spans without a device;
-            otherwise -1.
-    """
-
-    name: str
+    name: str  # the rank's name, with the device if the rank has two rows
     rank: int
-    device: str = ""
+    device: str = ""  # "GPU" or "CPU" if the rank has two rows, otherwise ""
+    # the TensorFlow device if the rank has a row for each: 1 for "CPU:0", 0 for spans without a device; otherwise -1
     number: int = -1
 
     def lanes(self, trace: Trace) -> tuple[Bars, Bars]:
@@ -104,17 +97,11 @@ def is_pipeline(trace: Trace) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The endpoints of a trace's communication.
-
-    Args:
-        names: name of each endpoint.
-        rank: rank number of each endpoint, shape (endpoints,).
-        place: index into `names` by rank and by `device_number`, shape (ranks, devices + 1).
-            Device 0 is the rank as a whole.
-    """
+    """The endpoints of a trace's communication."""
 
     names: tuple[str, ...]
-    rank: NDArray[np.int64]
+    rank: NDArray[np.int64]  # rank number of each endpoint, shape (endpoints,)
+    # index into `names` by rank and by `device_number`, shape (ranks, devices + 1). Device 0 is the rank as a whole.
     place: NDArray[np.int64]
 
     @property

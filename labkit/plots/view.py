@@ -26,21 +26,13 @@ ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to disti
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The part of one run that a timeline shows.
+    """The part of one run that a timeline shows."""
 
-    Args:
-        label: the run's title; "" if it has none.
-        whole: the trace of the whole run.
-        shown: the trace clipped to the chosen steps; the whole trace if none were chosen.
-        chosen: the numbers of the chosen steps; empty for the whole run.
-        steps: how many steps the run has.
-    """
-
-    label: str
-    whole: Trace
-    shown: Trace
-    chosen: range
-    steps: int
+    label: str  # the run's title; "" if it has none
+    whole: Trace  # the trace of the whole run
+    shown: Trace  # the trace clipped to the chosen steps; the whole trace if none were chosen
+    chosen: range  # the numbers of the chosen steps; empty for the whole run
+    steps: int  # how many steps the run has
 
     @property
     def rows(self) -> list[Row]:

@@ -62,23 +62,15 @@ def about(view: View, image: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The data sent for one lane: bars one by one, and colours for bars narrower than a column.
+    """The data sent for one lane: bars one by one, and colours for bars narrower than a column."""
 
-    Args:
-        bars: the bars that are sent one by one.
-        complete: whether these are all bars.
-        colours: red, green, blue, opacity from 0 to 255, shape (columns, 4); None if `bars` suffices.
-        counts: how many narrow bars start in each column.
-        most: the style that covers most of each column.
-        styles: all styles that occur, in a bar or in a colour.
-    """
-
-    bars: Bars
-    complete: bool
+    bars: Bars  # the bars that are sent one by one
+    complete: bool  # whether these are all bars
+    # red, green, blue, opacity from 0 to 255, shape (columns, 4); None if `bars` suffices
     colours: NDArray[np.uint8] | None
-    counts: NDArray[np.uint32]
-    most: NDArray[np.uint8]
-    styles: frozenset[int]
+    counts: NDArray[np.uint32]  # how many narrow bars start in each column
+    most: NDArray[np.uint8]  # the style that covers most of each column
+    styles: frozenset[int]  # all styles that occur, in a bar or in a colour
 
 
 class Windows:
