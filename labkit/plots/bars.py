@@ -163,15 +163,7 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
 
 
 def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Compute the time that each style covers in each bin.
-
-    Args:
-        bars: the bars of one lane.
-        edges: bin edges in ns, ascending, shape (bins + 1,).
-
-    Returns:
-        covered time in ns, shape (styles, bins).
-    """
+    """The time in ns that each style covers in each bin, shape (styles, bins); `edges` has shape (bins + 1,)."""
     covered = np.zeros((len(STYLES), len(edges) - 1), np.int64)
     for number in np.flatnonzero(np.bincount(bars.style)):
         of_style = bars.style == number
@@ -186,17 +178,10 @@ def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Widen narrow bars to hairlines where this hides nothing as important.
+    """Widen narrow bars to hairlines where this hides nothing as important; return start and end to draw, in ns.
 
     A bar of a tenth of a pixel, such as two milliseconds in a run of seconds, would be drawn at a tenth of its opacity,
     which is invisible. It is extended into empty or less important space, at most half of the way to the next bar.
-
-    Args:
-        bars: the bars of one lane.
-        px_per_ns: the scale.
-
-    Returns:
-        the start and the end to draw for each bar, in ns.
     """
     left, right = bars.start_ns.astype(np.float64), bars.end_ns.astype(np.float64)
     importance = np.array([IMPORTANCE.get(name, 3) for name in STYLES])[bars.style]
@@ -212,15 +197,7 @@ def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArra
 
 
 def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Find bars so narrow, numerous and close together that hairlines would merge into one wide bar.
-
-    Args:
-        bars: the bars of one lane.
-        px_per_ns: the scale.
-
-    Returns:
-        a mask of these bars.
-    """
+    """Mask the bars that are so narrow, numerous and close together that hairlines would merge into one wide bar."""
     narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
     found = np.zeros(len(bars), bool)
     at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))
@@ -236,16 +213,10 @@ def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
 
 
 def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
-    """Mix the colour of each bin: the mean of its styles' colours, weighted by time; uncovered time is transparent.
+    """Mix the colour of each bin: red, green, blue and opacity from 0 to 1, shape (bins, 4).
 
-    Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
-
-    Args:
-        covered: covered time in ns, shape (styles, bins), from `coverage`.
-        bin_ns: width of a bin.
-
-    Returns:
-        red, green, blue, opacity from 0 to 1, shape (bins, 4).
+    It is the mean of the styles' colours, weighted by the time `covered`, shape (styles, bins) in ns; uncovered time is
+    transparent. Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
     """
     colours = np.array([style.rgba for style in STYLES.values()])
     weights = covered.T * (colours[:, 3] / bin_ns)
@@ -257,17 +228,9 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """Return the text inside a bar.
+    """Return the text inside a bar, if so many characters fit: its name with its axis in a mesh and its size.
 
-    Args:
-        trace: the trace of the bars.
-        bar: index of the bar.
-        bars: the bars of one lane.
-        characters: how many characters fit.
-
-    Returns:
-        its name, with its axis in a mesh and, if there is space, its size; else the axis or the micro-batch's number
-        alone; "" if nothing fits.
+    If these are too long: the axis or the micro-batch's number alone; "" if nothing fits.
     """
     style = list(STYLES)[bars.style[bar]]
     if style == "unlabelled":
@@ -290,15 +253,7 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
 
 
 def captioned(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Select the bars that get a caption: of the pieces of one span with only a sliver in between, the widest.
-
-    Args:
-        bars: the bars of one lane that are wide enough for a text, in ascending order.
-        px_per_ns: the scale of the picture.
-
-    Returns:
-        a mask of shape (bars,).
-    """
+    """Mask the bars that get a caption: of the pieces of one span with only a sliver in between, the widest."""
     chosen = np.ones(len(bars), bool)
     last: dict[tuple[int, int], tuple[int, int]] = {}  # by span and style, the chosen piece and the end of the latest one
     wide_ns = bars.end_ns - bars.start_ns
@@ -330,16 +285,11 @@ def ink(style: str) -> str:
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
-    """Turn nested and overlapping spans into disjoint bars.
+    """Turn nested and overlapping spans, those of the given rows, into disjoint bars.
 
     At any time, the bar is the span that ends first; of several, the newest. So an inner span covers an outer one, a
     call that a thread of an RPC rank executes covers one that is queued, and a running operation covers those queued
     behind it.
-
-    Args:
-        start_ns: starts of all spans.
-        end_ns: ends of all spans.
-        rows: indices of the spans to use.
     """
     start, end = start_ns[rows], end_ns[rows]
     order = np.lexsort((-end, start))

@@ -75,10 +75,8 @@ class Flows:
 def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
     """Return the flows of a trace; for a part of a trace, those of the operations that completed in it.
 
-    Args:
-        trace: the trace.
-        bounds: for each rank, when its operations count, shape (ranks, 2), in ns; default: the trace's window. Ranks
-            do not start a step at the same time, so the window of a step includes parts of neighbouring steps.
+    `bounds` are, for each rank, when its operations count, shape (ranks, 2), in ns; default: the trace's window. Ranks
+    do not start a step at the same time, so the window of a step includes parts of neighbouring steps.
     """
     data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
     data_ready = trace.ready()
@@ -127,14 +125,9 @@ def _operations(rows: Any, names: list[str]) -> tuple[NDArray[np.int64], list[tu
 
 
 def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the bytes that each operation moved in each bin, spread evenly over the time of the transfer.
+    """Return the bytes that each operation moved in each bin, shape (names, bins), spread evenly over the transfer.
 
-    Args:
-        flows: the flows.
-        edges: the edges of the bins in ns, ascending and equidistant, shape (bins + 1,).
-
-    Returns:
-        shape (names, bins).
+    `edges` of the bins are in ns, ascending and equidistant, shape (bins + 1,).
     """
     # The bytes that a flow has moved rise linearly from 0 at its start to all of them at its end: the sum of two ramps.
     # For all ramps together, it is enough to sum the slopes and the offsets up to each edge.

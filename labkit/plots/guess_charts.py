@@ -101,12 +101,7 @@ class Outcome:
 
 
 def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
-    """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement.
-
-    Args:
-        outcome: the values; those that are None have no row, except the guess, which says that it is missing.
-        ax: where to draw; default: a figure of its own.
-    """
+    """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement."""
     pyplot()
     rows: list[tuple[str, float | None, str, str]] = [("your guess", outcome.guess, GUESSED, "D")]
     if outcome.changed is not None:
@@ -161,12 +156,9 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
 def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:
     """Draw how far each guess of the course was from the measurement, in the order given.
 
-    Args:
-        outcomes: revealed guesses of numbers, from 0; those without a guess are left out. A zero that is not matched by
-            the other value lies at the edge: no factor leads from one to the other.
-        right: how many guesses that were no numbers were right.
-        choices: how many of those there are. Small whole numbers count like them, and have a cross if they were wrong.
-        ax: where to draw; default: a figure of its own.
+    Outcomes without a guess are left out. A zero that is not matched by the other value lies at the edge: no factor
+    leads from one to the other. `right` of the `choices`, guesses that were no numbers, were right; small whole numbers
+    count like them, and have a cross if they were wrong.
     """
     pyplot()
     drawn = [o for o in outcomes if o.guess is not None]

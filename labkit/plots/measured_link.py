@@ -63,7 +63,7 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What `labkit.measure_link` returns: `.link` for predictions, `[operation]` for a fit, `.plot()` for the figure."""
+    """What `labkit.measure_link` returns: `.link` for predictions, `[operation]` for a fit, `.plot()` to draw."""
 
     fits: tuple[Fit, ...]  # one fit for each operation
 
@@ -85,17 +85,7 @@ class MeasuredLink:
         return self._by_name.get("send", self.fits[0]).link
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the measured times as points and the fits as lines, on logarithmic axes.
-
-        Args:
-            ax: the axes to draw into; default: a new figure.
-
-        Returns:
-            the Axes.
-
-        Raises:
-            LabError: matplotlib is not installed.
-        """
+        """Draw the measured times as points and the fits as lines, on logarithmic axes."""
         return _draw(self.fits, ax)
 
     def _rows(self) -> list[list[str]]:

@@ -90,18 +90,10 @@ def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:
-    """Draw arrows between the rows of a trace, if there are few enough to distinguish them.
+    """Draw arrows between the rows of a trace, if few enough to distinguish them; return whether any was drawn.
 
-    Args:
-        ax: the axes; x in units of `unit_ns` since the trace's start, y in rows.
-        trace: the trace whose messages to draw.
-        rows: the rows from top to bottom.
-        top: y of the top of the first row.
-        unit_ns: length of the unit of x.
-        width_px: width of the trace's duration in the figure.
-
-    Returns:
-        whether any arrow was drawn.
+    X is in units of `unit_ns` since the trace's start, y in rows, the first of which begins at `top`. The trace's
+    duration is `width_px` wide.
     """
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import withStroke

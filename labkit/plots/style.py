@@ -29,11 +29,7 @@ _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
 def pyplot() -> Any:
-    """Import matplotlib.pyplot, which is only needed to draw.
-
-    Raises:
-        LabError: matplotlib is not installed.
-    """
+    """Import matplotlib.pyplot, which is only needed to draw; a LabError if it is not installed."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -63,10 +59,7 @@ def new_axes(**options: Any) -> Axes:
 def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) -> Axes:
     """Give the figure of these axes its alternative text, unless the figure is the student's own; return the axes.
 
-    Args:
-        ax: the axes.
-        alt_text: the text.
-        numbers: what the figure shows, by MIME type, for programs that read the notebook.
+    `numbers` are what it shows, by MIME type, for programs that read the notebook.
     """
     from labkit.plots.figure import LabFigure
 
@@ -78,14 +71,7 @@ def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) 
 
 
 def labkit_style(ax: Axes | None = None) -> AbstractContextManager[None]:
-    """A context in which figures have labkit's style.
-
-    Args:
-        ax: the axes that the student gave to draw into, if any.
-
-    Raises:
-        WrongValueError: they are polar, say, or three-dimensional.
-    """
+    """A context in which figures have labkit's style; a WrongValueError if the student's axes are polar, say."""
     import matplotlib as mpl
     import matplotlib.style
     from matplotlib.font_manager import fontManager

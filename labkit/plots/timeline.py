@@ -110,11 +110,7 @@ def timeline(
 
 
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> LabFigure:
-    """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself.
-
-    Raises:
-        LabError: the trace is empty, has no such step, or matplotlib is not installed.
-    """
+    """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself."""
     try:
         from labkit.plots.figure import LabFigure
     except ImportError:
@@ -127,14 +123,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
 
 
 class _Timeline:
-    """Draws one timeline.
-
-    Args:
-        views: the runs to show, from top to bottom.
-        ax: the axes to draw into; None for a new figure.
-        new_figure: makes a figure of the given `figsize`.
-        critical_path: whether to draw the critical path.
-    """
+    """Draws one timeline: the runs from top to bottom, into given axes or a new figure."""
 
     def __init__(
         self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure], critical_path: bool = False
@@ -312,11 +301,7 @@ class _Timeline:
             self.drawn.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:
-        """Draw the number of each step, as for `step=`, above the first row, centred over that rank's own step.
-
-        The steps of the ranks need not coincide: a label centred over the step of all ranks could be above another step
-        of the first rank.
-        """
+        """Draw the number of each step above the first row, over that rank's own step, since ranks differ."""
         bounds, found = numbered_steps(view.whole, 0), []
         for number in view.chosen or range(min(len(bounds), 100)):
             # Clipped to the window: the label is centred over the visible part of a step.
@@ -408,16 +393,7 @@ class _Timeline:
 
 
 def draw_path(ax: Axes, pieces: Sequence[Piece], rows: Sequence[Row], top: float, start_ns: int, unit_ns: float) -> None:
-    """Draw the path.
-
-    Args:
-        ax: the timeline.
-        pieces: the path.
-        rows: the rows of the run.
-        top: where the first of them begins.
-        start_ns: the start of the axis.
-        unit_ns: the length of its unit.
-    """
+    """Draw the path over the rows, the first of which begins at `top`."""
     first = {row.rank: number for number, row in reversed([*enumerate(rows)])}
     x, y = [], []
     for piece in pieces:

@@ -83,12 +83,7 @@ class View:
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none.
-
-    Raises:
-        LabError: the trace has no such step.
-        TypeError: `step` is neither a number, a range with step 1, "median" nor "all".
-    """
+    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none."""
     bounds = trace.step_bounds()
     count = len(bounds)
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
@@ -113,8 +108,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
 def numbered_steps(trace: Trace, rank: int) -> Intervals:
     """Return start and end in ns of the steps that are numbered above a rank's row, shape (steps, 2).
 
-    These are the rank's own steps, as far as all ranks have completed them. If the rank has no steps, such as a master
-    that only serves, they are the common steps of all ranks.
+    They are the rank's own, as far as all ranks have completed them; of a rank without steps, those of all ranks.
     """
     common = trace.step_bounds()
     own = trace.filter(rank=rank).step_bounds()

@@ -34,12 +34,7 @@ def script() -> str:
 
 
 class Explorer(anywidget.AnyWidget):
-    """An interactive timeline; see `plots.explore.explore`.
-
-    Args:
-        view: what to show first.
-        step: the steps of `view`, as passed to `timeline`.
-    """
+    """An interactive timeline of `view`, which `step` chose; see `plots.explore.explore`."""
 
     _esm = script()
     _css = STYLE

@@ -32,12 +32,7 @@ MOST_BYTES: Final = 150_000  # compressed; a larger run is not kept: notebooks s
 
 
 def about(view: View, image: str) -> dict[str, Any]:
-    """The constant data of an explorer: the ranks, the initial window, and the styles.
-
-    Args:
-        view: what the still image shows.
-        image: that image's class, by which the page finds it.
-    """
+    """The constant data of an explorer; `image` is the class by which the page finds the still image."""
     whole = view.whole
     waiting = waiting_in_words([whole])
     return {
@@ -74,11 +69,7 @@ class _Lane:
 
 
 class Windows:
-    """A trace, served window by window.
-
-    Args:
-        trace: the trace.
-    """
+    """A trace, served window by window."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -88,20 +79,14 @@ class Windows:
         self._partners = _groups_in_words(trace)
 
     def look(self, start_ns: float, end_ns: float, columns: int, rank: int | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """The data between two times.
+        """Return the data between two times since the trace's start: a header, which describes the buffers, and these.
 
-        Args:
-            start_ns: since the trace's start.
-            end_ns: since the trace's start.
-            columns: the width of the window in pixels.
-            rank: only this rank; default: all.
+        `columns` is the window's width in pixels; `rank` is the only rank to show, None for all.
 
-        Returns:
-            a header that describes the buffers, and the buffers. For bars: start and end, float64 (bars, 2); times of
-            their spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6).
-            For lanes with colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most,
-            uint8 (columns,). For rows: boundaries of steps, float64. Row, number, start and end of each rank's
-            steps, float64 (n, 4).
+        For bars: start and end, float64 (bars, 2); times of their spans and bytes, float64 (bars, 6); style, name, line,
+        partner, operation and flags, int32 (bars, 6). For lanes with colours, one after the other: colours, uint8
+        (columns, 4); counts, uint32 (columns,); most, uint8 (columns,). For rows: boundaries of steps, float64. Row,
+        number, start and end of each rank's steps, float64 (n, 4).
         """
         trace, zero = self._trace, self._trace.start_ns
         start = zero + int(np.clip(start_ns, 0, trace.duration_ns - 1))
@@ -208,13 +193,7 @@ def _within(bars: Bars, start_ns: int, end_ns: int) -> Bars:
 
 
 def _resolved(bars: Bars, edges: NDArray[np.int64], limit: int) -> _Lane:
-    """The data of one lane at the window's resolution: bars, and colours that stand in for bars narrower than a column.
-
-    Args:
-        bars: the bars of one lane that overlap the window.
-        edges: edges of the columns, shape (columns + 1,).
-        limit: up to this number, all bars are sent.
-    """
+    """One lane at the resolution of `edges`: up to `limit` bars, and colours for those narrower than a column."""
     columns = len(edges) - 1
     column_ns = (edges[-1] - edges[0]) / columns
     complete, styles = len(bars) <= limit, frozenset(np.unique(bars.style).tolist())
@@ -244,12 +223,7 @@ def _groups_in_words(trace: Trace) -> dict[int, str]:
 
 
 def saved(about: dict[str, Any], windows: Windows) -> dict[str, Any] | None:
-    """Return the data of a run, as JSON can hold them; None if they are too large for a notebook.
-
-    Args:
-        about: the constant data of the explorer.
-        windows: the trace.
-    """
+    """The data of a run as JSON, for static pages, which have no kernel; None if too large for a notebook."""
     header, buffers = windows.look(0, about["duration"], SAVED_COLUMNS)
     packed = [base64.b64encode(zlib.compress(buffer, 9)).decode() for buffer in buffers]
     return {"about": about, "header": header, "buffers": packed} if sum(map(len, packed)) <= MOST_BYTES else None

@@ -75,13 +75,7 @@ _COME: Final = (
 
 
 def page(frame: LiveFrame, name: str, *, first: bool = False) -> str:
-    """Return a frame as HTML.
-
-    Args:
-        frame: the frame.
-        name: a prefix that makes the ids unique in the page.
-        first: whether it is the first frame of its run, which comes into the window.
-    """
+    """Return a frame as HTML; `name` makes its ids unique in the page, and the `first` one comes into the window."""
     return (
         f'{_STYLE}<div class="labkit-live" hidden="hidden">{svg(frame, name)}</div>'
         f'<p class="labkit-not-live">{" ".join(STILL)}</p>{_COME if first else ""}'
@@ -283,15 +277,7 @@ class _Drawing:
         return past.drawn[where]
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, place: tuple[float, float, float]) -> None:
-        """Draw the bins of a rank's lanes as coloured cells; neighbours of the same colour are merged.
-
-        Args:
-            pen: draws.
-            cells: the bins.
-            columns: how many cells.
-            shown_ns: the time that they cover.
-            place: top, height and width.
-        """
+        """Draw a rank's bins as cells; neighbours of one colour are merged. `place` is top, height and width."""
         y, high, wide = place
         pixel = wide / columns
         for covered, (top, height) in zip(cells, LANES, strict=True):
@@ -383,15 +369,7 @@ def _hatch(name: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _legend(name: str, visible: Sequence[str], left: float, y: float, *, alone: bool) -> str:
-    """The legend's lines: the visible styles of the upper lane, and those of the lower lane.
-
-    Args:
-        name: the prefix of the SVG's ids.
-        visible: the styles to explain.
-        left: x of the lines.
-        y: of the first line.
-        alone: whether there is only one rank, so that it cannot wait for others.
-    """
+    """The legend's lines, from (left, y) on: the visible styles of the upper lane, and those of the lower lane."""
     pen, x, lower = _Pen(), left, False
     communication = list(STYLES).index("exposed")
     for style in visible:

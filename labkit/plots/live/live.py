@@ -53,9 +53,8 @@ class Screen(Protocol):
 class Live:
     """The live picture of a run; implements `group.picture.Picture`.
 
-    Args:
-        screen: where to show it; default: the cell's output in a notebook, one line in a terminal, else nowhere.
-        clock: returns this thread's CPU time in ns, to measure the cost of drawing.
+    It is shown on `screen`, by default the cell's output in a notebook, one line in a terminal, else nowhere. `clock`
+    returns this thread's CPU time in ns, to measure the cost of drawing.
     """
 
     interval_s = 0.2  # five frames a second look like movement
@@ -64,14 +63,7 @@ class Live:
         self._given, self._clock = screen, clock
 
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int] | None = None) -> None:
-        """Start the picture of a run with its first frame.
-
-        Args:
-            ranks: names of the ranks.
-            title: the function and the ranks: "train on 4 ranks".
-            start_ns: start of the run.
-            called: the numbers of the ranks that call the function, while the others serve; default: all.
-        """
+        """Start the picture of a run, such as "train on 4 ranks"; ranks other than `called` only serve."""
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
         self._recent, self._progress = Recent(ranks, start_ns, called), Progress(len(ranks))
@@ -88,34 +80,17 @@ class Live:
         self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = (),
         silent: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Show the state of the run.
-
-        Args:
-            now_ns: the current time.
-            new: the spans completed since the last update.
-            pending: per rank, its pending operations.
-            loads: per rank, its resource usage.
-            silent: the ranks whose machine does not answer, with the time of its last report.
-        """
+        """Show the state of the run; `silent` has the last report of ranks whose machine does not answer."""
         self._recent.silent = silent
         self._loads = tuple(loads) or self._loads
         self._safely(lambda: self._next_frame(now_ns, new, pending))
 
     def hold(self, asking: Collection[int]) -> None:
-        """Show the last update in a frame that stays, since none follows while the student is asked for a command.
-
-        Args:
-            asking: the ranks at their debuggers' prompts.
-        """
+        """Show the last update in a frame that stays: the ranks `asking` are at their debuggers' prompts."""
         self._safely(lambda: self._screen.show(self._frame(*self._updated, asking)))
 
     def end(self, trace: Trace, stopped: str) -> None:
-        """Replace the frames with the timeline of the finished run.
-
-        Args:
-            trace: the trace of the whole run.
-            stopped: why the run ended early, as in "stopped by an error"; "" if it did not.
-        """
+        """Replace the frames with the timeline of the run; `stopped` says why it ended early, "" if it did not."""
         self._failed = False  # the timeline can be drawn even if a frame could not
         title = f"{self._title}, {stopped}" if stopped else self._title
         self._safely(lambda: self._screen.end(trace, title))

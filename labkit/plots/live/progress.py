@@ -51,11 +51,7 @@ class _Steps:
 
 
 class Progress:
-    """The steps and recorded values of a run so far.
-
-    Args:
-        ranks: the number of ranks.
-    """
+    """The steps and recorded values of a run of so many ranks so far."""
 
     def __init__(self, ranks: int) -> None:
         self._steps = [_Steps() for _ in range(ranks)]
@@ -112,8 +108,7 @@ class Progress:
     def parts(self, now_ns: int = 0) -> tuple[str, ...]:
         """Return texts for steps, rate and time left ("" if unknown), and for each of the last values.
 
-        Args:
-            now_ns: the current time: long after the last step, its age takes the place of the rate; 0 for no such text.
+        Long after the last step, its age takes the place of the rate; not if the current time is not given.
         """
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
