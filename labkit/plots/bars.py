@@ -140,8 +140,9 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     taken = union(np.append(labelled.start_ns, blocked[:, 0]), np.append(labelled.end_ns, blocked[:, 1]))
     rest = _clip(_flatten(data["start_ns"], data["end_ns"], calls), taken, inside=False)
     by_name = np.array([_NUMBER[style_of(name)] for name in columns.names] or [0], np.uint8)
-    labelled.style[:] = by_name[data["name"][labelled.span]]
-    rest.style[:] = np.where(data["name"][rest.span] == columns.name_id(UNKNOWN), _NUMBER["unknown"], _NUMBER["unlabelled"])
+    labelled = replace(labelled, style=by_name[data["name"][labelled.span]])
+    is_unknown = data["name"][rest.span] == columns.name_id(UNKNOWN)
+    rest = replace(rest, style=np.where(is_unknown, _NUMBER["unknown"], _NUMBER["unlabelled"]).astype(np.uint8))
 
     computing = labelled if rank in trace.labelled else _merge(labelled, rest)
     busy = union(computing.start_ns, computing.end_ns)
@@ -155,10 +156,11 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
         _styled(waiting, "waiting"),
         _styled(_clip(_flatten(rows["start_ns"], ready, each), shown, inside=False), "issued"),
     )
-    communication = replace(communication, span=travelling[communication.span])
-    unwaited = data["flags"][communication.span] & UNWAITED != 0
+    spans = travelling[communication.span]
     moves = np.isin(communication.style, [_NUMBER["exposed"], _NUMBER["hidden"]])
-    communication.style[unwaited & moves] = _NUMBER["unwaited"]
+    unwaited = moves & (data["flags"][spans] & UNWAITED != 0)
+    style = np.where(unwaited, np.uint8(_NUMBER["unwaited"]), communication.style)
+    communication = replace(communication, span=spans, style=style)
     return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
 
 
@@ -169,9 +171,7 @@ def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
         of_style = bars.style == number
         start, end = bars.start_ns[of_style], bars.end_ns[of_style]
         before = np.concatenate([[0], np.cumsum(end - start)])
-        last = np.searchsorted(
-            start, edges, side="right"
-        )  # the number of bars that start before each edge; the last may cross it
+        last = np.searchsorted(start, edges, side="right")  # how many bars start before each edge; the last may cross it
         beyond = np.where(last > 0, np.maximum(end[np.maximum(last - 1, 0)] - edges, 0), 0)
         covered[number] = np.diff(before[last] - beyond)
     return covered

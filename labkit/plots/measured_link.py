@@ -14,6 +14,7 @@ from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.errors.table import Table
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.image import WIDTH_IN
@@ -96,10 +97,10 @@ class MeasuredLink:
         ]
 
     def __repr__(self) -> str:
-        return _table(self._rows())
+        return _as_text(self._rows())
 
     def _repr_markdown_(self) -> str:
-        return _table_in_markdown(self._rows())
+        return _in_markdown(self._rows())
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,10 @@ class MeasuredNetwork:
         return rows
 
     def __repr__(self) -> str:
-        return _table(self._rows())
+        return _as_text(self._rows())
 
     def _repr_markdown_(self) -> str:
-        return _table_in_markdown(self._rows())
+        return _in_markdown(self._rows())
 
 
 def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None) -> None:
@@ -194,13 +195,12 @@ def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None)
     ax.legend(loc="upper left", ncols=1 if len(measured.fits) < 3 else 2)
 
 
-def _table(rows: list[list[str]]) -> str:
-    """A table as text: columns of equal width, two spaces apart."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+def _as_text(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    return "\n".join(line.rstrip() for line in Table(head, rest, range(len(head))).lines())
 
 
-def _table_in_markdown(rows: list[list[str]]) -> str:
+def _in_markdown(rows: list[list[str]]) -> str:
     """A table in Markdown; the first row is its head."""
     head, *rest = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from labkit.costs.prediction import UNITS, Prediction
+from labkit.errors.table import Table
 from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
@@ -67,25 +68,11 @@ class Predictions:
         ]
 
     def __repr__(self) -> str:
-        table = [HEADINGS, *self.cells()]
-        first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines = [
-            "  ".join([name.ljust(first), *(text.rjust(width) for text, width in zip(texts, others, strict=True))])
-            for name, *texts in table
-        ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*Table(HEADINGS, self.cells()).lines(), *self.notes])
 
     def _repr_html_(self) -> str:
-        def line(row: tuple[str, ...], tag: str) -> str:
-            cells = (
-                f'<{tag} style="text-align:{"right" if column else "left"};padding:2px 12px">{html.escape(text)}</{tag}>'
-                for column, text in enumerate(row)
-            )
-            return f"<tr>{''.join(cells)}</tr>"
-
-        body = "".join(line(row, "td") for row in self.cells())
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"<table><thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
+        return Table(HEADINGS, self.cells()).html("text-align:{};padding:2px 12px") + notes
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": repr(self), "text/html": self._repr_html_(), **self.numbers()}

@@ -338,42 +338,30 @@ class _Timeline:
         from matplotlib.transforms import ScaledTranslation
 
         waiting = waiting_in_words(view.whole for view in self.views)
-        names = list(STYLES)
-        lower = names.index("exposed")
-        lines: dict[float, Legend] = {}  # by their distance below the axis, in inches
-        for upper, styles in ((True, names[:lower]), (False, names[lower:])):
-            handles: list[Any] = []
-            for style in styles:
-                if style in self.drawn:
-                    look = STYLES[style]
-                    stripes = (
-                        {"edgecolor": look.colour, "hatch": look.hatch, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
-                    )
-                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
-            if "step" in self.drawn and upper:
-                handles.append(Line2D([], [], label="step boundary", **STEP_LINE))
-            if "critical path" in self.drawn and upper:
-                handles.append(Line2D([], [], **path_line()))
-            if ENDED in self.drawn and upper:
-                handles.append(Line2D([], [], label=ENDED, **END_MARK))
-            if "message" in self.drawn and not upper:
-                handles.append(
-                    Line2D(
-                        [],
-                        [],
-                        color=COLOUR,
-                        linewidth=0.8,
-                        marker=">",
-                        markersize=3,
-                        label="message",
-                        path_effects=[withStroke(linewidth=1.8, foreground=OUTLINE)],
-                    )
-                )
-            if handles:
-                lines[0.46 if upper else 0.67] = Legend(
-                    self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
-                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
-                )  # fmt: skip
+        upper: list[Any] = []
+        lower: list[Any] = []
+        for number, (style, look) in enumerate(STYLES.items()):
+            if style in self.drawn:
+                stripes: dict[str, Any] = {"edgecolor": look.colour, "hatch": look.hatch} if look.hatch else {}
+                patch = Patch(facecolor=look.rgba, label=legend_of(style, waiting), linewidth=0.0, **stripes)
+                (upper if number < list(STYLES).index("exposed") else lower).append(patch)
+        if "step" in self.drawn:
+            upper.append(Line2D([], [], label="step boundary", **STEP_LINE))
+        if "critical path" in self.drawn:
+            upper.append(Line2D([], [], **path_line()))
+        if ENDED in self.drawn:
+            upper.append(Line2D([], [], label=ENDED, **END_MARK))
+        if "message" in self.drawn:
+            outline = [withStroke(linewidth=1.8, foreground=OUTLINE)]
+            arrow: dict[str, Any] = {"color": COLOUR, "linewidth": 0.8, "marker": ">", "markersize": 3, "path_effects": outline}
+            lower.append(Line2D([], [], label="message", **arrow))
+        lines = {
+            down_in: Legend(
+                self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
+                borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
+            )
+            for down_in, handles in ((0.46, upper), (0.67, lower)) if handles
+        }  # fmt: skip
         figure = self.ax.get_figure(root=True)
         assert figure is not None
         wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi

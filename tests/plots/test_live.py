@@ -3,13 +3,11 @@
 import base64
 import io
 import itertools
-import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -19,7 +17,7 @@ from PIL import Image
 
 import labkit
 from labkit.errors.units import time_in_words
-from labkit.launch.resource_usage import Gpus, Load, ResourceMonitor, followed, gpus_of, own_bytes
+from labkit.launch.resource_usage import Load
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module
@@ -65,6 +63,16 @@ def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
     for now_ns, new, pending in feed(trace, moments):
         live.update(now_ns, new, pending)
         assert not live._failed
+    return album
+
+
+def one_frame(trace=None, operations=((), ()), loads=(), *, at_ms=400):
+    """The album of a run on two ranks with one update."""
+    album = Album()
+    live = Live(album, lambda: 0)
+    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
+    live.update(at_ms * MS, part() if trace is None else trace, operations, loads)
+    assert not live._failed
     return album
 
 
@@ -160,10 +168,7 @@ def test_text_on_stripes_has_a_plain_background():
     ],
 )
 def test_the_two_ends_of_the_curve_have_different_labels(first, last, reported):
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]), [[], []])
+    album = one_frame(part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]))
     assert reported <= set(texts(album.pages[-1]))
 
 
@@ -238,10 +243,7 @@ def test_colours_and_lanes_are_those_of_the_timeline():
 
 def test_operations_under_way_reach_up_to_now():
     trace = part(Span(0, "forward", "compute", 0, 100 * MS), ranks=2)
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(trace.ranks, "f on 2 ranks", 0)
-    live.update(400 * MS, trace, [[pending("recv", 100, 100, group="a")], [pending("send", 300, group="b")]])
+    album = one_frame(trace, [[pending("recv", 100, 100, group="a")], [pending("send", 300, group="b")]])
     page = album.pages[-1]
     ((x, _, width, _),) = boxes(page, "waiting")
     ((x_0, _, before, _),) = boxes(page, "forward")
@@ -273,21 +275,14 @@ def test_a_rank_of_a_silent_machine_is_unknown_since_its_last_report():
 
 
 def test_an_operation_of_a_mesh_names_its_axis():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[pending("recv", 100, 100, group="p2p 1>0 tag 0 group 3 mesh_pp of ranks 0,1")], []])
+    album = one_frame(operations=[[pending("recv", 100, 100, group="p2p 1>0 tag 0 group 3 mesh_pp of ranks 0,1")], []])
     assert "recv pp" in texts(album.pages[-1])
 
 
 def test_a_long_wait_is_shown_with_its_time_and_in_bold():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(4000 * MS, part(), [[pending("all_reduce", 400, 500), pending("recv", 100)], []])
-    assert "all_reduce · 3.50 s" in [t.text for t in drawing(album.pages[-1]).iter(f"{SVG}text") if t.get("font-weight")]
-    live.update(4200 * MS, part(Span(0, "f", "call", 0, 4100 * MS)), [[], []])
-    assert "returned" in texts(album.pages[-1])
+    page = one_frame(operations=[[pending("all_reduce", 400, 500), pending("recv", 100)], []], at_ms=4000).pages[-1]
+    assert "all_reduce · 3.50 s" in [t.text for t in drawing(page).iter(f"{SVG}text") if t.get("font-weight")]
+    assert "returned" in texts(one_frame(part(Span(0, "f", "call", 0, 4100 * MS)), at_ms=4200).pages[-1])
 
 
 def test_a_rank_that_is_not_called_is_idle():
@@ -427,10 +422,7 @@ def recorded(several):
 @pytest.mark.parametrize(("several", "lines", "drawn"), [(0, 0, []), (1, 0, []), (3, 3, ["loss"])])
 def test_a_value_recorded_once_is_not_a_curve(several, lines, drawn):
     trace = part(scalars=recorded(several))
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, trace, [[], []])
+    album = one_frame(trace)
     assert len(polylines(album.pages[-1])) == lines
     assert "size 1.724" in texts(album.pages[-1])  # the line above shows the last value
     assert [text for text in texts(album.pages[-1]) if text in ("size", "loss")] == drawn
@@ -439,11 +431,7 @@ def test_a_value_recorded_once_is_not_a_curve(several, lines, drawn):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 7.0])
 def test_a_curve_of_any_value_can_be_drawn(value):
     scalars = [Scalar(rank, "loss", ms * MS, value) for ms in (10, 20) for rank in (0, 1)]
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=scalars), [[], []])
-    assert not live._failed
+    album = one_frame(part(scalars=scalars))
     assert "nan" not in "".join(p.get("points") for p in polylines(album.pages[-1]))
     assert f"loss {value:.4g}" in texts(album.pages[-1])
 
@@ -456,103 +444,6 @@ def test_the_memory_of_each_rank_is_shown_beside_it():
     live.update(600 * MS, part(), [[], []], ())  # not read again
     assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
     assert "own memory" not in texts(album.pages[0])
-
-
-def processes(*pids):
-    return [SimpleNamespace(pid=pid) for pid in pids]
-
-
-def test_reading_memory_takes_a_bounded_share_of_time():
-    cpu = iter(range(0, 10**12, 20 * MS))  # each reading costs 20 ms
-    looks = []
-    usage = ResourceMonitor(processes(7), read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
-    for now_ms in range(0, 13_000, 200):
-        assert usage.sample(now_ms * MS) == (Load(5),)
-    assert looks == [7, 7, 7]  # every 6 s
-
-
-def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch):
-    own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
-    monkeypatch.setattr("labkit.launch.resource_usage.own_bytes", own.get)
-    monkeypatch.setattr("labkit.launch.resource_usage._unshared_bytes", unshared.get)
-    read = followed([7, 8])
-    own.clear()  # not asked again
-    assert (read(7), read(8)) == (50, 0)
-    unshared[7] = 230
-    assert read(7) == 80
-    unshared[7] = 0  # it has ended
-    assert read(7) == 0
-
-
-@pytest.mark.processes
-def test_memory_taken_by_a_real_process_is_seen():
-    code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-S", "-c", code], **pipes) as process:
-        assert process.stdout.readline() == "here\n"
-        read = followed([process.pid])
-        before = read(process.pid)
-        print(file=process.stdin, flush=True)
-        assert process.stdout.readline() == "taken\n"
-        assert read(process.pid) - before == pytest.approx(1 << 26, rel=0.1)
-        process.kill()
-    assert read(process.pid) == 0
-
-
-def test_a_process_that_has_ended_has_no_memory():
-    assert own_bytes(os.getpid()) > 1 << 20
-    assert own_bytes(2**22 + 1) == 0
-
-
-class Nvml:
-    """The module `pynvml`, pretended: this has not run on a GPU. A handle is 100 and the number of the GPU."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *uuids):
-        self.uuids = uuids
-
-    def nvmlInit(self):  # noqa: N802
-        if not self.uuids:
-            raise self.NVMLError("NVML Shared Library Not Found")
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        if index >= len(self.uuids):
-            raise self.NVMLError("Invalid Argument")
-        return 100 + index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        return 100 + self.uuids.index(uuid)
-
-    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
-        return SimpleNamespace(gpu=handle - 20, memory=3)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
-        return SimpleNamespace(total=10**10, free=0, used=handle * 10**6)
-
-
-def test_each_ranks_gpus_are_read(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    usage = ResourceMonitor(processes(7, 8, 9), [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
-    assert usage.sample(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
-    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    assert [gpus.read(0), gpus.read(1)] == [(82, 102_000_000), (81, 101_000_000)]
-
-
-@pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
-def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert ResourceMonitor(processes(7), [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
-
-
-def test_which_gpus_a_rank_has(monkeypatch):
-    monkeypatch.setattr("labkit.launch.resource_usage.gpu_count", lambda: 4)
-    assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
-    assert gpus_of(8, "cuda")[5] == [1]
-    assert gpus_of(2, "cpu") == [[], []]
 
 
 def test_gpus_are_shown_beside_their_ranks():

@@ -83,8 +83,8 @@ class Windows:
 
         `columns` is the window's width in pixels; `rank` is the only rank to show, None for all.
 
-        For bars: start and end, float64 (bars, 2); times of their spans and bytes, float64 (bars, 6); style, name, line,
-        partner, operation and flags, int32 (bars, 6). For lanes with colours, one after the other: colours, uint8
+        For bars: start and end, float64 (bars, 2); times of their spans and bytes, float64 (bars, 6); style, name,
+        line, partner, operation and flags, int32 (bars, 6). For lanes with colours, one after the other: colours, uint8
         (columns, 4); counts, uint32 (columns,); most, uint8 (columns,). For rows: boundaries of steps, float64. Row,
         number, start and end of each rank's steps, float64 (n, 4).
         """
