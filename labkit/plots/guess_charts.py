@@ -12,7 +12,7 @@ import numpy as np
 from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
 from labkit.plots.image import WIDTH_IN
-from labkit.plots.predictions import Predictions, Row
+from labkit.plots.predictions import Predictions, Quantity
 from labkit.plots.scaling import PREDICTED
 from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
 
@@ -148,7 +148,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
         ax.set_title(outcome.verdict())
     each = "; ".join(f"{label} {_beside(outcome, value)}" for label, value, _, _ in rows if value is not None)
-    compared = () if outcome.predicted is None else (Row(outcome.quantity, outcome.predicted, outcome.measured),)
+    compared = () if outcome.predicted is None else (Quantity(outcome.quantity, outcome.predicted, outcome.measured),)
     numbers = Predictions(compared, outcome.unit).numbers() if compared else None
     return describe(ax, f"A guess beside the measurement: {outcome.verdict()}. {each}.", numbers)
 

@@ -20,7 +20,7 @@ HEADINGS: Final = ("", "predicted", "measured", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Quantity:
     """One quantity."""
 
     name: str  # what was predicted
@@ -44,7 +44,7 @@ class Row:
 class Predictions:
     """A table of predicted and measured values. A notebook shows it as a table; `print` shows the same as text."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Quantity, ...]
     unit: str = ""  # of all values; "" for plain numbers
     notes: tuple[str, ...] = ()  # lines below the table: that the machine was busy, or that rows are too close to call
 
@@ -113,11 +113,11 @@ def predictions(values: Mapping[str, tuple[Any, Any]], unit: str = "") -> Predic
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"predictions({name!r}: {pair!r}): expected a pair, the predicted and the measured value")
         predicted, measured = (_measurement(str(name), value, unit) for value in pair)
-        rows.append(Row(str(name), predicted.value, measured.value, measured))
+        rows.append(Quantity(str(name), predicted.value, measured.value, measured))
     return Predictions(tuple(rows), unit, tuple(_notes(rows, unit)))
 
 
-def _notes(rows: Sequence[Row], unit: str) -> Iterator[str]:
+def _notes(rows: Sequence[Quantity], unit: str) -> Iterator[str]:
     measured = {row.name: row.measurement for row in rows if row.measurement is not None}
     warnings = [one.busy for one in measured.values() if one.busy]
     if not warnings and unit in UNITS_OF_TIME:

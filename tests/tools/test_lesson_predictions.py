@@ -9,11 +9,11 @@ import nbformat
 import pytest
 
 from labkit.plots.guess_charts import Outcome, draw_outcome
-from labkit.plots.predictions import Predictions, Row
+from labkit.plots.predictions import Predictions, Quantity
 from tools.lesson_numbers import NOTEBOOKS
 from tools.lesson_predictions import PAGE, predictions_in, section, with_section
 
-STEP = Predictions((Row("step", 10.0, 11.0), Row("message", 4.0, 8.0)), "ms")
+STEP = Predictions((Quantity("step", 10.0, 11.0), Quantity("message", 4.0, 8.0)), "ms")
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def lesson(tmp_path: Path) -> Path:
 
 
 def test_tables_and_revealed_predictions_are_found_in_order(lesson: Path) -> None:
-    assert predictions_in(lesson) == [STEP, Predictions((Row("sent", 1.0, 2.0),), "MB")]
+    assert predictions_in(lesson) == [STEP, Predictions((Quantity("sent", 1.0, 2.0),), "MB")]
 
 
 def test_the_section_lists_them_with_their_ratios(lesson: Path) -> None:

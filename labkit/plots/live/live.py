@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
 from labkit.errors.units import time_in_words
 from labkit.launch.resource_usage import Load
@@ -37,8 +37,8 @@ ENDED_HERE: Final = "✕ ended"  # the status of a rank whose process has ended,
 LONG_WAIT_NS: Final = 500_000_000  # a longer wait is shown with its duration
 
 
-class Screen(Protocol):
-    """Shows frames."""
+class Screen:
+    """Shows frames; this one shows nothing."""
 
     def begin(self, alt_text: str) -> None:
         """Open the display; a viewer without images shows `alt_text` throughout the run."""
@@ -185,7 +185,7 @@ def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple
     return ("returned", False) if returned else ("", False)
 
 
-class _Cell:
+class _Cell(Screen):
     """The output of a notebook's cell: one display, which is updated.
 
     The display starts with text only, and ends with the same text and the image: nbval 0.11 compares the first version
@@ -230,14 +230,11 @@ def _import_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-class _Line:
+class _Line(Screen):
     """One line of a terminal, overwritten with each frame."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-
-    def begin(self, alt_text: str) -> None:
-        """Does nothing."""
 
     def show(self, frame: LiveFrame) -> None:
         waiting = [f"{row.name}: {row.status}" for row in frame.rows if row.blocked][:2]
@@ -250,23 +247,10 @@ class _Line:
         self._stream.flush()
 
 
-class _Nowhere:
-    """Discards all frames."""
-
-    def begin(self, alt_text: str) -> None:
-        """Does nothing."""
-
-    def show(self, frame: LiveFrame) -> None:
-        """Does nothing."""
-
-    def end(self, trace: Trace, title: str) -> None:
-        """Does nothing."""
-
-
 def _screen_here() -> Screen:
-    """Return the cell's output in a notebook kernel, a line if standard error is a terminal, otherwise `_Nowhere`."""
+    """Return the cell's output in a notebook kernel, a line if standard error is a terminal, otherwise nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):
         return _Cell()
-    return _Line(sys.stderr) if sys.stderr.isatty() else _Nowhere()
+    return _Line(sys.stderr) if sys.stderr.isatty() else Screen()
