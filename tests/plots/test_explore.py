@@ -428,16 +428,17 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
 
 @needs_node
 @pytest.mark.parametrize(
-    ("through_host", "words"),
-    [(True, "moved by gloo through the host's memory, copies included"), (False, "timed by the GPU")],
+    ("span", "words"),
+    [
+        ({"device": "cuda", "through_host": True}, "moved by gloo through the host's memory, copies included"),
+        ({"device": "cuda"}, "timed by the GPU"),
+        ({"name": "forward", "kind": "compute", "line": "cell 2, line 3"}, "first used at cell 2, line 3"),
+    ],
 )
 @pytest.mark.processes
-def test_the_page_says_how_the_data_of_a_gpu_travelled(tmp_path: Path, through_host: bool, words: str) -> None:
-    spans = [
-        Span(rank, "all_reduce", "communication", 0, MS, group="world", match=1, device="cuda", through_host=through_host)
-        for rank in (0, 1)
-    ]
-    trace = Trace(spans, ranks=["rank 0", "rank 1"])
+def test_the_page_says_where_and_how(tmp_path: Path, span: dict[str, Any], words: str) -> None:
+    given = {"name": "all_reduce", "kind": "communication", "group": "world", "match": 1} | span
+    trace = Trace([Span(rank, start_ns=0, end_ns=MS, **given) for rank in (0, 1)], ranks=["rank 0", "rank 1"])
     program = f"""
         {layer_of(trace, tmp_path)}
         console.log(JSON.stringify(page.barInWords(layer.bar(0, 0), {about_of(trace)})));"""
@@ -487,17 +488,6 @@ def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: floa
     assert ended is (at is not None)
     middles = {((x + a) / 2, (y + b) / 2) for (x, y), (a, b) in zip(lines[::2], lines[1::2], strict=True)}
     assert middles == ({(at, 10 + 1.5 * 50)} if at is not None else set())
-
-
-@needs_node
-@pytest.mark.processes
-def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
-    trace = Trace([Span(0, "forward", "compute", 0, 5 * MS, line="cell 2, line 3")], ranks=["rank 0"])
-    program = f"""
-        {layer_of(trace, tmp_path)}
-        const bar = layer.bar(0, 0);
-        console.log(JSON.stringify(page.barInWords(bar, {about_of(trace)})));"""
-    assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
 
 
 @needs_node

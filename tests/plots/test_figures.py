@@ -6,12 +6,9 @@ import subprocess
 import sys
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
@@ -42,7 +39,7 @@ from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, many, model_parallel, run_of  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of  # isort: skip
 
 
 def drawn(ax, style):
@@ -567,10 +564,6 @@ def test_breakdown_of_one_step():
 
 
 # Scaling
-
-
-def lasting(seconds, ranks=1):
-    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=[f"rank {i}" for i in range(ranks)])
 
 
 def lines_of(ax):

@@ -7,11 +7,7 @@ import itertools
 import re
 from xml.etree import ElementTree as ET
 
-import matplotlib as mpl
 import pytest
-
-mpl.use("agg")
-
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 

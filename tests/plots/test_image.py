@@ -7,13 +7,9 @@ import io
 import re
 from typing import Any
 
-import matplotlib as mpl
-import pytest
-
-mpl.use("agg")
-
 import nbformat
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 from nbformat import v4
 from PIL import Image

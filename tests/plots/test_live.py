@@ -66,12 +66,12 @@ def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
     return album
 
 
-def one_frame(trace=None, operations=((), ()), loads=(), *, at_ms=400):
+def one_frame(trace=None, operations=((), ()), *, at_ms=400):
     """The album of a run on two ranks with one update."""
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(at_ms * MS, part() if trace is None else trace, operations, loads)
+    live.update(at_ms * MS, part() if trace is None else trace, operations)
     assert not live._failed
     return album
 
@@ -173,12 +173,9 @@ def test_the_two_ends_of_the_curve_have_different_labels(first, last, reported):
 
 
 def test_shortened_text_says_so():
-    album = Album()
-    live = Live(album, lambda: 0)
     name = "accuracy_of_the_validation_set"
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)]), [[], []])
-    assert {t for t in texts(album.pages[-1]) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
+    page = one_frame(part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)])).pages[-1]
+    assert {t for t in texts(page) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
 
 
 def test_every_frame_is_well_formed_and_as_high_as_the_first():
@@ -436,22 +433,21 @@ def test_a_curve_of_any_value_can_be_drawn(value):
     assert f"loss {value:.4g}" in texts(album.pages[-1])
 
 
-def test_the_memory_of_each_rank_is_shown_beside_it():
+@pytest.mark.parametrize(
+    ("loads", "shown"),
+    [
+        ((Load(412_000_000), Load(1_230_000_000)), {"412 MB", "1.23 GB", "own memory"}),
+        ((Load(8_000_000_000, 97), Load(1, 5)), {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"}),
+    ],
+)
+def test_what_a_rank_uses_is_shown_beside_it(loads, shown):
     album = Album()
     live = Live(album, lambda: 0)
     live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[], []], (Load(412_000_000), Load(1_230_000_000)))
+    live.update(400 * MS, part(), [[], []], loads)
     live.update(600 * MS, part(), [[], []], ())  # not read again
-    assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
+    assert shown < set(texts(album.pages[-1]))
     assert "own memory" not in texts(album.pages[0])
-
-
-def test_gpus_are_shown_beside_their_ranks():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[], []], (Load(8_000_000_000, 97), Load(1, 5)))
-    assert {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"} < set(texts(album.pages[-1]))
 
 
 def test_the_finished_picture_has_the_curve_beneath():

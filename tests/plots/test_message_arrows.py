@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import matplotlib as mpl
 import pytest
-
-mpl.use("agg")
-
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
 from matplotlib.text import Text
 
 import labkit as lab

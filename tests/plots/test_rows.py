@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 
 from labkit.errors.exceptions import LabError
 from labkit.plots.flows import flows_of, over_time

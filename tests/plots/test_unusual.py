@@ -10,12 +10,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
 from labkit.costs.fit import fit
@@ -34,7 +31,7 @@ from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_parallel, remote_calls, sharded  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, lasting, model_parallel, remote_calls, sharded  # isort: skip
 
 LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
 US, HOUR = 1_000, 3_600_000_000_000  # ns
@@ -84,10 +81,6 @@ def silent(trace):
 
 def ranks_of(count):
     return ("master", *(f"worker{i}" for i in range(1, count)))
-
-
-def lasting(seconds):
-    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
 
 
 def measured(link, operations, sizes=(64, 4096, 1 << 18, 1 << 24)):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import matplotlib as mpl
 import pytest
 
-mpl.use("agg")
-
 from labkit.errors.exceptions import LabError
 from labkit.plots.what_helps import COSTS, SAVES, what_helps
 from labkit.replaying.replay import replay
