@@ -33,7 +33,12 @@ ipywidgets = pytest.importorskip("ipywidgets")
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
+
+
+def needs_node(test: Any) -> Any:
+    return pytest.mark.processes(pytest.mark.skipif(NODE is None, reason="no node on this machine")(test))
+
+
 NUMBER = {name: i for i, name in enumerate(STYLES)}
 
 
@@ -376,7 +381,6 @@ def in_node(folder: Path, program: str) -> Any:
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_formats_times_and_sizes_like_the_figure(tmp_path: Path) -> None:
     values = [int(1.37 * 10 ** (i / 7)) for i in range(84)]
     said = in_node(tmp_path, f"console.log(JSON.stringify({values}.map((v) => [page.timeInWords(v), page.bytesInWords(v)])));")
@@ -398,7 +402,6 @@ def layer_of(trace: Trace, folder: Path) -> str:
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_describes_a_bar(tmp_path: Path) -> None:
     """From the trace to the text: Python packs, JavaScript unpacks."""
     trace = data_parallel()
@@ -435,7 +438,6 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
         ({"name": "forward", "kind": "compute", "line": "cell 2, line 3"}, "first used at cell 2, line 3"),
     ],
 )
-@pytest.mark.processes
 def test_the_page_says_where_and_how(tmp_path: Path, span: dict[str, Any], words: str) -> None:
     given = {"name": "all_reduce", "kind": "communication", "group": "world", "match": 1} | span
     trace = Trace([Span(rank, start_ns=0, end_ns=MS, **given) for rank in (0, 1)], ranks=["rank 0", "rank 1"])
@@ -446,7 +448,6 @@ def test_the_page_says_where_and_how(tmp_path: Path, span: dict[str, Any], words
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
     """In the details of a bar, and in its caption as in the figure's."""
     group = "group 3 mesh_tp of ranks 0,1"
@@ -472,7 +473,6 @@ def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
 
 @needs_node
 @pytest.mark.parametrize(("begin_ms", "end_ms", "at"), [(0, 100, 300.0), (20, 40, 500.0), (40, 100, None)])
-@pytest.mark.processes
 def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: float, at: float | None, tmp_path: Path) -> None:
     spans = [Span(rank, "forward", "compute", 0, 100 * MS) for rank in (0, 1)]
     trace = Trace(spans, [Scalar(1, ENDED, 30 * MS, 1.0)], ranks=["rank 0", "rank 1"])
@@ -491,7 +491,6 @@ def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: floa
 
 
 @needs_node
-@pytest.mark.processes
 def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_path: Path) -> None:
     """The page chooses as `bars.captioned` does, for the pieces of one exposed operation and its hidden part."""
     edges = [(0, 100), (100, 103), (103, 400), (400, 410), (1000, 1100)]
@@ -511,7 +510,6 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_pat
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
     axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
     program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"

@@ -23,15 +23,16 @@ from labkit.plots.bars import (
     caption,
     captioned,
     coverage,
-    ink,
     lanes,
     style_of,
 )
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
+from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import READING, UNKNOWN, Span
 from labkit.replaying.replay import replay
 from labkit.tracing import measurement
@@ -39,7 +40,7 @@ from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of, sharded  # isort: skip
 
 
 def drawn(ax, style):
@@ -273,18 +274,6 @@ def test_a_span_is_coloured_by_the_first_word_of_its_name(name, style):
     assert style_of(name) == style
 
 
-def test_text_on_a_bar_has_enough_contrast():
-    def luminance(rgb):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for name, style in STYLES.items():
-        text = {"light": 1.0, "dark": 0.008, "page": 0.008}[ink(name)]
-        bar = luminance([a * style.alpha + 1 - style.alpha for a in style.rgba[:3]])
-        contrast = (max(text, bar) + 0.05) / (min(text, bar) + 0.05)
-        assert contrast > 3.8, f"{name}: {contrast:.1f}"
-
-
 def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
     exposed, hidden = (list(STYLES).index(style) for style in ("exposed", "hidden"))
     start, end = np.array([0, 100, 103, 400, 1000]), np.array([100, 103, 400, 410, 1100])
@@ -363,6 +352,8 @@ def test_given_axes_are_used():
     assert breakdown(alone(), ax=axes[0]) is axes[0]
     assert scaling({1: alone(), 2: alone()}, ax=axes[0]) is axes[0]
     assert compare(a=alone(), b=alone(), ax=axes[1]) is axes[1]
+    assert what_helps(data_parallel(2), ax=axes[0]) is axes[0]
+    assert memory(sharded(), ax=axes[1]) is axes[1]
     figure.canvas.draw()
 
 
@@ -408,12 +399,6 @@ def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
     assert mark.get_width() == pytest.approx(lengths[number] / trace.duration_ns)
 
 
-def test_a_run_of_few_steps_is_shown_whole():
-    ax = timeline(data_parallel(steps=12))
-    assert not ax.child_axes
-    assert "12 steps" in ax.get_title(loc="left")
-
-
 def test_steps_can_be_chosen():
     trace = data_parallel(steps=5)
     bounds = trace.step_bounds() / MS
@@ -422,6 +407,7 @@ def test_steps_can_be_chosen():
     assert timeline(trace, step=range(1, 3)).get_xlim()[1] == pytest.approx(bounds[2, 1] - bounds[1, 0])
     assert "steps 1 to 2 " in timeline(trace, step=range(1, 3)).get_title(loc="left")
     assert not timeline(data_parallel(steps=40), step="all").child_axes
+    assert not timeline(data_parallel(steps=12)).child_axes, "few steps are shown whole"
     number = median_step(trace)
     assert view_of(trace, "median", "").chosen == range(number, number + 1)
 
@@ -719,7 +705,7 @@ def test_compare_reports_missing_arguments():
 # What can go wrong
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory, what_helps])
 def test_an_object_that_is_not_a_run_is_refused(figure):
     with pytest.raises(TypeError, match=r"expected a run, as group\.run and group\.watch return it, or a trace"):
         figure(3)

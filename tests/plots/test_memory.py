@@ -1,6 +1,5 @@
 """What filled each rank's memory, as a figure and as one number."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -100,11 +99,6 @@ def test_many_points_are_drawn_by_their_extremes():
     assert thinned.nbytes.max() == usage.nbytes.max()
     assert (thinned.time_ns[0], thinned.time_ns[-1]) == (usage.time_ns[0], usage.time_ns[-1])
     assert (np.diff(thinned.time_ns) > 0).all()
-
-
-def test_the_figure_draws_into_given_axes():
-    _, ax = plt.subplots()
-    assert memory(followed(), ax=ax) is ax
 
 
 def test_without_data_it_says_how_to_record_it():

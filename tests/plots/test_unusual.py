@@ -27,6 +27,7 @@ from labkit.plots.scaling import scaling
 from labkit.plots.style import labkit_style, shortened
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
+from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
@@ -197,7 +198,7 @@ def test_traffic_says_if_nothing_arrived(name):
         traffic(RUNS[name]())
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory, what_helps])
 @pytest.mark.parametrize("ranks", [(), ("rank 0", "rank 1")])
 def test_an_empty_trace_is_reported(figure, ranks):
     for spans in ([], [Span(0, "forward", "compute", 5, 5)] if ranks else []):
