@@ -326,7 +326,7 @@ SEEN = """() => {
 }"""
 SMALLEST_LETTERS = """() => {
     const texts = [...document.querySelectorAll('.labkit-live text')].filter((text) => text.checkVisibility());
-    return Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a));
+    return Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().d));
 }"""
 
 
@@ -356,7 +356,7 @@ def test_shift_enter_leaves_the_whole_picture_in_the_window(before: int, lab_ser
         page.wait_for_timeout(500)  # the next frame has been drawn in this width
         _picture(page, f"scroll-{before}-{width}")
         assert page.evaluate(SEEN)[1] > 0.95  # an output has a padding of 10 px
-        assert page.evaluate(SMALLEST_LETTERS) > (6.2 if width == 1000 else 7.5), f"letters in px at {width} px"
+        assert page.evaluate(SMALLEST_LETTERS) > 7.5, f"letters in px at {width} px"
     over.touch()
     page.wait_for_selector("img.labkit-figure", timeout=LIMIT_MS)
     page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)

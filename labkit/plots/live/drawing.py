@@ -34,7 +34,7 @@ WIDTH: Final = 1000.0  # of the drawing, in SVG units: pixels if the page has th
 RIGHT: Final = 165.0  # to the right of the rows, for the ranks' statuses and memory, if a row has two lines of text
 SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, and values: fixed, so texts do not move
 FOOT: Final = 66.0  # height of axis and legend
-SMALLEST_PX: Final = 700  # on a narrower page one scrolls, since letters would be too small to read
+LOWEST: Final = 0.85  # of its height on a page of `WIDTH`: on narrower pages letters become narrower, but not lower
 CURVE: Final = 60.0  # how far the curve reaches into the width of the rows, above them
 CHARACTER: Final = 6.1  # mean width of a character at 11 units
 BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
@@ -61,7 +61,7 @@ _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
 
 _STYLE: Final = (
-    f"{STAYS}<style>.labkit-live{{display:block!important;overflow-x:auto;"
+    f"{STAYS}<style>.labkit-live{{display:block!important;"
     # The theme's text colour in JupyterLab and in VS Code, otherwise the page's.
     "color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));"
     "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px}"
@@ -151,9 +151,10 @@ class _Drawing:
         self._axis()
         label = escape(f"{frame.title}: {frame.in_words}", quote=True)
         fades = f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/>'
+        high = self.bottom + FOOT
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {self.bottom + FOOT:g}" role="img" '
-            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;min-width:{SMALLEST_PX}px">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {high:g}" preserveAspectRatio="none" role="img" '
+            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;min-height:{LOWEST * high:.0f}px">'
             f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{self._legend()}"
             f"{'</g>' if frame.held else f'{fades}</g>{self._still()}'}</svg>"
         )
