@@ -510,6 +510,25 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_pat
 
 
 @needs_node
+def test_the_page_uses_the_answers_that_fit_whoever_asked_for_them(tmp_path: Path) -> None:
+    """The kernel sends each answer to all pages: another page's view must not replace this one's."""
+    program = f"""
+        {layer_of(data_parallel(), tmp_path)}
+        const view = {{ start: layer.start + 10, end: layer.end - 10 }};
+        const used = (changes, base = null) => {{
+            const explorer = {{ view, base, fine: null, isolated: 1, root: {{ classList: new Set() }} }};
+            for (const act of ["wait", "redraw", "arrived"]) explorer[act] = () => {{}};
+            explorer.root.classList.remove = () => {{}};
+            page.Explorer.prototype.answer.call(explorer, {{ ...layer, ...changes }}, buffers);
+            return [explorer.base != base, explorer.fine != null];
+        }};
+        const fits = {{ whole: false, rank: 1 }};
+        const answers = [{{ whole: true, rank: null }}, fits, {{ ...fits, rank: 2 }}, {{ ...fits, end: view.end - 1 }}];
+        console.log(JSON.stringify([...answers.map((changes) => used(changes)), used({{ whole: true }}, layer)]));"""
+    assert in_node(tmp_path, program) == [[True, False], [False, True], [False, False], [False, False], [False, False]]
+
+
+@needs_node
 def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
     axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
     program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"

@@ -3,7 +3,7 @@
 const SHORTEST_NS = 100; // the shortest view
 const REST_MS = 60; // query once the view has not changed for this long
 
-class Explorer extends Picture {
+export class Explorer extends Picture {
   /** `host` shows the picture once the first answer is there; `arrived` is called at that moment. */
   constructor(model, host, arrived = () => {}) {
     super(host, model.get("about"));
