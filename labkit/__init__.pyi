@@ -33,14 +33,13 @@ from labkit.planning.plan import plan as plan
 from labkit.planning.workload import Transformer as Transformer
 from labkit.plots.breakdown import breakdown as breakdown
 from labkit.plots.breakdown import compare as compare
-from labkit.plots.byte_counts import memory_mb as memory_mb
-from labkit.plots.byte_counts import sent_mb as sent_mb
-from labkit.plots.explain import explain as explain
 from labkit.plots.explore import explore as explore
 from labkit.plots.memory import memory as memory
+from labkit.plots.memory import memory_mb as memory_mb
 from labkit.plots.predictions import predictions as predictions
 from labkit.plots.scaling import scaling as scaling
 from labkit.plots.timeline import timeline as timeline
+from labkit.plots.traffic import sent_mb as sent_mb
 from labkit.plots.traffic import traffic as traffic
 from labkit.plots.what_helps import what_helps as what_helps
 from labkit.recording.record import record as record
@@ -48,6 +47,7 @@ from labkit.recording.record import span as span
 from labkit.recording.record import steps as steps
 from labkit.recording.schema import Span as Span
 from labkit.replaying.critical_path import critical_path as critical_path
+from labkit.replaying.explain import explain as explain
 from labkit.replaying.replay import replay as replay
 from labkit.simulation.simulate import simulate as simulate
 from labkit.tracing.ideal_pipeline import schedule as schedule

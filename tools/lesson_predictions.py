@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import nbformat
 
-from labkit.plots.predictions import MIME, Predictions, Row
+from labkit.plots.predictions import MIME, Predictions, Quantity
 from tools.lesson_numbers import NOTEBOOKS
 
 __all__ = ["predictions_in", "section", "with_section"]
@@ -36,7 +36,7 @@ def predictions_in(path: Path) -> list[Predictions]:
         for output in cell.get("outputs", ()):
             numbers: dict[str, Any] | None = output.get("data", {}).get(MIME)
             if numbers is not None:
-                found.append(Predictions(tuple(Row(**row) for row in numbers["rows"]), numbers["unit"]))
+                found.append(Predictions(tuple(Quantity(**row) for row in numbers["rows"]), numbers["unit"]))
     return found
 
 

@@ -17,11 +17,11 @@ from typing import Any, Final
 from PIL import Image
 
 import labkit as lab
+from labkit.plots.image import as_image
 from labkit.plots.live.curves import draw_below
+from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.frame import LiveFrame
-from labkit.plots.live.live import Live
-from labkit.plots.live.page import page as html_of
-from labkit.plots.style import as_image
+from labkit.plots.live.live import Live, Screen
 from labkit.plots.timeline import figure_of
 
 __all__ = ["chromium", "film"]
@@ -33,14 +33,11 @@ SAMPLES: Final = 6  # frames from which the colours are chosen
 PAGE: Final = "<body style='margin:{margin}px;background:white;font-family:DejaVu Sans,sans-serif'>{content}</body>"
 
 
-class _Film:
-    """A `labkit.plots.live.live.Screen` that keeps what it is shown."""
+class _Film(Screen):
+    """Keeps what it is shown."""
 
     def __init__(self) -> None:
         self.shown: list[tuple[float, str]] = []  # when, and as HTML
-
-    def begin(self, alt_text: str) -> None:
-        """Nothing yet."""
 
     def show(self, frame: LiveFrame) -> None:
         self.shown.append((time.perf_counter(), html_of(frame, "film")))

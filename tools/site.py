@@ -23,7 +23,7 @@ import nbformat
 
 from labkit.notebook.lessons import lessons
 from labkit.plots.explorer import STYLE, script
-from labkit.plots.explorer.saved_run import MIME
+from labkit.plots.explorer.window import MIME
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCE: Final = ROOT / "build" / "site-source"

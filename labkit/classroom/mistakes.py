@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

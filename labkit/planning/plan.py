@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.link import Link
 from labkit.errors.lists import counted
+from labkit.errors.table import Table
 from labkit.errors.units import bytes_in_words, in_words
 from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mean, public_api
 from labkit.planning.cluster import Cluster
@@ -132,30 +133,13 @@ class Plan:
         return notes
 
     def __repr__(self) -> str:
-        table = [HEADINGS, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                text.ljust(width) if k in WORDS else text.rjust(width)
-                for k, (text, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in table
-        ]
-        return "\n".join([self._title(), *lines, *self._notes()])
+        return "\n".join([self._title(), *Table(HEADINGS, self.cells(), WORDS).lines(), *self._notes()])
 
     def _repr_html_(self) -> str:
-        def line(row: Sequence[str], tag: str) -> str:
-            style = "padding:2px 4px;white-space:nowrap;text-align"
-            cells = (
-                f'<{tag} style="{style}:{"left" if k in WORDS else "right"}">{html.escape(text).replace(", ", ",<br>")}</{tag}>'
-                for k, text in enumerate(row)
-            )
-            return f"<tr>{''.join(cells)}</tr>"
-
-        body = "".join(line(row, "td") for row in self.cells())
-        notes = "<br>".join(map(html.escape, self._notes()))
+        table = Table(HEADINGS, self.cells(), WORDS).html("padding:2px 4px;white-space:nowrap;text-align:{}")
         caption = f'<caption style="text-align:left">{html.escape(self._title())}</caption>'
-        return f"<table>{caption}<thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table><small>{notes}</small>"
+        notes = "<br>".join(map(html.escape, self._notes()))
+        return f"{table.replace(', ', ',<br>').replace('<table>', f'<table>{caption}')}<small>{notes}</small>"
 
 
 @public_api

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from unicodedata import east_asian_width
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words
+from labkit.recording.events import device_number
 from labkit.recording.group_keys import axis_of
 from labkit.recording.operations import SERVE, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, DATA, UNKNOWN, UNWAITED
@@ -27,18 +29,11 @@ from labkit.tracing.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The appearance of one kind of bar.
+    """The appearance of one kind of bar."""
 
-    Args:
-        colour: "#rrggbb".
-        alpha: opacity, 1 for opaque; lower values let the page, light or dark, show through.
-        hatch: the texture in the colour, as matplotlib writes it: "//////" for stripes, "...." for dots, "" for none.
-        legend: its text in the legend.
-    """
-
-    colour: str
-    alpha: float
-    hatch: str
+    colour: str  # "#rrggbb"
+    alpha: float  # opacity, 1 for opaque; lower values let the page, light or dark, show through
+    hatch: str  # the texture in the colour, as matplotlib writes it: "//////" for stripes, "...." for dots, "" for none
     legend: str
 
     @property
@@ -67,6 +62,12 @@ STYLES: Final[dict[str, Style]] = {
     "waiting": Style(_COMMUNICATION_COLOUR, 0.16, "//////", "waiting for another rank"),
     "issued": Style(_COMMUNICATION_COLOUR, 0.16, "....", "issued, others not there yet"),
 }
+ALONE: Final = "waiting"  # of a single rank without known devices, which cannot wait for another rank
+_WORDS: Final = {
+    (True, False): STYLES["waiting"].legend,
+    (False, True): "waiting for another device",
+    (True, True): "waiting for another rank or device",
+}
 _MICRO_BATCH: Final = re.compile(r"(?i)(?:forward|backward) (\d+)")  # "forward 3 of stage 1"
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 # 3 for others; hairlines may cover less important styles.
@@ -88,19 +89,12 @@ LANES: Final = (COMPUTE_LANE, COMMUNICATION_LANE)
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Disjoint bars of one lane in ascending order; four arrays of shape (bars,).
-
-    Args:
-        start_ns: start of each bar.
-        end_ns: end of each bar.
-        style: index into `STYLES`.
-        span: index of the bar's span in the trace's columns.
-    """
+    """Disjoint bars of one lane in ascending order; four arrays of shape (bars,)."""
 
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
-    style: NDArray[np.uint8]
-    span: NDArray[np.int64]
+    style: NDArray[np.uint8]  # index into `STYLES`
+    span: NDArray[np.int64]  # index of the bar's span in the trace's columns
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -146,8 +140,9 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
     taken = union(np.append(labelled.start_ns, blocked[:, 0]), np.append(labelled.end_ns, blocked[:, 1]))
     rest = _clip(_flatten(data["start_ns"], data["end_ns"], calls), taken, inside=False)
     by_name = np.array([_NUMBER[style_of(name)] for name in columns.names] or [0], np.uint8)
-    labelled.style[:] = by_name[data["name"][labelled.span]]
-    rest.style[:] = np.where(data["name"][rest.span] == columns.name_id(UNKNOWN), _NUMBER["unknown"], _NUMBER["unlabelled"])
+    labelled = replace(labelled, style=by_name[data["name"][labelled.span]])
+    is_unknown = data["name"][rest.span] == columns.name_id(UNKNOWN)
+    rest = replace(rest, style=np.where(is_unknown, _NUMBER["unknown"], _NUMBER["unlabelled"]).astype(np.uint8))
 
     computing = labelled if rank in trace.labelled else _merge(labelled, rest)
     busy = union(computing.start_ns, computing.end_ns)
@@ -161,48 +156,32 @@ def lanes(trace: Trace, rank: int) -> tuple[Bars, Bars]:
         _styled(waiting, "waiting"),
         _styled(_clip(_flatten(rows["start_ns"], ready, each), shown, inside=False), "issued"),
     )
-    communication = replace(communication, span=travelling[communication.span])
-    unwaited = data["flags"][communication.span] & UNWAITED != 0
+    spans = travelling[communication.span]
     moves = np.isin(communication.style, [_NUMBER["exposed"], _NUMBER["hidden"]])
-    communication.style[unwaited & moves] = _NUMBER["unwaited"]
+    unwaited = moves & (data["flags"][spans] & UNWAITED != 0)
+    style = np.where(unwaited, np.uint8(_NUMBER["unwaited"]), communication.style)
+    communication = replace(communication, span=spans, style=style)
     return _clip(_merge(labelled, rest), window, inside=True), _clip(communication, window, inside=True)
 
 
 def coverage(bars: Bars, edges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Compute the time that each style covers in each bin.
-
-    Args:
-        bars: the bars of one lane.
-        edges: bin edges in ns, ascending, shape (bins + 1,).
-
-    Returns:
-        covered time in ns, shape (styles, bins).
-    """
+    """The time in ns that each style covers in each bin, shape (styles, bins); `edges` has shape (bins + 1,)."""
     covered = np.zeros((len(STYLES), len(edges) - 1), np.int64)
     for number in np.flatnonzero(np.bincount(bars.style)):
         of_style = bars.style == number
         start, end = bars.start_ns[of_style], bars.end_ns[of_style]
         before = np.concatenate([[0], np.cumsum(end - start)])
-        last = np.searchsorted(
-            start, edges, side="right"
-        )  # the number of bars that start before each edge; the last may cross it
+        last = np.searchsorted(start, edges, side="right")  # how many bars start before each edge; the last may cross it
         beyond = np.where(last > 0, np.maximum(end[np.maximum(last - 1, 0)] - edges, 0), 0)
         covered[number] = np.diff(before[last] - beyond)
     return covered
 
 
 def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Widen narrow bars to hairlines where this hides nothing as important.
+    """Widen narrow bars to hairlines where this hides nothing as important; return start and end to draw, in ns.
 
     A bar of a tenth of a pixel, such as two milliseconds in a run of seconds, would be drawn at a tenth of its opacity,
     which is invisible. It is extended into empty or less important space, at most half of the way to the next bar.
-
-    Args:
-        bars: the bars of one lane.
-        px_per_ns: the scale.
-
-    Returns:
-        the start and the end to draw for each bar, in ns.
     """
     left, right = bars.start_ns.astype(np.float64), bars.end_ns.astype(np.float64)
     importance = np.array([IMPORTANCE.get(name, 3) for name in STYLES])[bars.style]
@@ -218,15 +197,7 @@ def hairlines(bars: Bars, px_per_ns: float) -> tuple[NDArray[np.float64], NDArra
 
 
 def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Find bars so narrow, numerous and close together that hairlines would merge into one wide bar.
-
-    Args:
-        bars: the bars of one lane.
-        px_per_ns: the scale.
-
-    Returns:
-        a mask of these bars.
-    """
+    """Mask the bars that are so narrow, numerous and close together that hairlines would merge into one wide bar."""
     narrow = (bars.end_ns - bars.start_ns) * px_per_ns < HAIRLINE_PX
     found = np.zeros(len(bars), bool)
     at = np.flatnonzero(narrow & (bars.style != _NUMBER["unlabelled"]))
@@ -242,16 +213,10 @@ def crowded(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
 
 
 def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
-    """Mix the colour of each bin: the mean of its styles' colours, weighted by time; uncovered time is transparent.
+    """Mix the colour of each bin: red, green, blue and opacity from 0 to 1, shape (bins, 4).
 
-    Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
-
-    Args:
-        covered: covered time in ns, shape (styles, bins), from `coverage`.
-        bin_ns: width of a bin.
-
-    Returns:
-        red, green, blue, opacity from 0 to 1, shape (bins, 4).
+    It is the mean of the styles' colours, weighted by the time `covered`, shape (styles, bins) in ns; uncovered time is
+    transparent. Activity that fills a small part of a bin gets at least the opacity `MIN_OPACITY`.
     """
     colours = np.array([style.rgba for style in STYLES.values()])
     weights = covered.T * (colours[:, 3] / bin_ns)
@@ -263,17 +228,9 @@ def blend(covered: NDArray[Any], bin_ns: float) -> NDArray[np.float64]:
 
 
 def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
-    """Return the text inside a bar.
+    """Return the text inside a bar, if so many characters fit: its name with its axis in a mesh and its size.
 
-    Args:
-        trace: the trace of the bars.
-        bar: index of the bar.
-        bars: the bars of one lane.
-        characters: how many characters fit.
-
-    Returns:
-        its name, with its axis in a mesh and, if there is space, its size; else the axis or the micro-batch's number
-        alone; "" if nothing fits.
+    If these are too long: the axis or the micro-batch's number alone; "" if nothing fits.
     """
     style = list(STYLES)[bars.style[bar]]
     if style == "unlabelled":
@@ -296,15 +253,7 @@ def caption(trace: Trace, bar: int, bars: Bars, characters: float) -> str:
 
 
 def captioned(bars: Bars, px_per_ns: float) -> NDArray[np.bool_]:
-    """Select the bars that get a caption: of the pieces of one span with only a sliver in between, the widest.
-
-    Args:
-        bars: the bars of one lane that are wide enough for a text, in ascending order.
-        px_per_ns: the scale of the picture.
-
-    Returns:
-        a mask of shape (bars,).
-    """
+    """Mask the bars that get a caption: of the pieces of one span with only a sliver in between, the widest."""
     chosen = np.ones(len(bars), bool)
     last: dict[tuple[int, int], tuple[int, int]] = {}  # by span and style, the chosen piece and the end of the latest one
     wide_ns = bars.end_ns - bars.start_ns
@@ -336,16 +285,11 @@ def ink(style: str) -> str:
 
 
 def _flatten(start_ns: Any, end_ns: Any, rows: NDArray[np.int64]) -> Bars:
-    """Turn nested and overlapping spans into disjoint bars.
+    """Turn nested and overlapping spans, those of the given rows, into disjoint bars.
 
     At any time, the bar is the span that ends first; of several, the newest. So an inner span covers an outer one, a
     call that a thread of an RPC rank executes covers one that is queued, and a running operation covers those queued
     behind it.
-
-    Args:
-        start_ns: starts of all spans.
-        end_ns: ends of all spans.
-        rows: indices of the spans to use.
     """
     start, end = start_ns[rows], end_ns[rows]
     order = np.lexsort((-end, start))
@@ -412,3 +356,29 @@ def _merge(*parts: Bars) -> Bars:
         np.concatenate([part.span for part in parts]),
     )
     return every[np.argsort(every.start_ns, kind="stable")]
+
+
+def waiting_in_words(traces: Iterable[Trace]) -> str:
+    """The legend's text for waiting: "waiting for another rank", "waiting for another device", or both."""
+    found = [_waits_for(trace) for trace in traces]
+    waits = any(ranks for ranks, _ in found), any(devices for _, devices in found)
+    return _WORDS.get(waits, ALONE)
+
+
+def legend_of(style: str, waiting: str) -> str:
+    """The legend's text for a style, given that of `waiting_in_words` for waiting."""
+    return waiting if style == "waiting" else STYLES[style].legend
+
+
+def _waits_for(trace: Trace) -> tuple[bool, bool]:
+    """Whether a rank may wait for another rank, and whether for another device of its own."""
+    data = trace.columns.data
+    travels = data[data["kind"] == COMMUNICATION]
+    waits = travels["wait_end_ns"] > travels["wait_start_ns"]
+    of_device = waits & (device_number(travels) > 0)  # devices are numbered if a rank has several
+    if not of_device.any():
+        return len(trace.ranks) > 1, False
+    # In a group of devices of a single rank, no operation waits for another rank.
+    groups = np.unique(travels["group"][of_device]).tolist()
+    across = any(len(np.unique(travels["rank"][travels["group"] == group])) > 1 for group in groups)
+    return len(trace.ranks) > 1 and (across or bool((waits & ~of_device).any())), True

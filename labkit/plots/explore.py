@@ -12,7 +12,7 @@ from labkit.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from labkit.plots.explorer import Explorer
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
 
 @public_api

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.plots.endpoints import Ends, ends_of
 from labkit.plots.message_arrows import messages
+from labkit.plots.rows import Ends, ends_of
 from labkit.recording.group_keys import axis_of, ranks_of
 from labkit.recording.operations import REPLY, OperationType, Traffic, type_of
 from labkit.recording.schema import COMMUNICATION, OPEN, UNSIZED
@@ -33,41 +33,25 @@ class Flows:
     """Byte flows, with one entry per sending and receiving end of each operation.
 
     An end is a rank, or one device of a rank with several TensorFlow devices.
-
-    Args:
-        name: the operations, most bytes first; those of a mesh with their axis, as "all_reduce tp".
-        type: their types.
-        operation: for each entry, its operation as an index into `name`.
-        source: the sending end, as an index into `ends`.
-        destination: the receiving end.
-        nbytes: the number of bytes; a collective's share need not be an integer.
-        start_ns: when the bytes can start to travel.
-        end_ns: when they have arrived.
-        count: how often each operation was carried out; a collective counts once for all its ranks.
-        rings: whether any collectives are counted as rings.
-        roots: whether any collectives are counted as messages from or to their root.
-        unsized: operations of unknown size, which have no entries, and how often each was carried out.
-        ends: the names of the ends.
-        rank: the number of each end's rank.
-        devices: whether any of the ends are devices.
-        node: the number of each end's node, if the ranks communicated over a network of several; else empty.
     """
 
-    name: tuple[str, ...]
+    name: tuple[str, ...]  # the operations, most bytes first; those of a mesh with their axis, as "all_reduce tp"
     type: tuple[OperationType, ...]
-    operation: NDArray[np.int64]
-    source: NDArray[np.int64]
+    operation: NDArray[np.int64]  # for each entry, its operation as an index into `name`
+    source: NDArray[np.int64]  # the sending end, as an index into `ends`
     destination: NDArray[np.int64]
     nbytes: NDArray[np.float64]
-    start_ns: NDArray[np.int64]
-    end_ns: NDArray[np.int64]
-    count: tuple[int, ...]
-    rings: bool
-    roots: bool
+    start_ns: NDArray[np.int64]  # when the bytes can start to travel
+    end_ns: NDArray[np.int64]  # when they have arrived
+    count: tuple[int, ...]  # how often each operation was carried out; a collective counts once for all its ranks
+    rings: bool  # whether any collectives are counted as rings
+    roots: bool  # whether any collectives are counted as messages from or to their root
+    # operations of unknown size, which have no entries, and how often each was carried out
     unsized: tuple[tuple[str, int], ...]
     ends: tuple[str, ...]
-    rank: NDArray[np.int64]
-    devices: bool
+    rank: NDArray[np.int64]  # the number of each end's rank
+    devices: bool  # whether any of the ends are devices
+    # the number of each end's node, if the ranks communicated over a network of several; else empty
     node: NDArray[np.int64]
 
     def matrix(self) -> NDArray[np.float64]:
@@ -91,10 +75,8 @@ class Flows:
 def flows_of(trace: Trace, bounds: Intervals | None = None) -> Flows:
     """Return the flows of a trace; for a part of a trace, those of the operations that completed in it.
 
-    Args:
-        trace: the trace.
-        bounds: for each rank, when its operations count, shape (ranks, 2), in ns; default: the trace's window. Ranks
-            do not start a step at the same time, so the window of a step includes parts of neighbouring steps.
+    `bounds` are, for each rank, when its operations count, shape (ranks, 2), in ns; default: the trace's window. Ranks
+    do not start a step at the same time, so the window of a step includes parts of neighbouring steps.
     """
     data, names, ends = trace.columns.data, trace.columns.names, ends_of(trace)
     data_ready = trace.ready()
@@ -143,14 +125,9 @@ def _operations(rows: Any, names: list[str]) -> tuple[NDArray[np.int64], list[tu
 
 
 def over_time(flows: Flows, edges: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the bytes that each operation moved in each bin, spread evenly over the time of the transfer.
+    """Return the bytes that each operation moved in each bin, shape (names, bins), spread evenly over the transfer.
 
-    Args:
-        flows: the flows.
-        edges: the edges of the bins in ns, ascending and equidistant, shape (bins + 1,).
-
-    Returns:
-        shape (names, bins).
+    `edges` of the bins are in ns, ascending and equidistant, shape (bins + 1,).
     """
     # The bytes that a flow has moved rise linearly from 0 at its start to all of them at its end: the sum of two ramps.
     # For all ramps together, it is enough to sum the slopes and the offsets up to each edge.

@@ -11,9 +11,10 @@ import numpy as np
 
 from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
-from labkit.plots.predictions import Predictions, Row
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.predictions import Predictions, Quantity
 from labkit.plots.scaling import PREDICTED
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,29 +33,18 @@ SHOWN_FACTORS: Final = (1.0, 2.0, 5.0, 10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A guess that was revealed.
+    """A guess that was revealed."""
 
-    Args:
-        lesson: the notebook that asked for it; "" if unknown.
-        quantity: its name for the student: "step".
-        unit: "ms", "MB", ...; "" for a plain number.
-        measured: the measured value, in `unit`.
-        guess: the guess that was sealed before the first reveal, in `unit`; None if there was none.
-        predicted: the value that a formula gives, in `unit`; None if there is none.
-        changed: the guess that was made after the first reveal, if it differs; else None.
-        spread: the measurement's spread: its lowest and its highest value, in `unit`; None if it is not known.
-        busy: a warning that other programs kept the machine busy meanwhile; "" if they did not.
-    """
-
-    lesson: str
-    quantity: str
-    unit: str
-    measured: float
-    guess: float | None = None
-    predicted: float | None = None
-    changed: float | None = None
+    lesson: str  # the notebook that asked for it; "" if unknown
+    quantity: str  # its name for the student: "step"
+    unit: str  # "ms", "MB", ...; "" for a plain number
+    measured: float  # the measured value, in `unit`
+    guess: float | None = None  # the guess that was sealed before the first reveal, in `unit`; None if there was none
+    predicted: float | None = None  # the value that a formula gives, in `unit`; None if there is none
+    changed: float | None = None  # the guess that was made after the first reveal, if it differs; else None
+    # the measurement's spread: its lowest and its highest value, in `unit`; None if it is not known
     spread: tuple[float, float] | None = None
-    busy: str = ""
+    busy: str = ""  # a warning that other programs kept the machine busy meanwhile; "" if they did not
 
     @property
     def undecided(self) -> str:
@@ -111,12 +101,7 @@ class Outcome:
 
 
 def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
-    """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement.
-
-    Args:
-        outcome: the values; those that are None have no row, except the guess, which says that it is missing.
-        ax: where to draw; default: a figure of its own.
-    """
+    """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement."""
     pyplot()
     rows: list[tuple[str, float | None, str, str]] = [("your guess", outcome.guess, GUESSED, "D")]
     if outcome.changed is not None:
@@ -163,7 +148,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
         ax.set_xlabel(f"{outcome.quantity} ({outcome.unit})" if outcome.unit else outcome.quantity)
         ax.set_title(outcome.verdict())
     each = "; ".join(f"{label} {_beside(outcome, value)}" for label, value, _, _ in rows if value is not None)
-    compared = () if outcome.predicted is None else (Row(outcome.quantity, outcome.predicted, outcome.measured),)
+    compared = () if outcome.predicted is None else (Quantity(outcome.quantity, outcome.predicted, outcome.measured),)
     numbers = Predictions(compared, outcome.unit).numbers() if compared else None
     return describe(ax, f"A guess beside the measurement: {outcome.verdict()}. {each}.", numbers)
 
@@ -171,12 +156,9 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
 def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int = 0, ax: Axes | None = None) -> Axes:
     """Draw how far each guess of the course was from the measurement, in the order given.
 
-    Args:
-        outcomes: revealed guesses of numbers, from 0; those without a guess are left out. A zero that is not matched by
-            the other value lies at the edge: no factor leads from one to the other.
-        right: how many guesses that were no numbers were right.
-        choices: how many of those there are. Small whole numbers count like them, and have a cross if they were wrong.
-        ax: where to draw; default: a figure of its own.
+    Outcomes without a guess are left out. A zero that is not matched by the other value lies at the edge: no factor
+    leads from one to the other. `right` of the `choices`, guesses that were no numbers, were right; small whole numbers
+    count like them, and have a cross if they were wrong.
     """
     pyplot()
     drawn = [o for o in outcomes if o.guess is not None]

@@ -14,9 +14,11 @@ from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.errors.table import Table
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, new_figure, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, new_figure, pyplot
 from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:
@@ -62,13 +64,9 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The result of `labkit.measure_link`: `.link` for predictions, `[operation]` for a fit, `.plot()` for the figure.
+    """What `labkit.measure_link` returns: `.link` for predictions, `[operation]` for a fit, `.plot()` to draw."""
 
-    Args:
-        fits: one fit for each operation.
-    """
-
-    fits: tuple[Fit, ...]
+    fits: tuple[Fit, ...]  # one fit for each operation
 
     @cached_property
     def _by_name(self) -> dict[str, Fit]:
@@ -88,17 +86,7 @@ class MeasuredLink:
         return self._by_name.get("send", self.fits[0]).link
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the measured times as points and the fits as lines, on logarithmic axes.
-
-        Args:
-            ax: the axes to draw into; default: a new figure.
-
-        Returns:
-            the Axes.
-
-        Raises:
-            LabError: matplotlib is not installed.
-        """
+        """Draw the measured times as points and the fits as lines, on logarithmic axes."""
         return _draw(self.fits, ax)
 
     def _rows(self) -> list[list[str]]:
@@ -109,10 +97,10 @@ class MeasuredLink:
         ]
 
     def __repr__(self) -> str:
-        return _table(self._rows())
+        return _as_text(self._rows())
 
     def _repr_markdown_(self) -> str:
-        return _table_in_markdown(self._rows())
+        return _in_markdown(self._rows())
 
 
 @dataclass(frozen=True)
@@ -120,18 +108,12 @@ class MeasuredNetwork:
     """The result of `labkit.measure_link` for a group on several nodes: a `MeasuredLink` for each level.
 
     `.inside` and `.between` are the levels, `.link` is the network for predictions, `.plot()` draws the figure.
-
-    Args:
-        network: the `labkit.Network` that the group emulates; None for real machines.
-        inside: what was measured among the ranks of the first node.
-        between: what was measured among the first ranks of all nodes.
-        nodes, ranks: the numbers of nodes and of ranks.
     """
 
-    network: Network | None
-    inside: MeasuredLink
-    between: MeasuredLink
-    nodes: int
+    network: Network | None  # the `labkit.Network` that the group emulates; None for real machines
+    inside: MeasuredLink  # what was measured among the ranks of the first node
+    between: MeasuredLink  # what was measured among the first ranks of all nodes
+    nodes: int  # the numbers of nodes and of ranks
     ranks: int
 
     def __getitem__(self, level: str) -> MeasuredLink:
@@ -192,10 +174,10 @@ class MeasuredNetwork:
         return rows
 
     def __repr__(self) -> str:
-        return _table(self._rows())
+        return _as_text(self._rows())
 
     def _repr_markdown_(self) -> str:
-        return _table_in_markdown(self._rows())
+        return _in_markdown(self._rows())
 
 
 def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None) -> None:
@@ -213,13 +195,12 @@ def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None)
     ax.legend(loc="upper left", ncols=1 if len(measured.fits) < 3 else 2)
 
 
-def _table(rows: list[list[str]]) -> str:
-    """A table as text: columns of equal width, two spaces apart."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+def _as_text(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    return "\n".join(line.rstrip() for line in Table(head, rest, range(len(head))).lines())
 
 
-def _table_in_markdown(rows: list[list[str]]) -> str:
+def _in_markdown(rows: list[list[str]]) -> str:
     """A table in Markdown; the first row is its head."""
     head, *rest = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, ranks_in_words
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot, ranks_in_words
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -34,17 +35,11 @@ _HEADROOM_IN: Final = 0.26  # above each rank's areas, for the text and the mark
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What filled one rank's memory; each value holds until the next.
-
-    Args:
-        rank: the rank's number.
-        time_ns: times in ns, ascending, shape (points,).
-        nbytes: bytes by kind, shape (kinds, points), in the order of `MEMORY_KINDS`.
-    """
+    """What filled one rank's memory; each value holds until the next."""
 
     rank: int
-    time_ns: NDArray[np.int64]
-    nbytes: NDArray[np.float64]
+    time_ns: NDArray[np.int64]  # times in ns, ascending, shape (points,)
+    nbytes: NDArray[np.float64]  # bytes by kind, shape (kinds, points), in the order of `MEMORY_KINDS`
 
     @property
     def peak(self) -> int:
@@ -134,6 +129,40 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         ax.set_title(f"What fills the memory{counted and f': {counted}'}  ·  {shown}")
         _legend(ax, [kind for i, kind in enumerate(MEMORY_KINDS) if any(usage.nbytes[i].any() for usage in found)])
     return describe(ax, f"What fills the memory: {counted and f'{counted}; '}{shown}. {'; '.join(peaks)}.")
+
+
+@public_api
+def memory_mb(run: HasTrace | Trace, *kinds: str, rank: int | None = None) -> float:
+    """Return the peak memory of a rank in MB (10⁶ bytes), as `track_memory` recorded it.
+
+    For example, `memory_mb(run, "gradients", "optimizer state")` is the most that both together occupied at any time.
+    On a CPU, only the tracked kinds are counted, without temporaries: the real peak is higher. On CUDA, and in a
+    simulation without `measured=True`, "other" includes them.
+
+    Args:
+        run: a run or a trace.
+        kinds: what to count: "parameters", "gathered parameters", "gradients", "buckets", "optimizer state",
+            "activations", "other"; default: everything that was tracked.
+        rank: the rank; default: the one that needs most.
+
+    Raises:
+        LabError: no rank tracked its memory, or not this one.
+        TypeError: `run` is neither a run nor a trace.
+        ValueError: an unknown kind.
+    """
+    trace = trace_of(run, "memory_mb")
+    for kind in kinds:
+        if kind not in MEMORY_KINDS:
+            raise ValueError(f"memory_mb({kind!r}): expected {', '.join(map(repr, MEMORY_KINDS))}")
+    rows = [MEMORY_KINDS.index(kind) for kind in kinds or MEMORY_KINDS]
+    found = [use for use in memory_uses(trace) if rank in (None, use.rank)]
+    tracked = any(use.nbytes[:-1].any() for use in found)  # a simulation without `track_memory` has only "other"
+    if not found or (not tracked and set(kinds) - {MEMORY_KINDS[-1]}):
+        whose = "no rank of this run has" if rank is None else f"rank {rank} of this run has not"
+        raise LabError(
+            f"memory_mb: {whose} tracked its memory; put `with lab.track_memory(model, optimizer):` around the training loop"
+        )
+    return max(float(use.nbytes[rows].sum(axis=0).max()) for use in found) / 1e6
 
 
 def _draw(ax: Axes, usage: MemoryUse, trace: Trace, base: float, size: float, unit_ns: float) -> None:

@@ -26,25 +26,15 @@ MOST: Final = 200  # arrows in one figure
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message, a remote call or its reply, from one rank to another.
+    """A message, a remote call or its reply, from one rank to another."""
 
-    Args:
-        source: the sending rank.
-        sent_ns: when it was sent.
-        destination: the receiving rank.
-        arrived_ns: when it arrived.
-        call: True for a remote procedure call, which arrives when the callee starts to execute it.
-        on_cuda: whether it was sent between GPUs.
-        span: index of the sender's span in the trace's columns.
-    """
-
-    source: int
-    sent_ns: int
-    destination: int
-    arrived_ns: int
-    call: bool = False
-    on_cuda: bool = False
-    span: int = -1
+    source: int  # the sending rank
+    sent_ns: int  # when it was sent
+    destination: int  # the receiving rank
+    arrived_ns: int  # when it arrived
+    call: bool = False  # True for a remote procedure call, which arrives when the callee starts to execute it
+    on_cuda: bool = False  # whether it was sent between GPUs
+    span: int = -1  # index of the sender's span in the trace's columns
 
 
 def messages(trace: Trace) -> list[Message]:
@@ -100,18 +90,10 @@ def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:
-    """Draw arrows between the rows of a trace, if there are few enough to distinguish them.
+    """Draw arrows between the rows of a trace, if few enough to distinguish them; return whether any was drawn.
 
-    Args:
-        ax: the axes; x in units of `unit_ns` since the trace's start, y in rows.
-        trace: the trace whose messages to draw.
-        rows: the rows from top to bottom.
-        top: y of the top of the first row.
-        unit_ns: length of the unit of x.
-        width_px: width of the trace's duration in the figure.
-
-    Returns:
-        whether any arrow was drawn.
+    X is in units of `unit_ns` since the trace's start, y in rows, the first of which begins at `top`. The trace's
+    duration is `width_px` wide.
     """
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import withStroke

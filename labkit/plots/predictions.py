@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from labkit.costs.prediction import UNITS, Prediction
+from labkit.errors.table import Table
 from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
@@ -19,20 +20,13 @@ HEADINGS: Final = ("", "predicted", "measured", "ratio")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One quantity.
+class Quantity:
+    """One quantity."""
 
-    Args:
-        name: what was predicted.
-        predicted: in the table's unit.
-        measured: in the same unit.
-        measurement: the same with its spread; None if it is not known.
-    """
-
-    name: str
-    predicted: float
-    measured: float
-    measurement: Measurement | None = None
+    name: str  # what was predicted
+    predicted: float  # in the table's unit
+    measured: float  # in the same unit
+    measurement: Measurement | None = None  # the same with its spread; None if it is not known
 
     def values(self) -> Iterator[float]:
         """All its numbers."""
@@ -48,17 +42,11 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Predictions:
-    """A table of predicted and measured values. A notebook shows it as a table; `print` shows the same as text.
+    """A table of predicted and measured values. A notebook shows it as a table; `print` shows the same as text."""
 
-    Args:
-        rows: the quantities.
-        unit: of all values; "" for plain numbers.
-        notes: lines below the table: that the machine was busy, or that rows are too close to call.
-    """
-
-    rows: tuple[Row, ...]
-    unit: str = ""
-    notes: tuple[str, ...] = ()
+    rows: tuple[Quantity, ...]
+    unit: str = ""  # of all values; "" for plain numbers
+    notes: tuple[str, ...] = ()  # lines below the table: that the machine was busy, or that rows are too close to call
 
     def cells(self) -> list[tuple[str, str, str, str]]:
         """The texts of the table, row by row."""
@@ -80,25 +68,11 @@ class Predictions:
         ]
 
     def __repr__(self) -> str:
-        table = [HEADINGS, *self.cells()]
-        first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines = [
-            "  ".join([name.ljust(first), *(text.rjust(width) for text, width in zip(texts, others, strict=True))])
-            for name, *texts in table
-        ]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*Table(HEADINGS, self.cells()).lines(), *self.notes])
 
     def _repr_html_(self) -> str:
-        def line(row: tuple[str, ...], tag: str) -> str:
-            cells = (
-                f'<{tag} style="text-align:{"right" if column else "left"};padding:2px 12px">{html.escape(text)}</{tag}>'
-                for column, text in enumerate(row)
-            )
-            return f"<tr>{''.join(cells)}</tr>"
-
-        body = "".join(line(row, "td") for row in self.cells())
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"<table><thead>{line(HEADINGS, 'th')}</thead><tbody>{body}</tbody></table>{notes}"
+        return Table(HEADINGS, self.cells()).html("text-align:{};padding:2px 12px") + notes
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {"text/plain": repr(self), "text/html": self._repr_html_(), **self.numbers()}
@@ -139,11 +113,11 @@ def predictions(values: Mapping[str, tuple[Any, Any]], unit: str = "") -> Predic
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"predictions({name!r}: {pair!r}): expected a pair, the predicted and the measured value")
         predicted, measured = (_measurement(str(name), value, unit) for value in pair)
-        rows.append(Row(str(name), predicted.value, measured.value, measured))
+        rows.append(Quantity(str(name), predicted.value, measured.value, measured))
     return Predictions(tuple(rows), unit, tuple(_notes(rows, unit)))
 
 
-def _notes(rows: Sequence[Row], unit: str) -> Iterator[str]:
+def _notes(rows: Sequence[Quantity], unit: str) -> Iterator[str]:
     measured = {row.name: row.measurement for row in rows if row.measurement is not None}
     warnings = [one.busy for one in measured.values() if one.busy]
     if not warnings and unit in UNITS_OF_TIME:

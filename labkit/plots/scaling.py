@@ -1,4 +1,4 @@
-"""The scaling figure: speed-up or throughput by the number of ranks, measured, ideal and predicted."""
+"""The scaling figure: speed-up by the number of ranks, measured, ideal and predicted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.lists import listed
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -29,30 +29,19 @@ PREDICTED: Final = "#CC79A7"  # Okabe and Ito's purple, which no kind of span us
 def scaling(
     runs: Mapping[int, HasTrace | Trace],
     *,
-    work: float | Mapping[int, float] | None = None,
-    unit: str = "items",
-    weak: bool = False,
     predicted: Mapping[int, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how a run scales with its ranks: speed-up or throughput, measured, ideal and predicted, and the efficiency.
+    """Draw how a run scales with its ranks: speed-up, measured, ideal and predicted, and the efficiency.
 
-    With T(n) the duration of the run on n ranks, and W(n) the work of all its ranks together:
+    All runs do the same work, which is divided among the ranks (strong scaling). With T(n) the duration of the run on n
+    ranks, and n₀ the smallest number of ranks given:
 
-        throughput(n) = W(n) / T(n)
-        speed-up(n) = throughput(n) / throughput(n₀)
+        speed-up(n) = T(n₀) / T(n)
         efficiency(n) = speed-up(n) · n₀ / n
-
-    where n₀ is the smallest number of ranks given. Strong scaling, the default, divides the same work among the ranks:
-    W is the same for all n, and the speed-up is T(n₀) / T(n). Weak scaling gives every rank the same work: W is
-    proportional to n.
 
     Args:
         runs: runs or traces by their number of ranks (or of devices).
-        work: how many items a run processed in all: one number for all runs, or a number per number of ranks. With it,
-            the figure shows throughput; without it, speed-up, which needs only proportions.
-        unit: the name of the items, in the plural: "samples".
-        weak: True for weak scaling where `work` is not given.
         predicted: predicted seconds by number of ranks, which may include numbers that were not run. Their speed-up is
             relative to the same measured run.
         ax: the axes to draw into; default: a new figure.
@@ -63,24 +52,19 @@ def scaling(
     Raises:
         LabError: fewer than two runs, an empty trace, or matplotlib is not installed.
         TypeError: `runs` or `predicted` is not a mapping, or a value is neither a run nor a trace.
-        ValueError: a number of ranks is below 1, `work` or `predicted` is not positive, `work` lacks a number of ranks,
-            or both `work` and `weak` are given.
+        ValueError: a number of ranks is below 1, or `predicted` is not positive.
 
-    Source: strong scaling: G. M. Amdahl, "Validity of the single processor approach …", 1967;
-    weak scaling: J. L. Gustafson, "Reevaluating Amdahl's law", 1988.
+    Source: G. M. Amdahl, "Validity of the single processor approach …", 1967.
     """
     pyplot()
     counts, time_s = _measured(runs)
     origins = sorted({_origin(trace_of(run, "scaling")) for run in runs.values()})
-    done = _done(counts, work, weak)
-    throughput = done / time_s
-    efficiency = throughput / throughput[0] * counts[0] / counts
-    measure = throughput[0] if work is None else 1.0
-    drawn = throughput / measure
+    drawn = time_s[0] / time_s
+    efficiency = drawn * counts[0] / counts
     ahead, ahead_s = _predicted(predicted or {})
-    expected = _done(ahead, work, weak) / ahead_s / measure
+    expected = time_s[0] / ahead_s
     every = np.union1d(counts, ahead)
-    ideal = drawn[0] * every / counts[0]
+    ideal = every / counts[0]
     top = max(ideal.max(), drawn.max(), *expected)
     with labkit_style(ax):
         if ax is None:
@@ -114,8 +98,8 @@ def scaling(
         ax.grid(axis="y")
         ax.set_xlabel("ranks")
         base = "1 rank" if counts[0] == 1 else f"{counts[0]} ranks"
-        ax.set_ylabel(f"speed-up over {base}" if work is None else f"throughput [{unit}/s]")
-        ax.set_title(f"{'Speed-up' if work is None else 'Throughput'}, {_scaling_in_words(counts, done)}")
+        ax.set_ylabel(f"speed-up over {base}")
+        ax.set_title("Speed-up, all runs do the same work (strong scaling)")
         ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     each = ", ".join(f"{n}: {value:.3g} ({percent(e)})" for n, value, e in zip(counts.tolist(), drawn, efficiency, strict=True))
     return describe(ax, f"Scaling: {ax.get_ylabel()} by the number of ranks, with the efficiency: {each}.")
@@ -128,15 +112,6 @@ def _labelled_points(places: NDArray[np.float64]) -> list[int]:
         if min(place - places[kept[-1]], places[-1] - place) >= LABEL:
             kept.append(i)
     return [*kept, len(places) - 1]
-
-
-def _scaling_in_words(counts: NDArray[np.int64], done: NDArray[np.float64]) -> str:
-    """For the title: strong or weak scaling, or neither."""
-    if np.allclose(done, done[0]):
-        return "all runs do the same work (strong scaling)"
-    if np.allclose(done / counts, done[0] / counts[0]):
-        return "every rank does the same work (weak scaling)"
-    return "the runs differ in their work"
 
 
 def _measured(runs: Mapping[int, HasTrace | Trace]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -170,22 +145,3 @@ def _counts(by_ranks: Mapping[int, object], given: str) -> NDArray[np.int64]:
     if any(not isinstance(n, numbers.Integral) or n < 1 for n in by_ranks):
         raise ValueError(f"scaling: {given} for {list(by_ranks)} ranks; expected whole numbers from 1")
     return np.array(sorted(by_ranks), np.int64)
-
-
-def _done(counts: NDArray[np.int64], work: float | Mapping[int, float] | None, weak: bool) -> NDArray[np.float64]:
-    """The work done by each number of ranks, in items or in units of one rank's work."""
-    if work is None:
-        return counts.astype(np.float64) if weak else np.ones(len(counts))
-    if weak:
-        raise ValueError(
-            "scaling: both weak=True (work grows with the ranks) and work=... (how much there is) were given: give one of them"
-        )
-    if isinstance(work, Mapping):
-        if absent := [n for n in counts.tolist() if n not in work]:
-            raise ValueError(f"scaling: work={dict(work)} has no entry for {listed(absent)} ranks")
-        done = np.array([work[n] for n in counts.tolist()], np.float64)
-    else:
-        done = np.full(len(counts), work, np.float64)
-    if not (done > 0).all():
-        raise ValueError(f"scaling: work={work!r}: expected positive numbers of items, all ranks together")
-    return done

@@ -1,11 +1,4 @@
-"""Shared by all figures: the style sheet, the check of the run that they are given, and how a notebook shows them.
-
-A figure is shown as a PNG with a transparent page, as wide as the page, with alternative text. JupyterLab 4 gives no
-alternative text to `image/png`, and shows it at a fixed width. So the output has the image twice: as HTML, which
-notebooks show, and as a PNG for all that show no HTML. `tools/notebooks.py` keeps the PNG alone in the committed
-notebooks, because GitHub is not sure to show the image in HTML; its metadata has the alternative text, which nbconvert
-shows.
-"""
+"""The look of all figures: the style sheet, colours of texts, and how a figure is made and described."""
 
 from __future__ import annotations
 
@@ -21,105 +14,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-import base64
-import contextlib
-import io
-import uuid
-import warnings
-from collections.abc import Iterator, Mapping
-from html import escape
-from types import MappingProxyType
-
-from matplotlib.backend_bases import RendererBase
-from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-@contextlib.contextmanager
-def _missing_characters_allowed() -> Iterator[None]:
-    """No warnings about characters of the student's names, who cannot change labkit's fonts."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        yield
-
-
-class LabFigure(Figure):
-    """A figure that fills the width of the page, on a transparent page, with alternative text.
-
-    Everywhere else, as with `savefig`, it is an ordinary figure.
-    """
-
-    alt_text = ""
-    numbers: Mapping[str, Any] = MappingProxyType({})  # by MIME type
-
-    def draw(self, renderer: RendererBase) -> None:
-        """Draw; characters that no installed font has become boxes."""
-        with _missing_characters_allowed():
-            super().draw(renderer)
-
-    def get_tightbbox(self, *args: Any, **options: Any) -> Bbox:
-        """See `Figure`; this, too, looks for the characters."""
-        with _missing_characters_allowed():
-            return super().get_tightbbox(*args, **options)
-
-    def _ipython_display_(self) -> None:
-        """Matplotlib's inline backend displays the figures of a cell when the cell has ended."""
-        show(self, self.alt_text or "figure", self.numbers)
-
-
-WIDTH_IN: Final = 9.0  # of figures as wide as the page
-WIDEST_PX: Final = 1300  # of a figure of `WIDTH_IN` on the page; a wider one would have larger letters than the page
-PNG_DPI: Final = 150  # so that a figure of `WIDTH_IN` has a pixel for each of the widest page
-COLOURS: Final = 160  # of the palette: those of the bars, and the shades of text and antialiasing
-MARGIN_IN: Final = 0.04
-NEARLY: Final = 0.85  # of the width: such figures fill it, too, so that several below one another have the same width
-HTML_CLASS: Final = "labkit-figure"
-# Chromium keeps the focused cell below a growing output in its place, which scrolls the output out of the window.
-STAYS: Final = "<style>.jp-WindowedPanel-outer{overflow-anchor:none}</style>"
-
-
-def as_image(figure: Figure, alt_text: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Data and metadata of a display that shows the figure. The palette cuts its size to a quarter."""
-    from PIL import Image
-
-    full, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(full, format="png", dpi=PNG_DPI, transparent=True, bbox_inches="tight", pad_inches=MARGIN_IN)
-    with Image.open(full) as image:
-        share = image.width / PNG_DPI / WIDTH_IN
-        share = 1.0 if share > NEARLY else share
-        image.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
-            small, format="png", optimize=True
-        )
-    png, alt = base64.b64encode(small.getvalue()).decode(), escape(alt_text, quote=True)
-    width_px = round(WIDEST_PX * share)
-    html = (
-        f'{STAYS}<img class="{HTML_CLASS}" alt="{alt}" style="width:{100 * share:.0f}%;max-width:{width_px}px" '
-        f'src="data:image/png;base64,{png}">'
-    )
-    data = {"text/html": html, "image/png": png, "text/plain": summary(alt_text)}
-    return data, {"image/png": {"width": width_px, "alt": alt_text}}
-
-
-def summary(alt_text: str) -> str:
-    """The alternative text up to its first colon, which is the same in every execution: what follows has numbers."""
-    return alt_text.partition(":")[0]
-
-
-def show(figure: Figure, alt_text: str, numbers: Mapping[str, Any]) -> None:
-    """Display the figure in a cell's output; its numbers, by MIME type, are for programs that read the notebook.
-
-    The display starts with its text only: nbval 0.11 compares the first version of a display with the saved notebook.
-    """
-    from IPython.display import display
-
-    data, metadata = as_image(figure, alt_text)
-    name = f"labkit-{uuid.uuid4().hex[:12]}"
-    display({"text/plain": summary(alt_text)}, raw=True, display_id=name)
-    display({**data, **numbers}, raw=True, metadata=metadata, display_id=name, update=True)
-
 
 INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on white and on JupyterLab's dark page
 INKS: Final = {"light": "white", "dark": "#16191F", "page": INK}  # text on bars
@@ -135,11 +29,7 @@ _STYLE_SHEET: Final = Path(__file__).with_name("labkit.mplstyle")
 
 
 def pyplot() -> Any:
-    """Import matplotlib.pyplot, which is only needed to draw.
-
-    Raises:
-        LabError: matplotlib is not installed.
-    """
+    """Import matplotlib.pyplot, which is only needed to draw; a LabError if it is not installed."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -152,7 +42,7 @@ def pyplot() -> Any:
 
 def new_figure(**options: Any) -> Figure:
     """Make a figure that shows itself in a notebook; `options` are those of `matplotlib.pyplot.figure`."""
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
     made: Figure = pyplot().figure(FigureClass=LabFigure, **options)
     return made
@@ -160,7 +50,7 @@ def new_figure(**options: Any) -> Figure:
 
 def new_axes(**options: Any) -> Axes:
     """Make a figure as `new_figure` does, with one Axes; `options` are those of `matplotlib.pyplot.subplots`."""
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
     made: Axes = pyplot().subplots(FigureClass=LabFigure, **options)[1]
     return made
@@ -169,12 +59,9 @@ def new_axes(**options: Any) -> Axes:
 def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) -> Axes:
     """Give the figure of these axes its alternative text, unless the figure is the student's own; return the axes.
 
-    Args:
-        ax: the axes.
-        alt_text: the text.
-        numbers: what the figure shows, by MIME type, for programs that read the notebook.
+    `numbers` are what it shows, by MIME type, for programs that read the notebook.
     """
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
     figure = ax.get_figure(root=True)
     if isinstance(figure, LabFigure):
@@ -184,14 +71,7 @@ def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) 
 
 
 def labkit_style(ax: Axes | None = None) -> AbstractContextManager[None]:
-    """A context in which figures have labkit's style.
-
-    Args:
-        ax: the axes that the student gave to draw into, if any.
-
-    Raises:
-        WrongValueError: they are polar, say, or three-dimensional.
-    """
+    """A context in which figures have labkit's style; a WrongValueError if the student's axes are polar, say."""
     import matplotlib as mpl
     import matplotlib.style
     from matplotlib.font_manager import fontManager

@@ -11,25 +11,28 @@ from labkit.errors.exceptions import missing
 from labkit.errors.lists import listed
 from labkit.errors.units import unit_of
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.bars import IMPORTANCE, LANES, STYLES, Bars, blend, caption, captioned, coverage, crowded, hairlines, ink
+from labkit.plots.bars import (
+    IMPORTANCE,
+    LANES,
+    STYLES,
+    Bars,
+    blend,
+    caption,
+    captioned,
+    coverage,
+    crowded,
+    hairlines,
+    ink,
+    legend_of,
+    waiting_in_words,
+)
+from labkit.plots.image import WIDTH_IN
 from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
-from labkit.plots.path_line import draw_path, path_line
 from labkit.plots.rows import Row
-from labkit.plots.sharing import sharing_in_words
-from labkit.plots.style import (
-    CHIP,
-    INK,
-    INKS,
-    WIDTH_IN,
-    describe,
-    labkit_style,
-    new_figure,
-    pyplot,
-)  # fmt: skip
-from labkit.plots.view import View, bubble_in_words, numbered_steps, view_of
-from labkit.plots.waits import legend_of, waiting_in_words
+from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
+from labkit.plots.view import View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
-from labkit.replaying.critical_path import path_between
+from labkit.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from labkit.plots.style import LabFigure
+    from labkit.plots.figure import LabFigure
 
 TEXT_PT: Final = 7.0  # inside bars
 NOTE_PT: Final = 8.5  # below the legend
@@ -49,6 +52,10 @@ STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
 END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
 HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
+
+# As a fraction of the row, at the lower edge of each lane: in its middle, the line would cross out the captions.
+HEIGHTS: Final = {"communication": 0.88}
+OTHER_HEIGHT: Final = 0.58
 
 
 @public_api
@@ -103,13 +110,9 @@ def timeline(
 
 
 def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -> LabFigure:
-    """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself.
-
-    Raises:
-        LabError: the trace is empty, has no such step, or matplotlib is not installed.
-    """
+    """Draw the timeline of one trace as a figure unknown to pyplot, so that a notebook does not show it by itself."""
     try:
-        from labkit.plots.style import LabFigure
+        from labkit.plots.figure import LabFigure
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with labkit_style():
@@ -120,14 +123,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
 
 
 class _Timeline:
-    """Draws one timeline.
-
-    Args:
-        views: the runs to show, from top to bottom.
-        ax: the axes to draw into; None for a new figure.
-        new_figure: makes a figure of the given `figsize`.
-        critical_path: whether to draw the critical path.
-    """
+    """Draws one timeline: the runs from top to bottom, into given axes or a new figure."""
 
     def __init__(
         self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure], critical_path: bool = False
@@ -305,11 +301,7 @@ class _Timeline:
             self.drawn.add("step")
 
     def _step_numbers(self, view: View, y: float) -> None:
-        """Draw the number of each step, as for `step=`, above the first row, centred over that rank's own step.
-
-        The steps of the ranks need not coincide: a label centred over the step of all ranks could be above another step
-        of the first rank.
-        """
+        """Draw the number of each step above the first row, over that rank's own step, since ranks differ."""
         bounds, found = numbered_steps(view.whole, 0), []
         for number in view.chosen or range(min(len(bounds), 100)):
             # Clipped to the window: the label is centred over the visible part of a step.
@@ -346,42 +338,30 @@ class _Timeline:
         from matplotlib.transforms import ScaledTranslation
 
         waiting = waiting_in_words(view.whole for view in self.views)
-        names = list(STYLES)
-        lower = names.index("exposed")
-        lines: dict[float, Legend] = {}  # by their distance below the axis, in inches
-        for upper, styles in ((True, names[:lower]), (False, names[lower:])):
-            handles: list[Any] = []
-            for style in styles:
-                if style in self.drawn:
-                    look = STYLES[style]
-                    stripes = (
-                        {"edgecolor": look.colour, "hatch": look.hatch, "linewidth": 0.0} if look.hatch else {"linewidth": 0.0}
-                    )
-                    handles.append(Patch(facecolor=look.rgba, label=legend_of(style, waiting), **stripes))
-            if "step" in self.drawn and upper:
-                handles.append(Line2D([], [], label="step boundary", **STEP_LINE))
-            if "critical path" in self.drawn and upper:
-                handles.append(Line2D([], [], **path_line()))
-            if ENDED in self.drawn and upper:
-                handles.append(Line2D([], [], label=ENDED, **END_MARK))
-            if "message" in self.drawn and not upper:
-                handles.append(
-                    Line2D(
-                        [],
-                        [],
-                        color=COLOUR,
-                        linewidth=0.8,
-                        marker=">",
-                        markersize=3,
-                        label="message",
-                        path_effects=[withStroke(linewidth=1.8, foreground=OUTLINE)],
-                    )
-                )
-            if handles:
-                lines[0.46 if upper else 0.67] = Legend(
-                    self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
-                    borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
-                )  # fmt: skip
+        upper: list[Any] = []
+        lower: list[Any] = []
+        for number, (style, look) in enumerate(STYLES.items()):
+            if style in self.drawn:
+                stripes: dict[str, Any] = {"edgecolor": look.colour, "hatch": look.hatch} if look.hatch else {}
+                patch = Patch(facecolor=look.rgba, label=legend_of(style, waiting), linewidth=0.0, **stripes)
+                (upper if number < list(STYLES).index("exposed") else lower).append(patch)
+        if "step" in self.drawn:
+            upper.append(Line2D([], [], label="step boundary", **STEP_LINE))
+        if "critical path" in self.drawn:
+            upper.append(Line2D([], [], **path_line()))
+        if ENDED in self.drawn:
+            upper.append(Line2D([], [], label=ENDED, **END_MARK))
+        if "message" in self.drawn:
+            outline = [withStroke(linewidth=1.8, foreground=OUTLINE)]
+            arrow: dict[str, Any] = {"color": COLOUR, "linewidth": 0.8, "marker": ">", "markersize": 3, "path_effects": outline}
+            lower.append(Line2D([], [], label="message", **arrow))
+        lines = {
+            down_in: Legend(
+                self.ax, handles, [handle.get_label() for handle in handles], loc="upper left", ncols=len(handles),
+                borderaxespad=0, borderpad=0, columnspacing=1.0, handletextpad=0.5,
+            )
+            for down_in, handles in ((0.46, upper), (0.67, lower)) if handles
+        }  # fmt: skip
         figure = self.ax.get_figure(root=True)
         assert figure is not None
         wide_in = max((line.get_window_extent().width for line in lines.values()), default=0) / self.dpi
@@ -398,3 +378,21 @@ class _Timeline:
 
     def _px_per_unit(self) -> float:
         return float(self.width_px * self.unit_ns / self.longest_ns)
+
+
+def draw_path(ax: Axes, pieces: Sequence[Piece], rows: Sequence[Row], top: float, start_ns: int, unit_ns: float) -> None:
+    """Draw the path over the rows, the first of which begins at `top`."""
+    first = {row.rank: number for number, row in reversed([*enumerate(rows)])}
+    x, y = [], []
+    for piece in pieces:
+        x += [(time - start_ns) / unit_ns for time in (piece.start_ns, piece.end_ns)]
+        y += [top + first[piece.rank] + HEIGHTS.get(piece.kind, OTHER_HEIGHT)] * 2
+    ax.plot(x, y, **path_line(), zorder=6)
+
+
+def path_line() -> dict[str, Any]:
+    """The look of the line: light in a dark outline, so that it is visible on bars, and on light and dark pages."""
+    from matplotlib.patheffects import withStroke
+
+    outline = [withStroke(linewidth=3.4, foreground=OUTLINE)]
+    return {"color": COLOUR, "linewidth": 1.6, "solid_joinstyle": "round", "path_effects": outline, "label": "critical path"}

@@ -12,9 +12,10 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import view_of
-from labkit.recording.operations import OperationType
+from labkit.recording.operations import OperationType, type_of
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -119,6 +120,41 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     return describe(
         ax, f"What travelled: {view.in_words()}, {least}{bytes_in_words(matrix.sum())} in all{some}. {'; '.join(entries)}."
     )
+
+
+@public_api
+def sent_mb(run: HasTrace | Trace, rank: int | None = None) -> float:
+    """Return how many MB (10⁶ bytes) a rank sends in a step, counted as `traffic` counts them.
+
+    A run without `lab.steps` counts as one step. What is sent before the first step or after the last does not count,
+    nor do TensorFlow's messages and copies of which its profiler does not say the size; `traffic` lists them.
+
+    Args:
+        run: a run or a trace.
+        rank: the rank; default: the mean of all ranks.
+
+    Raises:
+        LabError: the ranks recorded nothing, or the size of a collective is unknown.
+        TypeError: `run` is neither a run nor a trace.
+        ValueError: there is no such rank.
+    """
+    trace = trace_of(run, "sent_mb")
+    if rank is not None and rank not in range(len(trace.ranks)):
+        raise ValueError(f"sent_mb(rank={rank!r}): expected a rank from 0 to {len(trace.ranks) - 1}")
+    steps = len(trace.step_bounds())
+    last = trace.end_ns + 1
+    bounds = view_of(trace, range(steps) if steps else "all", "").bounds_of_ranks()
+    if bounds is not None:
+        last = int(bounds[:, 1].max())
+        bounds[:, 1] = trace.end_ns  # what a rank has begun in its last step may end after it
+    flows = flows_of(trace, bounds)
+    if unknown := ", ".join(f"{count} × {name}" for name, count in flows.unsized if type_of(name).collective):
+        raise LabError(f"sent_mb: the sizes of {unknown} are unknown; lab.traffic draws those that are known")
+    counted = flows.start_ns < last
+    if rank is not None:
+        counted &= flows.rank[flows.source] == rank
+    among = len(trace.ranks) if rank is None else 1
+    return float(flows.nbytes[counted].sum()) / max(steps, 1) / among / 1e6
 
 
 def _short(ranks: Sequence[str]) -> list[str]:

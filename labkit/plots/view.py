@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted, listed
 from labkit.errors.units import percent, time_in_words
 from labkit.plots.rows import Row, is_pipeline, rows_of
 from labkit.plots.style import ranks_in_words
+from labkit.recording.schema import THROUGH_HOST
 from labkit.tracing.intervals import Intervals
+from labkit.tracing.measurement import lacking_cores
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
+SUBSTANTIAL: Final = 0.15  # of the ranks' time: with less, `own_cores` hardly changes a step
 ZOOM_BEYOND: Final = 12  # steps: with more, their parts are too narrow to distinguish at notebook width
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The part of one run that a timeline shows.
+    """The part of one run that a timeline shows."""
 
-    Args:
-        label: the run's title; "" if it has none.
-        whole: the trace of the whole run.
-        shown: the trace clipped to the chosen steps; the whole trace if none were chosen.
-        chosen: the numbers of the chosen steps; empty for the whole run.
-        steps: how many steps the run has.
-    """
-
-    label: str
-    whole: Trace
-    shown: Trace
-    chosen: range
-    steps: int
+    label: str  # the run's title; "" if it has none
+    whole: Trace  # the trace of the whole run
+    shown: Trace  # the trace clipped to the chosen steps; the whole trace if none were chosen
+    chosen: range  # the numbers of the chosen steps; empty for the whole run
+    steps: int  # how many steps the run has
 
     @property
     def rows(self) -> list[Row]:
@@ -86,12 +83,7 @@ class View:
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
-    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none.
-
-    Raises:
-        LabError: the trace has no such step.
-        TypeError: `step` is neither a number, a range with step 1, "median" nor "all".
-    """
+    """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none."""
     bounds = trace.step_bounds()
     count = len(bounds)
     if step == "all" or (step is None and count <= ZOOM_BEYOND):
@@ -116,8 +108,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
 def numbered_steps(trace: Trace, rank: int) -> Intervals:
     """Return start and end in ns of the steps that are numbered above a rank's row, shape (steps, 2).
 
-    These are the rank's own steps, as far as all ranks have completed them. If the rank has no steps, such as a master
-    that only serves, they are the common steps of all ranks.
+    They are the rank's own, as far as all ranks have completed them; of a rank without steps, those of all ranks.
     """
     common = trace.step_bounds()
     own = trace.filter(rank=rank).step_bounds()
@@ -127,3 +118,17 @@ def numbered_steps(trace: Trace, rank: int) -> Intervals:
 def bubble_in_words(trace: Trace) -> str:
     """Return the bubble for a title, as in ", bubble 27 %"; "" if the trace is not of a pipeline."""
     return f", bubble {percent(trace.bubble)}" if is_pipeline(trace) else ""
+
+
+def sharing_in_words(views: Sequence[View]) -> str:
+    """Return a line about the runs with distorted times, because ranks shared cores or GPUs; "" if there are none."""
+    if any((view.whole.columns.data["flags"] & THROUGH_HOST != 0).any() for view in views):
+        return "gloo moved GPU tensors through the host's memory: communication includes these copies"
+    distorted = [view for view in views if lacking_cores(view.whole) > SUBSTANTIAL]
+    if not distorted:
+        return ""
+    trace = max((view.whole for view in distorted), key=lambda trace: len(trace.ranks))
+    cores = counted(trace.cores, "core") if trace.cores else "cores"
+    whose = f"{listed(view.label for view in distorted)}: " if len(distorted) < len(views) else ""
+    cure = "" if any(view.whole.replayed for view in views) else "; lab.replay(run, own_cores=True) shows it"
+    return f"{whose}{len(trace.ranks)} ranks shared {cores}: what overlaps here may not overlap on cores of their own{cure}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import three_digits, time_in_words, unit_of
+from labkit.errors.units import time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
-from labkit.replaying.gains import Gain, Gains, gains_of
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.replaying.gains import Gains, gain_in_words, gains_of
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -53,7 +54,7 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
     if not found.gains:
         raise LabError("what_helps: this run has no spans of noticeable length and no communication, whose time could change")
     lasts = ", ".join(filter(None, (_lasts(found), trace.origin)))
-    texts = [in_words(gain, found) for gain in found.gains]
+    texts = [gain_in_words(gain, found) for gain in found.gains]
     changes = sum(not gain.ideal for gain in found.gains)
     rows = [row + APART * gain.ideal for row, gain in enumerate(found.gains)]
     with labkit_style(ax):
@@ -66,7 +67,7 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
         for bar, gain in zip(bars, found.gains, strict=True):
             bar.set(alpha=0.35 if gain.in_spread else 1.0, fill=not gain.ideal, linestyle="--" if gain.ideal else "-")
             x, y = max(bar.get_x() + bar.get_width(), 0.0), bar.get_y() + bar.get_height() / 2
-            text = in_words(gain, found, whole=False)
+            text = gain_in_words(gain, found, whole=False)
             ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=TEXT_PT, color=INK)
         if changes < len(rows):
             ax.annotate(
@@ -86,17 +87,6 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
     ideals = f" Ideals, which no change reaches: {'; '.join(each[changes:])}." if changes < len(each) else ""
     said = f" {'; '.join(each[:changes])}." if changes else ""
     return describe(ax, f"What would help, predicted by replay, for {lasts}.{said}{ideals}")
-
-
-def in_words(gain: Gain, gains: Gains, *, whole: bool = True) -> str:
-    """Return what a change saves, as in "saves 4.1 ms of 21.3 ms"; without the whole, "saves 4.1 ms"."""
-    unit, unit_ns = unit_of(gains.step_ns)
-    saved, step = (f"{three_digits(ns / unit_ns)} {unit}" for ns in (abs(gain.saved_ns), gains.step_ns))
-    of_step = f" of {step}" if whole else ""
-    words = f"saves {saved}{of_step}" if gain.saved_ns >= 0 else f"costs {saved}"
-    if abs(gain.saved_ns) < 0.005 * unit_ns:
-        return "saves nothing"
-    return words + (" (within the spread)" if gain.in_spread else "")
 
 
 def _lasts(gains: Gains) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.errors.units import three_digits, unit_of
 from labkit.recording.schema import COMPUTE, OWN_THREAD
 from labkit.replaying.changes import ProgramChanges, as_one_message, pace_of_others, rules_for, shorten
 from labkit.replaying.graph import Graph, graph_of
@@ -199,3 +200,14 @@ def _better(link: Link) -> list[tuple[str, Link]]:
     if link.latency_us:
         better.append(("half the latency", Link(gbit_per_s=link.gbit_per_s, latency_us=link.latency_us / 2)))
     return better
+
+
+def gain_in_words(gain: Gain, gains: Gains, *, whole: bool = True) -> str:
+    """Return what a change saves, as in "saves 4.1 ms of 21.3 ms"; without the whole, "saves 4.1 ms"."""
+    unit, unit_ns = unit_of(gains.step_ns)
+    saved, step = (f"{three_digits(ns / unit_ns)} {unit}" for ns in (abs(gain.saved_ns), gains.step_ns))
+    of_step = f" of {step}" if whole else ""
+    words = f"saves {saved}{of_step}" if gain.saved_ns >= 0 else f"costs {saved}"
+    if abs(gain.saved_ns) < 0.005 * unit_ns:
+        return "saves nothing"
+    return words + (" (within the spread)" if gain.in_spread else "")

@@ -1,4 +1,4 @@
-"""`Measurement`: a measured value with its spread, and whether other programs kept the machine busy meanwhile."""
+"""`Measurement`: a measured value with its spread, and what distorted it: other programs, or too few cores."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import one_number
 from labkit.recording.cores import load_of_others, machine_load, usable_cores
 from labkit.recording.rank_facts import FactKind
+from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, SERVED
 from labkit.tracing.step_times import HasTrace, spread_ns, step_ms, trace_of
 from labkit.tracing.trace import Trace
 
@@ -85,3 +86,25 @@ def busy_machine(run: HasTrace | Trace | None = None) -> str:
         ranks = len(trace_of(run, "busy_machine").ranks)
         load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, ranks))
     return f"This machine was busy (load {load:.0f} on {counted(cores, 'core')}): run it again" if load else ""
+
+
+def lacking_cores(trace: Trace) -> float:
+    """Return the share of the calls' time in which ranks could have run but had no core; 0 if it was not recorded.
+
+    It is recorded where ranks outnumber cores. On a GPU, its kernels determine what a picture shows.
+    """
+    data = trace.columns.data
+    if (data["device"] == CUDA).any():
+        return 0.0
+    lacked_ns = recorded_ns = 0
+    functions = data[data["flags"] & (SERVED | OWN_THREAD) == 0]
+    for rank in range(len(trace.ranks)):
+        own = functions[functions["rank"] == rank]
+        at_ns = np.concatenate([own["start_ns"], np.where(own["kind"] == COMMUNICATION, own["wait_end_ns"], own["end_ns"])])
+        delay_ns = np.concatenate([own["issue_delay_ns"], own["wait_delay_ns"]])  # each since the thread began
+        at_ns, delay_ns = at_ns[delay_ns > 0], delay_ns[delay_ns > 0]
+        if len(at_ns):
+            first, last = at_ns.argmin(), at_ns.argmax()
+            lacked_ns += max(int(delay_ns[last] - delay_ns[first]), 0)
+            recorded_ns += int(at_ns[last] - at_ns[first])
+    return lacked_ns / max(recorded_ns, 1)

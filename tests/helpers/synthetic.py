@@ -200,6 +200,11 @@ def alone(steps: int = 4) -> Trace:
     return book.trace(1)
 
 
+def lasting(seconds: float) -> Trace:
+    """One rank that computes for so long."""
+    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
+
+
 def sharded(ranks: int = 2, steps: int = 3) -> Trace:
     """What fills the memory of ranks that gather each layer's parameters before they use it."""
     book = Book()

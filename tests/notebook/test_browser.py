@@ -22,11 +22,11 @@ from doings import waiting
 from synthetic import MS, data_parallel
 
 from labkit.plots.bars import STYLES
-from labkit.plots.explorer.saved_run import MIME
+from labkit.plots.explorer.window import MIME
+from labkit.plots.image import as_image
 from labkit.plots.live.drawing import STILL
+from labkit.plots.live.drawing import page as live_page
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past
-from labkit.plots.live.page import page as live_page
-from labkit.plots.style import as_image
 from labkit.plots.timeline import timeline
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
@@ -276,7 +276,7 @@ def test_a_page_reloaded_during_a_run_is_not_misleading(kind: str, lab_server: S
     lab_server.write(name, cells)
     page = _open(browser, lab_server, name, kind)
     _run_cells(page, 0, 1, 2)
-    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f".labkit-wide >> text={STILL[0]}"
+    drawing, stale = ".jp-CodeCell:nth-child(3) .jp-OutputArea-output svg", f".labkit-live >> text={STILL[0]}"
     page.wait_for_selector(f"{drawing} >> text=steps/s", timeout=LIMIT_MS)
     _picture(page, f"reload-{kind}-before")
     _save(page)
@@ -326,7 +326,7 @@ SEEN = """() => {
 }"""
 SMALLEST_LETTERS = """() => {
     const texts = [...document.querySelectorAll('.labkit-live text')].filter((text) => text.checkVisibility());
-    return Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a));
+    return Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().d));
 }"""
 
 

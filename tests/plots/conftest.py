@@ -1,11 +1,17 @@
-"""Figures that a test leaves open are closed after it."""
+"""Figures are drawn without a display; those that a test leaves open are closed after it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+with contextlib.suppress(ImportError):
+    import matplotlib as mpl
+
+    mpl.use("agg")
 
 
 @pytest.fixture(autouse=True)

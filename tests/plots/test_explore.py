@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, time_in_words
 from labkit.plots.bars import STYLES, Bars, blend, caption, captioned, coverage, lanes
-from labkit.plots.explorer.saved_run import COLUMNS, MIME
-from labkit.plots.explorer.window import EXACT, Windows
+from labkit.plots.explorer.window import EXACT, MIME, SAVED_COLUMNS, Windows, about
 from labkit.plots.timeline import figure_of
+from labkit.plots.view import view_of
 from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, Span
 from labkit.tracing.trace import Trace
@@ -32,8 +33,19 @@ ipywidgets = pytest.importorskip("ipywidgets")
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine")
+
+
+def needs_node(test: Any) -> Any:
+    return pytest.mark.processes(pytest.mark.skipif(NODE is None, reason="no node on this machine")(test))
+
+
 NUMBER = {name: i for i, name in enumerate(STYLES)}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    ipywidgets.Widget.close_all()
 
 
 class Answer:
@@ -195,7 +207,6 @@ def test_a_rank_with_rows_for_gpu_and_cpu_has_both() -> None:
     assert explorer.about["rows"] == [
         {"name": "rank 0 GPU", "rank": 0}, {"name": "CPU", "rank": 0}, {"name": "rank 1", "rank": 1},
     ]  # fmt: skip
-    explorer.close()
     answer = Answer(trace, 0, 4)
     assert [answer.text(bar, 1) for bar in range(3)] == ["forward", "data", "forward"]
     assert [row["row"] for row in Answer(trace, 0, 4, rank=0).said["rows"]] == [0, 1]
@@ -243,12 +254,11 @@ def test_the_output_is_the_image_of_timeline_and_names_no_widget(monkeypatch: py
     assert sorted(data) == [MIME, "image/png", "text/html", "text/plain"]
     assert data["text/plain"] == "timeline of 4 ranks, 3 steps, 67.7 ms"
     assert metadata["image/png"]["alt"].startswith("Timeline: 4 ranks, 3 steps, 67.7 ms. One row for each of rank 0,")
-    assert data["image/png"].endswith(explorer.about["image"]), "the page finds the image by its end"
+    assert f' {explorer.about["image"]}" alt="Timeline: 4 ranks' in data["text/html"], "the page finds the image by its class"
     monkeypatch.setenv("VSCODE_PID", "1")  # there, a widget is loaded only if an output names it
     named = explorer._repr_mimebundle_()[0]
     assert named[WIDGET]["model_id"] == explorer.model_id
     assert {kind: named[kind] for kind in data} == data, "also where no script of a widget can be loaded"
-    explorer.close()
 
 
 def test_colab_is_told_of_its_widget_manager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +274,8 @@ def test_colab_is_told_of_its_widget_manager(monkeypatch: pytest.MonkeyPatch) ->
     data, metadata = explorer._repr_mimebundle_()
     assert asked == [True]
     assert metadata[WIDGET] == {"colab": {"custom_widget_manager": {"url": "the manager"}}}
-    assert data["image/png"].endswith(explorer.about["image"])
+    assert explorer.about["image"] in data["text/html"]
     assert metadata["image/png"]["alt"].startswith("Timeline: 4 ranks")
-    explorer.close()
     anywidget._util.enable_custom_widget_manager_once.cache_clear()
 
 
@@ -279,7 +288,6 @@ def test_the_image_is_shown_by_ipywidgets_7_too(monkeypatch: pytest.MonkeyPatch)
     data, _ = formatters.DisplayFormatter().format(explorer)
     assert "image/png" in data
     assert not shown
-    explorer.close()
 
 
 @pytest.mark.parametrize("package", ["anywidget", "ipywidgets"])
@@ -301,8 +309,6 @@ def test_the_widgets_state_holds_no_spans() -> None:
     assert sizes[1] < 5000
     ours = {key for key in large.get_state() if not key.startswith("_")}
     assert ours - {"layout", "tabbable", "tooltip"} == {"about"}  # the others are those of all widgets
-    small.close()
-    large.close()
 
 
 def test_the_view_begins_with_the_content_of_the_image() -> None:
@@ -314,19 +320,16 @@ def test_the_view_begins_with_the_content_of_the_image() -> None:
     assert [everything.about["begin"], everything.about["end"]] == [0, long.duration_ns]
     assert one.about["title"] == everything.about["title"] == "4 ranks, 40 steps, " + time_in_words(long.duration_ns)
     assert "step 3" in repr(one)
-    for explorer in (one, some, everything):
-        explorer.close()
 
 
 def test_requests_of_the_page_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     explorer, sent = lab.explore(data_parallel()), []
     monkeypatch.setattr(explorer, "send", lambda content, buffers: sent.append((content, buffers)))
-    explorer._handle_custom_msg({"id": "0.5", "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
+    explorer._handle_custom_msg({"whole": False, "start": 0, "end": 5 * MS, "columns": 700, "rank": None}, [])
     ((content, buffers),) = sent
-    assert content["id"] == "0.5"
+    assert (content["whole"], content["rank"], content["end"]) == (False, None, 5 * MS)
     assert json.loads(json.dumps(content)) == content
     assert len(buffers) == 8
-    explorer.close()
 
 
 def test_objects_that_cannot_be_explored_are_reported() -> None:
@@ -345,20 +348,18 @@ def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
     trace = data_parallel()
     explorer = lab.explore(trace)
     kept = json.loads(json.dumps(explorer._repr_mimebundle_()[0][MIME]))
-    header, buffers = Windows(trace).look(0, trace.duration_ns, COLUMNS)
+    header, buffers = Windows(trace).look(0, trace.duration_ns, SAVED_COLUMNS)
     assert kept["about"] == json.loads(json.dumps(explorer.about))
     assert kept["header"] == json.loads(json.dumps(header))
     assert [zlib.decompress(base64.b64decode(one)) for one in kept["buffers"]] == list(buffers)
-    explorer.close()
 
 
 def test_a_run_too_large_for_a_notebook_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.plots.explorer.saved_run.MOST_BYTES", 100)
+    monkeypatch.setattr("labkit.plots.explorer.window.MOST_BYTES", 100)
     explorer = lab.explore(data_parallel())
     data, _ = explorer._repr_mimebundle_()
     assert MIME not in data
     assert "image/png" in data
-    explorer.close()
 
 
 # What the page says
@@ -380,11 +381,14 @@ def in_node(folder: Path, program: str) -> Any:
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_formats_times_and_sizes_like_the_figure(tmp_path: Path) -> None:
     values = [int(1.37 * 10 ** (i / 7)) for i in range(84)]
     said = in_node(tmp_path, f"console.log(JSON.stringify({values}.map((v) => [page.timeInWords(v), page.bytesInWords(v)])));")
     assert said == [[time_in_words(v), bytes_in_words(v)] for v in values]
+
+
+def about_of(trace: Trace) -> str:
+    return json.dumps(about(view_of(trace, None, ""), "a class"))
 
 
 def layer_of(trace: Trace, folder: Path) -> str:
@@ -398,14 +402,12 @@ def layer_of(trace: Trace, folder: Path) -> str:
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_describes_a_bar(tmp_path: Path) -> None:
     """From the trace to the text: Python packs, JavaScript unpacks."""
     trace = data_parallel()
-    explorer = lab.explore(trace)
     program = f"""
         {layer_of(trace, tmp_path)}
-        const about = {json.dumps(explorer.about)};
+        const about = {about_of(trace)};
         const words = (rank, lane, ms) => {{
             const found = layer.firstAfter(layer.lanes.get(rank)[lane], ms * 1e6);
             return page.barInWords(layer.bar(found, rank), about);
@@ -413,7 +415,6 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
         const crowd = page.crowdInWords({{ row: 1, count: 12, most: about.communication, length: 5e5 }}, about);
         console.log(JSON.stringify([words(1, 0, 3), words(0, 1, 20), words(0, 1, 12), crowd]));"""
     forward, last, hidden, crowd = in_node(tmp_path, program)
-    explorer.close()
     assert forward == ["forward", "rank 1  ·  6.25 ms", "from 1.20 ms to 7.45 ms"]
     assert last[0] == "all_reduce  1.05 MB"
     assert last[2] == "exposed communication"
@@ -430,35 +431,32 @@ def test_the_page_describes_a_bar(tmp_path: Path) -> None:
 
 @needs_node
 @pytest.mark.parametrize(
-    ("through_host", "words"),
-    [(True, "moved by gloo through the host's memory, copies included"), (False, "timed by the GPU")],
+    ("span", "words"),
+    [
+        ({"device": "cuda", "through_host": True}, "moved by gloo through the host's memory, copies included"),
+        ({"device": "cuda"}, "timed by the GPU"),
+        ({"name": "forward", "kind": "compute", "line": "cell 2, line 3"}, "first used at cell 2, line 3"),
+    ],
 )
-@pytest.mark.processes
-def test_the_page_says_how_the_data_of_a_gpu_travelled(tmp_path: Path, through_host: bool, words: str) -> None:
-    spans = [
-        Span(rank, "all_reduce", "communication", 0, MS, group="world", match=1, device="cuda", through_host=through_host)
-        for rank in (0, 1)
-    ]
-    trace = Trace(spans, ranks=["rank 0", "rank 1"])
-    explorer = lab.explore(trace)
+def test_the_page_says_where_and_how(tmp_path: Path, span: dict[str, Any], words: str) -> None:
+    given = {"name": "all_reduce", "kind": "communication", "group": "world", "match": 1} | span
+    trace = Trace([Span(rank, start_ns=0, end_ns=MS, **given) for rank in (0, 1)], ranks=["rank 0", "rank 1"])
     program = f"""
         {layer_of(trace, tmp_path)}
-        console.log(JSON.stringify(page.barInWords(layer.bar(0, 0), {json.dumps(explorer.about)})));"""
+        console.log(JSON.stringify(page.barInWords(layer.bar(0, 0), {about_of(trace)})));"""
     assert words in in_node(tmp_path, program)
-    explorer.close()
 
 
 @needs_node
-@pytest.mark.processes
 def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
     """In the details of a bar, and in its caption as in the figure's."""
     group = "group 3 mesh_tp of ranks 0,1"
     spans = [Span(r, "all_reduce", "communication", 0, 4 * MS, group=group, match=1, nbytes=4_190_000) for r in (0, 1)]
     trace = Trace(spans, ranks=["rank 0", "rank 1"])
-    explorer, widths = lab.explore(trace), [1, 2, 12, 13, 20, 21]
+    widths = [1, 2, 12, 13, 20, 21]
     program = f"""
         {layer_of(trace, tmp_path)}
-        const about = {json.dumps(explorer.about)};
+        const about = {about_of(trace)};
         const bar = layer.bar(layer.firstAfter(layer.lanes.get(1)[1], 0), 1);
         const captions = {widths}.map((characters) => {{
             const drawn = [""];
@@ -468,7 +466,6 @@ def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
         }});
         console.log(JSON.stringify([captions, page.barInWords(bar, about).at(-1)]));"""
     captions, where = in_node(tmp_path, program)
-    explorer.close()
     communication = lanes(trace, 1)[1]
     assert captions == [caption(trace, 0, communication, characters) for characters in widths]
     assert where == "among all 2 ranks  ·  along tp"
@@ -476,40 +473,24 @@ def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
 
 @needs_node
 @pytest.mark.parametrize(("begin_ms", "end_ms", "at"), [(0, 100, 300.0), (20, 40, 500.0), (40, 100, None)])
-@pytest.mark.processes
 def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: float, at: float | None, tmp_path: Path) -> None:
     spans = [Span(rank, "forward", "compute", 0, 100 * MS) for rank in (0, 1)]
-    explorer = lab.explore(Trace(spans, [Scalar(1, ENDED, 30 * MS, 1.0)], ranks=["rank 0", "rank 1"]))
+    trace = Trace(spans, [Scalar(1, ENDED, 30 * MS, 1.0)], ranks=["rank 0", "rank 1"])
     program = f"""
         const lines = [];
         const pen = {{ beginPath() {{}}, stroke() {{}}, moveTo: (...at) => lines.push(at), lineTo: (...at) => lines.push(at) }};
         const [begin, end] = [{begin_ms} * 1e6, {end_ms} * 1e6];
-        const about = {json.dumps(explorer.about)};
+        const about = {about_of(trace)};
         const view = {{ about, view: {{ start: begin, end }}, shown: [0, 1], top: 10, rowHigh: 50 }};
         page.Picture.prototype.ends.call(view, pen, (ns) => (1000 * (ns - begin)) / (end - begin));
         console.log(JSON.stringify([view.ended, lines]));"""
     ended, lines = in_node(tmp_path, program)
-    explorer.close()
     assert ended is (at is not None)
     middles = {((x + a) / 2, (y + b) / 2) for (x, y), (a, b) in zip(lines[::2], lines[1::2], strict=True)}
     assert middles == ({(at, 10 + 1.5 * 50)} if at is not None else set())
 
 
 @needs_node
-@pytest.mark.processes
-def test_the_page_says_where_a_span_was_first_used(tmp_path: Path) -> None:
-    trace = Trace([Span(0, "forward", "compute", 0, 5 * MS, line="cell 2, line 3")], ranks=["rank 0"])
-    explorer = lab.explore(trace)
-    program = f"""
-        {layer_of(trace, tmp_path)}
-        const bar = layer.bar(0, 0);
-        console.log(JSON.stringify(page.barInWords(bar, {json.dumps(explorer.about)})));"""
-    assert in_node(tmp_path, program)[-1] == "first used at cell 2, line 3"
-    explorer.close()
-
-
-@needs_node
-@pytest.mark.processes
 def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_path: Path) -> None:
     """The page chooses as `bars.captioned` does, for the pieces of one exposed operation and its hidden part."""
     edges = [(0, 100), (100, 103), (103, 400), (400, 410), (1000, 1100)]
@@ -529,7 +510,25 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption_in_the_page(tmp_pat
 
 
 @needs_node
-@pytest.mark.processes
+def test_the_page_uses_the_answers_that_fit_whoever_asked_for_them(tmp_path: Path) -> None:
+    """The kernel sends each answer to all pages: another page's view must not replace this one's."""
+    program = f"""
+        {layer_of(data_parallel(), tmp_path)}
+        const view = {{ start: layer.start + 10, end: layer.end - 10 }};
+        const used = (changes, base = null) => {{
+            const explorer = {{ view, base, fine: null, isolated: 1, root: {{ classList: new Set() }} }};
+            for (const act of ["wait", "redraw", "arrived"]) explorer[act] = () => {{}};
+            explorer.root.classList.remove = () => {{}};
+            page.Explorer.prototype.answer.call(explorer, {{ ...layer, ...changes }}, buffers);
+            return [explorer.base != base, explorer.fine != null];
+        }};
+        const fits = {{ whole: false, rank: 1 }};
+        const answers = [{{ whole: true, rank: null }}, fits, {{ ...fits, rank: 2 }}, {{ ...fits, end: view.end - 1 }}];
+        console.log(JSON.stringify([...answers.map((changes) => used(changes)), used({{ whole: true }}, layer)]));"""
+    assert in_node(tmp_path, program) == [[True, False], [False, True], [False, False], [False, False], [False, False]]
+
+
+@needs_node
 def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
     axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
     program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"

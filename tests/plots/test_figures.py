@@ -6,12 +6,9 @@ import subprocess
 import sys
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
@@ -26,15 +23,16 @@ from labkit.plots.bars import (
     caption,
     captioned,
     coverage,
-    ink,
     lanes,
     style_of,
 )
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
+from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import READING, UNKNOWN, Span
 from labkit.replaying.replay import replay
 from labkit.tracing import measurement
@@ -42,7 +40,7 @@ from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, many, model_parallel, run_of  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of, sharded  # isort: skip
 
 
 def drawn(ax, style):
@@ -89,56 +87,51 @@ def test_a_span_is_a_bar_in_the_compute_lane_of_its_rank():
     assert "[ms]" in ax.get_xlabel()
 
 
-def test_nested_spans_show_the_innermost_and_the_outer_one_continues_after_it():
+OVERLAPS = {  # one rank's spans (with a wait: communication), and the bars of each style
+    "nested spans show the innermost, and the outer one continues after it": (
+        [("epoch", 0, 20), ("forward", 2, 8), ("data", 4, 5)],
+        {"compute": [(0, 2), (8, 20)], "forward": [(2, 4), (5, 8)], "data": [(4, 5)]},
+    ),
+    "of spans that begin together, the shorter is the inner one": (
+        [("forward", 2, 4), ("epoch", 2, 8)],
+        {"forward": [(2, 4)], "compute": [(4, 8)]},
+    ),
+    "of spans that overlap without nesting, the one that ends first is shown": (
+        [("forward", 0, 6), ("backward", 4, 10), ("data", 12, 13)],
+        {"forward": [(0, 6)], "backward": [(6, 10)], "data": [(12, 13)]},
+    ),
+    "a call on another thread that waits for the lock does not hide a computing one": (
+        [("serve step", 0, 14), ("forward", 1, 13), ("serve step", 5, 19), ("forward", 15, 18)],
+        {"forward": [(1, 13), (15, 18)], "compute": [(0, 1), (13, 14), (14, 15), (18, 19)]},
+    ),
+    "communication is hidden by compute, and exposed while the rank is blocked, which is not computing": (
+        [("backward", 0, 12), ("all_reduce", 4, 12, (9, 12))],
+        {"backward": [(0, 9)], "hidden": [(4, 9)], "exposed": [(9, 12)]},
+    ),
+    "the rest of the call is pale, and idle is blank": (
+        [("call", 1, 15), ("forward", 2, 5), ("barrier", 6, 8, (6, 8))],
+        {"unlabelled": [(1, 2), (5, 6), (8, 15)], "forward": [(2, 5)], "exposed": [(6, 8)]},
+    ),
+    "without spans, the call still hides communication": (
+        [("call", 0, 20), ("all_reduce", 4, 12, (9, 12))],
+        {"unlabelled": [(0, 9), (12, 20)], "hidden": [(4, 9)], "exposed": [(9, 12)]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("spans", "bars"), OVERLAPS.values(), ids=OVERLAPS)
+def test_overlapping_spans_become_disjoint_bars(spans, bars):
     b = book()
-    b.compute(0, "epoch", 0, 20)
-    b.compute(0, "forward", 2, 8)
-    b.compute(0, "data", 4, 5)
+    for name, start, end, *wait in spans:
+        if wait:
+            b.travel(0, name, start, end, wait=wait[0])
+        elif name == "call":
+            b.whole(0, name, start, end)
+        else:
+            b.compute(0, name, start, end)
     ax = timeline(b.done())
-    assert spans_of(ax, "compute") == [(0, 2), (8, 20)]
-    assert spans_of(ax, "forward") == [(2, 4), (5, 8)]
-    assert spans_of(ax, "data") == [(4, 5)]
-
-
-def test_if_spans_begin_together_the_shorter_is_the_inner_one():
-    b = book()
-    b.compute(0, "forward", 2, 4)
-    b.compute(0, "epoch", 2, 8)
-    ax = timeline(b.done())
-    assert spans_of(ax, "forward") == [(2, 4)]
-    assert spans_of(ax, "compute") == [(4, 8)]
-
-
-def test_if_spans_overlap_without_nesting_the_one_that_ends_first_is_shown():
-    b = book()
-    b.compute(0, "forward", 0, 6)
-    b.compute(0, "backward", 4, 10)
-    b.compute(0, "data", 12, 13)
-    ax = timeline(b.done())
-    assert spans_of(ax, "forward") == [(0, 6)]
-    assert spans_of(ax, "backward") == [(6, 10)]
-    assert spans_of(ax, "data") == [(12, 13)]
-
-
-def test_a_waiting_call_does_not_hide_a_computing_one():
-    b = book()
-    b.compute(0, "serve step", 0, 14)
-    b.compute(0, "forward", 1, 13)
-    b.compute(0, "serve step", 5, 19)  # on another thread, which waits for the lock
-    b.compute(0, "forward", 15, 18)
-    ax = timeline(b.done())
-    assert spans_of(ax, "forward") == [(1, 13), (15, 18)]
-    assert spans_of(ax, "compute") == [(0, 1), (13, 14), (14, 15), (18, 19)]
-
-
-def test_communication_is_hidden_by_compute_and_exposed_while_the_rank_waits():
-    b = book()
-    b.compute(0, "backward", 0, 12)
-    b.travel(0, "all_reduce", 4, 12, wait=(9, 12))
-    ax = timeline(b.done())
-    assert spans_of(ax, "backward") == [(0, 9)]  # blocked is not computing
-    assert spans_of(ax, "hidden") == [(4, 9)]
-    assert spans_of(ax, "exposed") == [(9, 12)]
+    assert {style: spans_of(ax, style) for style in STYLES if drawn(ax, style)} == bars
+    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label unnamed time
 
 
 def test_waiting_lasts_until_the_last_rank_has_arrived():
@@ -163,26 +156,6 @@ def test_an_operation_that_never_completed_has_waited():
     assert not spans_of(ax, "exposed")
 
 
-def test_the_rest_of_the_call_is_pale_and_idle_is_blank():
-    b = book()
-    b.whole(0, "call", 1, 15)
-    b.compute(0, "forward", 2, 5)
-    b.travel(0, "barrier", 6, 8, wait=(6, 8))
-    ax = timeline(b.done())
-    assert spans_of(ax, "unlabelled") == [(1, 2), (5, 6), (8, 15)]
-    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label unnamed time
-
-
-def test_without_spans_the_call_still_hides_communication():
-    b = book()
-    b.whole(0, "call", 0, 20)
-    b.travel(0, "all_reduce", 4, 12, wait=(9, 12))
-    ax = timeline(b.done())
-    assert spans_of(ax, "unlabelled") == [(0, 9), (12, 20)]
-    assert spans_of(ax, "hidden") == [(4, 9)]
-    assert spans_of(ax, "exposed") == [(9, 12)]
-
-
 def test_steps_are_bounded_by_thin_lines_and_numbered():
     b = book()
     b.compute(0, "forward", 0, 20)
@@ -194,34 +167,26 @@ def test_steps_are_bounded_by_thin_lines_and_numbered():
     assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
 
 
-def test_step_numbers_are_above_the_first_ranks_own_steps():
-    b = book(ranks=2)
-    for rank, length in ((0, 10), (1, 4)):  # rank 1 finishes long before rank 0
+def step_numbers(ax):
+    texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
+    return texts["step 0"], texts["step 1"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shown_from", "places"),
+    [
+        ({0: 10, 1: 4}, 0, (5, 15)),  # above the first rank's own steps: rank 1 finishes long before rank 0
+        ({0: 10}, 4, (3, 11)),  # of a step that is partly shown, above that part
+        ({1: 10}, 0, (5, 15)),  # the first rank has no steps
+    ],
+)
+def test_step_numbers_are_above_the_steps(lengths, shown_from, places):
+    b = book(ranks=max(lengths) + 1)
+    b.compute(0, "serve", 0, 20)
+    for rank, length in lengths.items():
         for step in range(2):
             b.whole(rank, "step", length * step, length * (step + 1))
-            b.compute(rank, "forward", length * step, length * (step + 1))
-    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
-    assert (texts["step 0"], texts["step 1"]) == (5, 15)
-
-
-def test_the_number_of_a_partly_shown_step_is_above_that_part():
-    b = book(ranks=1)
-    for step in range(2):
-        b.whole(0, "step", 10 * step, 10 * step + 10)
-        b.compute(0, "forward", 10 * step, 10 * step + 10)
-    trace = b.trace(1)
-    ax = timeline(trace.between(trace.start_ns + 4_000_000, trace.end_ns))
-    texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
-    assert (texts["step 0"], texts["step 1"]) == (3, 11)
-
-
-def test_step_numbers_are_shown_if_the_first_rank_has_no_steps():
-    b = book(ranks=2)
-    b.compute(0, "serve", 0, 20)
-    for step in range(2):
-        b.whole(1, "step", 10 * step, 10 * step + 10)
-    texts = {t.get_text(): t.get_position()[0] for t in timeline(b.done()).texts}
-    assert (texts["step 0"], texts["step 1"]) == (5, 15)
+    assert step_numbers(timeline(b.done().between(shown_from * MS, 20 * MS))) == places
 
 
 def test_step_lines_stay_inside_the_time_shown():
@@ -309,18 +274,6 @@ def test_a_span_is_coloured_by_the_first_word_of_its_name(name, style):
     assert style_of(name) == style
 
 
-def test_text_on_a_bar_has_enough_contrast():
-    def luminance(rgb):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    for name, style in STYLES.items():
-        text = {"light": 1.0, "dark": 0.008, "page": 0.008}[ink(name)]
-        bar = luminance([a * style.alpha + 1 - style.alpha for a in style.rgba[:3]])
-        contrast = (max(text, bar) + 0.05) / (min(text, bar) + 0.05)
-        assert contrast > 3.8, f"{name}: {contrast:.1f}"
-
-
 def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
     exposed, hidden = (list(STYLES).index(style) for style in ("exposed", "hidden"))
     start, end = np.array([0, 100, 103, 400, 1000]), np.array([100, 103, 400, 410, 1100])
@@ -362,8 +315,6 @@ def test_texts_are_left_out_where_rows_are_too_low():
 
 
 def legend_of(ax):
-    from matplotlib.legend import Legend
-
     return [t.get_text() for a in ax.get_children() if isinstance(a, Legend) for t in a.get_texts()]
 
 
@@ -401,6 +352,8 @@ def test_given_axes_are_used():
     assert breakdown(alone(), ax=axes[0]) is axes[0]
     assert scaling({1: alone(), 2: alone()}, ax=axes[0]) is axes[0]
     assert compare(a=alone(), b=alone(), ax=axes[1]) is axes[1]
+    assert what_helps(data_parallel(2), ax=axes[0]) is axes[0]
+    assert memory(sharded(), ax=axes[1]) is axes[1]
     figure.canvas.draw()
 
 
@@ -446,12 +399,6 @@ def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
     assert mark.get_width() == pytest.approx(lengths[number] / trace.duration_ns)
 
 
-def test_a_run_of_few_steps_is_shown_whole():
-    ax = timeline(data_parallel(steps=12))
-    assert not ax.child_axes
-    assert "12 steps" in ax.get_title(loc="left")
-
-
 def test_steps_can_be_chosen():
     trace = data_parallel(steps=5)
     bounds = trace.step_bounds() / MS
@@ -460,6 +407,7 @@ def test_steps_can_be_chosen():
     assert timeline(trace, step=range(1, 3)).get_xlim()[1] == pytest.approx(bounds[2, 1] - bounds[1, 0])
     assert "steps 1 to 2 " in timeline(trace, step=range(1, 3)).get_title(loc="left")
     assert not timeline(data_parallel(steps=40), step="all").child_axes
+    assert not timeline(data_parallel(steps=12)).child_axes, "few steps are shown whole"
     number = median_step(trace)
     assert view_of(trace, "median", "").chosen == range(number, number + 1)
 
@@ -604,10 +552,6 @@ def test_breakdown_of_one_step():
 # Scaling
 
 
-def lasting(seconds, ranks=1):
-    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=[f"rank {i}" for i in range(ranks)])
-
-
 def lines_of(ax):
     return {line.get_label().split(":")[0].split(",")[0]: np.array(line.get_xydata()) for line in ax.get_lines()}
 
@@ -638,30 +582,6 @@ def test_scaling_says_which_runs_were_simulated():
     assert "measured and simulated, with its efficiency" in labels
 
 
-def test_the_legend_of_scaling_covers_no_point():
-    """Also if runs scale superlinearly, so that their points are where the legend usually is."""
-    ax = scaling({1: lasting(8), 2: lasting(1), 4: lasting(1), 8: lasting(1)}, predicted={1: 8, 2: 0.9, 8: 0.9})
-    ax.figure.canvas.draw()
-    (legend,) = ax.figure.legends
-    assert legend.get_window_extent().y1 < ax.get_window_extent().y0, "below the axes"
-
-
-def test_weak_scaling_counts_the_work_of_all_ranks():
-    ax = scaling({1: lasting(5), 2: lasting(6.25)}, weak=True)
-    assert lines_of(ax)["measured"][:, 1].tolist() == pytest.approx([1, 1.6])
-    assert [t.get_text() for t in ax.texts] == ["100 %", "80 %"]
-    assert "weak scaling" in ax.get_title(loc="left")
-
-
-def test_with_the_work_given_scaling_shows_throughput():
-    ax = scaling({2: lasting(5), 4: lasting(5)}, work={2: 1000, 4: 1500}, unit="samples")
-    assert lines_of(ax)["measured"].tolist() == pytest.approx(np.array([[2, 200], [4, 300]]))
-    assert lines_of(ax)["ideal"].tolist() == pytest.approx(np.array([[2, 200], [4, 400]]))
-    assert [t.get_text() for t in ax.texts] == ["100 %", "75 %"]
-    assert ax.get_ylabel() == "throughput [samples/s]"
-    assert lines_of(scaling({1: lasting(2), 2: lasting(1)}, work=60))["measured"][:, 1].tolist() == pytest.approx([30, 60])
-
-
 def test_scaling_over_many_ranks_is_logarithmic():
     ax = scaling({1: lasting(64), 16: lasting(5), 64: lasting(2)})
     assert ax.get_xscale() == ax.get_yscale() == "log"
@@ -678,40 +598,25 @@ def test_a_prediction_is_relative_to_the_run_with_the_fewest_ranks():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2", "4"]
 
 
-def test_a_prediction_of_throughput():
-    runs = {1: lasting(5), 2: lasting(5)}
-    ax = scaling(runs, work={1: 100, 2: 200, 16: 1600}, predicted={2: 4, 16: 8})
-    assert lines_of(ax)["predicted"].tolist() == pytest.approx(np.array([[2, 50], [16, 200]]))
-    assert ax.get_xscale() == "log"
-    assert lines_of(scaling(runs, weak=True, predicted={4: 10}))["predicted"].tolist() == pytest.approx(np.array([[4, 2]]))
-
-
 def test_without_predictions_there_is_no_line_for_them():
     assert set(lines_of(scaling({1: lasting(2), 2: lasting(1)}))) == {"ideal", "measured"}
 
 
-def test_scaling_reports_missing_arguments():
-    two = {1: lasting(2), 2: lasting(1)}
-    with pytest.raises(LabError, match="1 run given, at least two are needed"):
-        scaling({1: lasting(1)})
-    with pytest.raises(TypeError, match="expected runs by their number of ranks"):
-        scaling([lasting(1), lasting(2)])
-    with pytest.raises(ValueError, match="whole numbers from 1"):
-        scaling({0: lasting(1), 1: lasting(1)})
-    with pytest.raises(ValueError, match="has no entry for 2 ranks"):
-        scaling(two, work={1: 5})
-    with pytest.raises(ValueError, match="predictions are given for \\[0\\] ranks; expected whole numbers from 1"):
-        scaling(two, predicted={0: 1.0})
-    with pytest.raises(ValueError, match="expected seconds, more than 0"):
-        scaling(two, predicted={1: 0})
-    with pytest.raises(TypeError, match="expected seconds by number of ranks"):
-        scaling(two, predicted=[1, 2])
-    with pytest.raises(ValueError, match="has no entry for 4 ranks"):
-        scaling(two, work={1: 5, 2: 5}, predicted={4: 1})
-    with pytest.raises(ValueError, match="give one of them"):
-        scaling(two, work=5, weak=True)
-    with pytest.raises(ValueError, match="expected positive numbers"):
-        scaling(two, work=0)
+@pytest.mark.parametrize(
+    ("runs", "predicted", "error", "said"),
+    [
+        ({1: 1}, None, LabError, "1 run given, at least two are needed"),
+        ([1, 2], None, TypeError, "expected runs by their number of ranks"),
+        ({0: 1, 1: 1}, None, ValueError, "whole numbers from 1"),
+        ({1: 2, 2: 1}, {0: 1.0}, ValueError, r"predictions are given for \[0\] ranks; expected whole numbers from 1"),
+        ({1: 2, 2: 1}, {1: 0}, ValueError, "expected seconds, more than 0"),
+        ({1: 2, 2: 1}, [1, 2], TypeError, "expected seconds by number of ranks"),
+    ],
+)
+def test_scaling_says_what_it_expects(runs, predicted, error, said):
+    runs = {n: lasting(s) for n, s in runs.items()} if isinstance(runs, dict) else runs
+    with pytest.raises(error, match=said):
+        scaling(runs, predicted=predicted)
 
 
 # Several runs compared
@@ -800,15 +705,7 @@ def test_compare_reports_missing_arguments():
 # What can go wrong
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
-def test_an_empty_trace_is_reported_as_empty(figure):
-    with pytest.raises(LabError, match="the ranks recorded nothing"):
-        figure(Trace(ranks=["rank 0"], start_ns=0, end_ns=MS))
-    with pytest.raises(LabError, match="the ranks recorded nothing"):
-        figure(Trace([Span(0, "forward", "compute", 5, 5)], ranks=["rank 0"]))
-
-
-@pytest.mark.parametrize("figure", [timeline, breakdown, traffic])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory, what_helps])
 def test_an_object_that_is_not_a_run_is_refused(figure):
     with pytest.raises(TypeError, match=r"expected a run, as group\.run and group\.watch return it, or a trace"):
         figure(3)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import matplotlib as mpl
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
-
-mpl.use("agg")
-
 
 from labkit.group.group import Group
 from labkit.plots.flows import flows_of

@@ -7,16 +7,12 @@ import itertools
 import re
 from xml.etree import ElementTree as ET
 
-import matplotlib as mpl
 import pytest
-
-mpl.use("agg")
-
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from labkit.launch.resource_usage import Load
-from labkit.plots.live.drawing import STILL, WIDE, svg
+from labkit.plots.live.drawing import STILL, WIDTH, svg
 from labkit.plots.live.frame import LiveFrame, LiveRow, Past
 from labkit.plots.live.recent import Recent
 
@@ -67,7 +63,7 @@ def test_a_status_of_any_length_leaves_room_for_the_memory(ranks: int):
         for row in lines.values():
             for (_, right, text), (left, _, following) in itertools.pairwise(row):
                 assert right + 2 < left, (text, following)
-            assert row[-1][1] <= WIDE.width
+            assert row[-1][1] <= WIDTH
 
 
 def test_a_status_that_is_cut_still_says_how_long():

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
 
 from labkit.plots.timeline import timeline
 

@@ -7,22 +7,20 @@ import io
 import re
 from typing import Any
 
-import matplotlib as mpl
-import pytest
-
-mpl.use("agg")
-
 import nbformat
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 from nbformat import v4
 from PIL import Image
 
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.figure import LabFigure
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
+from labkit.plots.image import HTML_CLASS, WIDEST_PX, as_image
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
-from labkit.plots.style import HTML_CLASS, INK, WIDEST_PX, LabFigure, as_image
+from labkit.plots.style import INK
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from tools.notebooks import strip

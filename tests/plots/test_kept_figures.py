@@ -16,13 +16,9 @@ import io
 import os
 from pathlib import Path
 
-import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 from PIL import Image
 
 from labkit.plots import bars
@@ -34,20 +30,15 @@ from labkit.plots.scaling import scaling
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.what_helps import what_helps
-from labkit.recording.schema import Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import alone, data_parallel, gpu_and_cpu, many, model_parallel, remote_calls, sharded  # isort: skip
+from synthetic import alone, data_parallel, gpu_and_cpu, lasting, many, model_parallel, remote_calls, sharded  # isort: skip
 
 KEPT = Path(__file__).with_name("pictures")
 RENEW = bool(os.environ.get("LABKIT_RENEW_PICTURES"))
 SQUARE_PX = 10
 LIMIT = 0.12  # of red, green or blue of a square; other font smoothing gives 0.11, a missing arrow 0.19
-
-
-def lasting(seconds):
-    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
 
 
 def with_curve(trace):
@@ -158,40 +149,39 @@ def without(trace, **which):
     return Trace(spans, ranks=trace.ranks, start_ns=trace.start_ns, end_ns=trace.end_ns)
 
 
+def without_a_short_bar():
+    (first, *_) = data_parallel().filter(rank=1, name="optimizer")
+    return timeline(without(data_parallel(), rank=1, start_ns=first.start_ns))
+
+
+def with_another_title():
+    ax = timeline(model_parallel())
+    ax.set_title("3 ranks, 2 steps, 69.6 ms")
+    return ax
+
+
+@pytest.mark.parametrize(
+    ("name", "draw", "said"),
+    [
+        ("timeline_data_parallel", lambda: timeline(without(data_parallel(), rank=2)), "squares differ"),  # an empty row
+        ("timeline_data_parallel", lambda: timeline(data_parallel(3)), "pixels are now"),  # a missing row
+        ("timeline_data_parallel", without_a_short_bar, "squares differ"),
+        ("timeline_messages", with_another_title, "squares differ"),
+    ],
+)
+def test_what_is_missing_or_different_is_detected(name, draw, said):
+    assert said in differs(drawn(draw()), pixels(KEPT / f"{name}.png"))
+
+
 def test_a_wrong_colour_is_detected(monkeypatch):
-    kept = pixels(KEPT / "timeline_data_parallel.png")
     wrong = dataclasses.replace(bars.STYLES["optimizer"], colour="#5E9E00")
     monkeypatch.setitem(bars.STYLES, "optimizer", wrong)
-    assert "squares differ" in differs(drawn(timeline(data_parallel())), kept)
-
-
-def test_an_empty_row_is_detected():
-    kept = pixels(KEPT / "timeline_data_parallel.png")
-    assert "squares differ" in differs(drawn(timeline(without(data_parallel(), rank=2))), kept)
-
-
-def test_a_missing_row_is_detected():
-    kept = pixels(KEPT / "timeline_data_parallel.png")
-    assert "pixels are now" in differs(drawn(timeline(data_parallel(3))), kept)
-
-
-def test_a_missing_short_bar_is_detected():
-    trace = data_parallel()
-    (first, *_) = trace.filter(rank=1, name="optimizer")
-    kept = pixels(KEPT / "timeline_data_parallel.png")
-    assert "squares differ" in differs(drawn(timeline(without(trace, rank=1, start_ns=first.start_ns))), kept)
+    assert "squares differ" in differs(drawn(timeline(data_parallel())), pixels(KEPT / "timeline_data_parallel.png"))
 
 
 def test_missing_arrows_are_detected(monkeypatch):
-    kept = pixels(KEPT / "timeline_messages.png")
     monkeypatch.setattr(gantt, "draw_messages", lambda *_: False)
-    assert "squares differ" in differs(drawn(timeline(model_parallel())), kept)
-
-
-def test_another_text_is_detected():
-    ax = timeline(model_parallel())
-    ax.set_title("3 ranks, 2 steps, 69.6 ms")
-    assert "squares differ" in differs(drawn(ax), pixels(KEPT / "timeline_messages.png"))
+    assert "squares differ" in differs(drawn(timeline(model_parallel())), pixels(KEPT / "timeline_messages.png"))
 
 
 @pytest.mark.parametrize("move", [(1, 0), (-1, 0), (0, 1), (0, -1), (1, 1)])

@@ -3,13 +3,11 @@
 import base64
 import io
 import itertools
-import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -19,15 +17,15 @@ from PIL import Image
 
 import labkit
 from labkit.errors.units import time_in_words
-from labkit.launch.resource_usage import Gpus, Load, ResourceMonitor, followed, gpus_of, own_bytes
+from labkit.launch.resource_usage import Load
 from labkit.plots import timeline as gantt
 from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live.curves import Curves, draw_below
-from labkit.plots.live.drawing import NARROW, STILL, WIDE, svg
+from labkit.plots.live.drawing import STILL, WIDTH, svg
+from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
-from labkit.plots.live.page import page as html_of
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.recording.events import Scalar
@@ -57,14 +55,28 @@ class Album:
         self.left = (trace, title)
 
 
-def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
-    """An album of the run that left this trace, with an update at each moment (ms)."""
+def begun(ranks=("rank 0", "rank 1"), title="f on 2 ranks", start_ns=0, *, clock=lambda: 0, called=None):
+    """An album and the live picture that it keeps."""
     album = Album()
     live = Live(album, clock)
-    live.begin(trace.ranks, title, trace.start_ns)
+    live.begin(ranks, title, start_ns, called)
+    return album, live
+
+
+def watched(trace, moments, *, title="train on 4 ranks", clock=lambda: 0):
+    """An album of the run that left this trace, with an update at each moment (ms)."""
+    album, live = begun(trace.ranks, title, trace.start_ns, clock=clock)
     for now_ns, new, pending in feed(trace, moments):
         live.update(now_ns, new, pending)
         assert not live._failed
+    return album
+
+
+def one_frame(trace=None, operations=((), ()), *, at_ms=400):
+    """The album of a run on two ranks with one update."""
+    album, live = begun()
+    live.update(at_ms * MS, part() if trace is None else trace, operations)
+    assert not live._failed
     return album
 
 
@@ -160,20 +172,14 @@ def test_text_on_stripes_has_a_plain_background():
     ],
 )
 def test_the_two_ends_of_the_curve_have_different_labels(first, last, reported):
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]), [[], []])
+    album = one_frame(part(scalars=[Scalar(0, "loss", 1 * MS, first), Scalar(0, "loss", 300 * MS, last)]))
     assert reported <= set(texts(album.pages[-1]))
 
 
 def test_shortened_text_says_so():
-    album = Album()
-    live = Live(album, lambda: 0)
     name = "accuracy_of_the_validation_set"
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)]), [[], []])
-    assert {t for t in texts(album.pages[-1]) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
+    page = one_frame(part(scalars=[Scalar(0, name, i * MS, 0.5) for i in range(1, 4)])).pages[-1]
+    assert {t for t in texts(page) if t.startswith("acc")} == {"accuracy_o…ation_set 0.5", "accuracy_of…dation_set"}
 
 
 def test_every_frame_is_well_formed_and_as_high_as_the_first():
@@ -238,10 +244,7 @@ def test_colours_and_lanes_are_those_of_the_timeline():
 
 def test_operations_under_way_reach_up_to_now():
     trace = part(Span(0, "forward", "compute", 0, 100 * MS), ranks=2)
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(trace.ranks, "f on 2 ranks", 0)
-    live.update(400 * MS, trace, [[pending("recv", 100, 100, group="a")], [pending("send", 300, group="b")]])
+    album = one_frame(trace, [[pending("recv", 100, 100, group="a")], [pending("send", 300, group="b")]])
     page = album.pages[-1]
     ((x, _, width, _),) = boxes(page, "waiting")
     ((x_0, _, before, _),) = boxes(page, "forward")
@@ -273,27 +276,18 @@ def test_a_rank_of_a_silent_machine_is_unknown_since_its_last_report():
 
 
 def test_an_operation_of_a_mesh_names_its_axis():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[pending("recv", 100, 100, group="p2p 1>0 tag 0 group 3 mesh_pp of ranks 0,1")], []])
+    album = one_frame(operations=[[pending("recv", 100, 100, group="p2p 1>0 tag 0 group 3 mesh_pp of ranks 0,1")], []])
     assert "recv pp" in texts(album.pages[-1])
 
 
 def test_a_long_wait_is_shown_with_its_time_and_in_bold():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(4000 * MS, part(), [[pending("all_reduce", 400, 500), pending("recv", 100)], []])
-    assert "all_reduce · 3.50 s" in [t.text for t in drawing(album.pages[-1]).iter(f"{SVG}text") if t.get("font-weight")]
-    live.update(4200 * MS, part(Span(0, "f", "call", 0, 4100 * MS)), [[], []])
-    assert "returned" in texts(album.pages[-1])
+    page = one_frame(operations=[[pending("all_reduce", 400, 500), pending("recv", 100)], []], at_ms=4000).pages[-1]
+    assert "all_reduce · 3.50 s" in [t.text for t in drawing(page).iter(f"{SVG}text") if t.get("font-weight")]
+    assert "returned" in texts(one_frame(part(Span(0, "f", "call", 0, 4100 * MS)), at_ms=4200).pages[-1])
 
 
 def test_a_rank_that_is_not_called_is_idle():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("master", "worker"), "f on master", 0, called=[0])
+    album, live = begun(("master", "worker"), "f on master", called=[0])
     work = Span(1, "forward", "compute", 100 * MS, 200 * MS)
     live.update(400 * MS, part(work), [[], []])
     assert len(boxes(album.pages[-1], "unlabelled")) == 1
@@ -328,12 +322,11 @@ def test_the_legend_explains_what_is_visible_and_nothing_else():
     assert known & set(texts(album.pages[1])) == {"forward", "optimizer", "in the function, in no span"}
 
 
-@pytest.mark.parametrize("layout", [WIDE, NARROW])
-def test_the_texts_of_a_layout_are_inside_it_and_apart(layout):
+def test_the_texts_are_inside_the_drawing_and_apart():
     album = watched(data_parallel(steps=120), range(300, 2600, 300))
-    found = drawing(svg(album.frames[-1], "a", layout))
+    found = drawing(svg(album.frames[-1], "a"))
     width, height = (float(n) for n in found.get("viewBox").split()[2:])
-    assert width == layout.width
+    assert width == WIDTH
     by_line = {}
     for text in found.iter(f"{SVG}text"):
         size = float(text.get("font-size", "11"))
@@ -346,14 +339,6 @@ def test_the_texts_of_a_layout_are_inside_it_and_apart(layout):
             by_line.setdefault("progress", []).append((left, left + wide))
     line = sorted(by_line["progress"])
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(line))
-
-
-def test_a_frame_has_a_layout_for_wide_pages_and_one_for_narrow_ones_with_patterns_of_their_own():
-    html = html_of(watched(data_parallel(), [60]).frames[-1], "a")
-    assert html.count("<svg") == 2
-    ids = re.findall(r' id="([^"]+)"', html)
-    assert len(ids) == len(set(ids))
-    assert "@container (max-width:799.98px){.labkit-wide{display:none}}" in html
 
 
 def test_only_the_first_frame_comes_into_the_window(displayed):
@@ -371,18 +356,6 @@ def test_without_its_style_a_frame_is_hidden_and_a_sentence_remains():
 
 
 # Texts, curve, memory
-
-
-def slots(page):
-    return {t.text.split(" ")[-1]: float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.get("y") == "49.0"}
-
-
-def test_longer_texts_move_nothing():
-    pages = watched(data_parallel(steps=120), range(300, 2600, 300)).pages[1:]
-    where = [slots(page) for page in pages]
-    assert {"steps", "steps/s", "left"} < set(where[0])
-    for kind in ("steps", "steps/s", "left"):
-        assert len({found[kind] for found in where}) == 1
 
 
 def polylines(page):
@@ -436,10 +409,7 @@ def recorded(several):
 @pytest.mark.parametrize(("several", "lines", "drawn"), [(0, 0, []), (1, 0, []), (3, 3, ["loss"])])
 def test_a_value_recorded_once_is_not_a_curve(several, lines, drawn):
     trace = part(scalars=recorded(several))
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, trace, [[], []])
+    album = one_frame(trace)
     assert len(polylines(album.pages[-1])) == lines
     assert "size 1.724" in texts(album.pages[-1])  # the line above shows the last value
     assert [text for text in texts(album.pages[-1]) if text in ("size", "loss")] == drawn
@@ -448,128 +418,24 @@ def test_a_value_recorded_once_is_not_a_curve(several, lines, drawn):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 7.0])
 def test_a_curve_of_any_value_can_be_drawn(value):
     scalars = [Scalar(rank, "loss", ms * MS, value) for ms in (10, 20) for rank in (0, 1)]
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(scalars=scalars), [[], []])
-    assert not live._failed
+    album = one_frame(part(scalars=scalars))
     assert "nan" not in "".join(p.get("points") for p in polylines(album.pages[-1]))
     assert f"loss {value:.4g}" in texts(album.pages[-1])
 
 
-def test_the_memory_of_each_rank_is_shown_beside_it():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[], []], (Load(412_000_000), Load(1_230_000_000)))
+@pytest.mark.parametrize(
+    ("loads", "shown"),
+    [
+        ((Load(412_000_000), Load(1_230_000_000)), {"412 MB", "1.23 GB", "own memory"}),
+        ((Load(8_000_000_000, 97), Load(1, 5)), {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"}),
+    ],
+)
+def test_what_a_rank_uses_is_shown_beside_it(loads, shown):
+    album, live = begun()
+    live.update(400 * MS, part(), [[], []], loads)
     live.update(600 * MS, part(), [[], []], ())  # not read again
-    assert {"412 MB", "1.23 GB", "own memory"} < set(texts(album.pages[-1]))
+    assert shown < set(texts(album.pages[-1]))
     assert "own memory" not in texts(album.pages[0])
-
-
-def processes(*pids):
-    return [SimpleNamespace(pid=pid) for pid in pids]
-
-
-def test_reading_memory_takes_a_bounded_share_of_time():
-    cpu = iter(range(0, 10**12, 20 * MS))  # each reading costs 20 ms
-    looks = []
-    usage = ResourceMonitor(processes(7), read=lambda pid: looks.append(pid) or 5, clock=lambda: next(cpu))
-    for now_ms in range(0, 13_000, 200):
-        assert usage.sample(now_ms * MS) == (Load(5),)
-    assert looks == [7, 7, 7]  # every 6 s
-
-
-def test_the_memory_of_a_process_is_tracked_from_its_private_memory(monkeypatch):
-    own, unshared = {7: 50, 8: 0}, {7: 200, 8: 0}
-    monkeypatch.setattr("labkit.launch.resource_usage.own_bytes", own.get)
-    monkeypatch.setattr("labkit.launch.resource_usage._unshared_bytes", unshared.get)
-    read = followed([7, 8])
-    own.clear()  # not asked again
-    assert (read(7), read(8)) == (50, 0)
-    unshared[7] = 230
-    assert read(7) == 80
-    unshared[7] = 0  # it has ended
-    assert read(7) == 0
-
-
-@pytest.mark.processes
-def test_memory_taken_by_a_real_process_is_seen():
-    code = "print('here', flush=True); input(); kept = bytearray(b'x') * (1 << 26); print('taken', flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-S", "-c", code], **pipes) as process:
-        assert process.stdout.readline() == "here\n"
-        read = followed([process.pid])
-        before = read(process.pid)
-        print(file=process.stdin, flush=True)
-        assert process.stdout.readline() == "taken\n"
-        assert read(process.pid) - before == pytest.approx(1 << 26, rel=0.1)
-        process.kill()
-    assert read(process.pid) == 0
-
-
-def test_a_process_that_has_ended_has_no_memory():
-    assert own_bytes(os.getpid()) > 1 << 20
-    assert own_bytes(2**22 + 1) == 0
-
-
-class Nvml:
-    """The module `pynvml`, pretended: this has not run on a GPU. A handle is 100 and the number of the GPU."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, *uuids):
-        self.uuids = uuids
-
-    def nvmlInit(self):  # noqa: N802
-        if not self.uuids:
-            raise self.NVMLError("NVML Shared Library Not Found")
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        if index >= len(self.uuids):
-            raise self.NVMLError("Invalid Argument")
-        return 100 + index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        return 100 + self.uuids.index(uuid)
-
-    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
-        return SimpleNamespace(gpu=handle - 20, memory=3)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
-        return SimpleNamespace(total=10**10, free=0, used=handle * 10**6)
-
-
-def test_each_ranks_gpus_are_read(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    usage = ResourceMonitor(processes(7, 8, 9), [[0, 1], [3], [4]], read=lambda pid: pid, gpus=gpus)
-    assert usage.sample(0) == (Load(201_000_000, 80), Load(103_000_000, 83), Load(9))  # there is no GPU 4
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b")
-    gpus = Gpus(Nvml("GPU-a", "GPU-b", "GPU-c", "GPU-d"))
-    assert [gpus.read(0), gpus.read(1)] == [(82, 102_000_000), (81, 101_000_000)]
-
-
-@pytest.mark.parametrize("module", [None, Nvml()], ids=["not installed", "no driver"])
-def test_without_nvml_the_memory_of_the_processes_is_shown(module, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    assert ResourceMonitor(processes(7), [[0]], read=lambda pid: pid).sample(0) == (Load(7),)
-
-
-def test_which_gpus_a_rank_has(monkeypatch):
-    monkeypatch.setattr("labkit.launch.resource_usage.gpu_count", lambda: 4)
-    assert gpus_of(2, "auto") == [[0, 1], [2, 3]]
-    assert gpus_of(8, "cuda")[5] == [1]
-    assert gpus_of(2, "cpu") == [[], []]
-
-
-def test_gpus_are_shown_beside_their_ranks():
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(("rank 0", "rank 1"), "f on 2 ranks", 0)
-    live.update(400 * MS, part(), [[], []], (Load(8_000_000_000, 97), Load(1, 5)))
-    assert {"97 %", "8.00 GB", "5 %", "GPU busy, its memory"} < set(texts(album.pages[-1]))
 
 
 def test_the_finished_picture_has_the_curve_beneath():
@@ -670,9 +536,7 @@ def test_slow_steps_are_shown_while_they_run():
 
 def test_frames_and_memory_are_bounded_for_any_number_of_spans():
     trace = many(400_000)
-    album = Album()
-    live = Live(album, lambda: 0)
-    live.begin(trace.ranks, "f on 4 ranks", trace.start_ns)
+    album, live = begun(trace.ranks, "f on 4 ranks", trace.start_ns)
     for now_ns, new, operations in feed(trace, range(100, 1000, 100)):
         live.update(now_ns, new, operations)
         recent = live._recent
@@ -782,13 +646,17 @@ def loop(rank, at_ms, length):
     return Scalar(rank, STEPS_IN_ALL, int(at_ms * MS), float(length))
 
 
+def in_words(progress):
+    return "  ·  ".join(filter(None, progress.parts()))
+
+
 def test_steps_rate_time_left_and_values():
     progress = Progress(2)
     progress.add(part(step(0, 0, 500), step(1, 0, 500), scalars=[loop(0, 0, 10), loop(1, 0, 10)]))
-    assert progress.in_words() == "1 of 10 steps  ·  2 steps/s  ·  4 s left"
+    assert in_words(progress) == "1 of 10 steps  ·  2 steps/s  ·  4 s left"
     values = [Scalar(0, "loss", 900 * MS, 2.0), Scalar(1, "loss", 900 * MS, 1.0), Scalar(0, "loss", 950 * MS, 0.5)]
     progress.add(part(step(0, 500, 1000), step(0, 1000, 1500), step(1, 500, 1000), scalars=values))
-    assert progress.in_words() == "2 of 10 steps  ·  2 steps/s  ·  4 s left  ·  loss 0.75"  # the slowest rank, the mean value
+    assert in_words(progress) == "2 of 10 steps  ·  2 steps/s  ·  4 s left  ·  loss 0.75"  # the slowest rank, the mean value
     assert progress.done == 2
     assert progress.fraction == 0.2
 
@@ -812,8 +680,8 @@ def test_ranks_without_steps_do_not_delay_the_others():
     progress.add(part(step(0, 0, 100), ranks=3))
     assert progress.done == 1
     assert progress.fraction is None
-    assert progress.in_words() == "1 step  ·  10 steps/s"
-    assert Progress(2).in_words() == ""
+    assert in_words(progress) == "1 step  ·  10 steps/s"
+    assert in_words(Progress(2)) == ""
     assert Progress(2).last_step() is None
 
 
@@ -821,8 +689,8 @@ def test_a_second_loop_starts_again():
     progress = Progress(1)
     progress.add(part(step(0, 0, 10), step(0, 10, 20), scalars=[loop(0, 0, 2)], ranks=1))
     progress.add(part(step(0, 30, 40), scalars=[loop(0, 30, 4)], ranks=1))
-    assert progress.in_words().startswith("1 of 4 steps")
-    assert progress.in_words().endswith("left in this loop")
+    assert in_words(progress).startswith("1 of 4 steps")
+    assert in_words(progress).endswith("left in this loop")
     assert progress.done == 3
 
 
@@ -845,7 +713,7 @@ def test_the_last_step_covers_all_ranks_that_made_it():
 def test_the_remaining_time_as_text(seconds, words):
     progress = Progress(1)
     progress.add(part(step(0, 0, 1000 * seconds), scalars=[loop(0, 0, 2)], ranks=1))
-    assert progress.in_words().endswith(f"{words} left")
+    assert in_words(progress).endswith(f"{words} left")
 
 
 # Where it is shown

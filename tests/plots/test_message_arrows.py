@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import matplotlib as mpl
 import pytest
-
-mpl.use("agg")
-
+from matplotlib.legend import Legend
 from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
@@ -60,7 +57,6 @@ def test_a_call_arrives_when_it_is_served_and_its_result_at_the_end_of_the_call(
 def test_collectives_and_calls_of_which_one_end_is_unknown_have_no_arrows():
     assert messages(data_parallel()) == []
     assert messages(master_and_workers()) == []
-    assert arrows(timeline(data_parallel())) == []
 
 
 def test_only_messages_in_the_shown_interval_are_drawn():
@@ -73,19 +69,7 @@ def test_a_message_that_never_arrived_has_no_arrow():
     assert messages(Trace(spans, ranks=["rank 0", "rank 1"])) == []
 
 
-def test_arrows_too_close_to_distinguish_are_left_out():
-    few, many = (schedule("gpipe", stages=2, micro_batches=m, communication=0.5) for m in (8, 60))
-    assert len(arrows(timeline(few))) == 16
-    assert arrows(timeline(many)) == []
-
-
-def test_no_arrows_where_rows_are_too_low():
-    assert arrows(timeline(schedule("gpipe", stages=24, micro_batches=2, communication=0.5))) == []
-
-
 def test_the_legend_explains_arrows_only_where_there_are_any():
-    from matplotlib.legend import Legend
-
     def words(trace):
         return [t.get_text() for a in timeline(trace).artists if isinstance(a, Legend) for t in a.get_texts()]
 
@@ -120,10 +104,24 @@ def two_stages_of_four_ranks(micro_batches: int) -> Trace:
     return book.trace(8, start_ns=0)
 
 
-def test_few_arrows_may_pass_over_the_rows_of_other_ranks():
-    assert len(arrows(timeline(two_stages_of_four_ranks(3)))) == 12
-    assert arrows(timeline(two_stages_of_four_ranks(8))) == []  # 24 pass over the rows in the middle; 8 per pair would do
-    assert len(arrows(timeline(schedule("gpipe", stages=8, micro_batches=8, communication=0.5)))) == 112  # between neighbours
+def gpipe(stages: int, micro_batches: int) -> Trace:
+    return schedule("gpipe", stages=stages, micro_batches=micro_batches, communication=0.5)
+
+
+@pytest.mark.parametrize(
+    ("trace", "drawn"),
+    [
+        (data_parallel(), 0),
+        (gpipe(2, 8), 16),
+        (gpipe(2, 60), 0),  # too close to distinguish them
+        (gpipe(24, 2), 0),  # the rows are too low
+        (gpipe(8, 8), 112),  # between neighbours
+        (two_stages_of_four_ranks(3), 12),  # few may pass over the rows of other ranks,
+        (two_stages_of_four_ranks(8), 0),  # but not 24; 8 per pair would do
+    ],
+)
+def test_arrows_are_drawn_where_they_can_be_distinguished(trace: Trace, drawn: int):
+    assert len(arrows(timeline(trace))) == drawn
 
 
 def test_eight_ranks_are_readable_at_1000_pixels():

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-
-mpl.use("agg")
 
 from labkit.errors.exceptions import LabError
 from labkit.plots.timeline import timeline

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-import matplotlib as mpl
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 
@@ -64,35 +60,27 @@ def test_the_title_of_a_pipeline_shows_its_bubble():
         assert "bubble" not in timeline(trace).get_title(loc="left")
 
 
-def test_numbers_alone_do_not_make_a_pipeline():
-    accumulating = Book()  # gradients over two micro-batches, on one rank or on several
-    for rank in range(2):
+def numbered(ranks=2, *, later=0, call=False):
+    """Each rank computes two numbered micro-batches; rank 1 begins `later`."""
+    book = Book()
+    for rank in range(ranks):
         for i in range(2):
-            accumulating.compute(rank, f"forward {i}", i, i + 1)
-            if not rank:
-                assert not is_pipeline(accumulating.trace(1))
+            book.compute(rank, f"forward {i}", later * rank + i, later * rank + i + 1)
+        if call:
+            book.whole(rank, "call", later * rank, later * rank + 2)
+    return book
+
+
+def test_numbers_alone_do_not_make_a_pipeline():
+    accumulating = numbered()  # gradients over two micro-batches, on one rank or on several
+    for rank in range(2):
         accumulating.travel(rank, "all_reduce", 2, 3, group="world", match=1)
     assert not is_pipeline(accumulating.trace(2))
     accumulating.travel(0, "send", 1, 2, peer=1)
     assert is_pipeline(accumulating.trace(2))
-
-
-def test_ranks_that_work_on_the_same_number_at_once_are_not_a_pipeline():
-    beside = Book()
-    for rank in range(2):
-        for i in range(2):
-            beside.compute(rank, f"forward {i}", i, i + 1)
-    assert not is_pipeline(beside.trace(2))
-
-
-def test_numbers_without_messages_do_not_make_a_pipeline():
-    """Two ranks of which one begins when the other has finished."""
-    apart = Book()
-    for rank in range(2):
-        for i in range(2):
-            apart.compute(rank, f"forward {i}", 2 * rank + i, 2 * rank + i + 1)
-        apart.whole(rank, "call", 2 * rank, 2 * rank + 2)
-    assert not is_pipeline(apart.trace(2))
+    assert not is_pipeline(numbered(1).trace(1))
+    assert not is_pipeline(numbered().trace(2)), "both work on one number at once"
+    assert not is_pipeline(numbered(later=2, call=True).trace(2)), "one begins when the other has finished"
 
 
 def test_a_number_inside_a_name_is_not_a_micro_batch():

@@ -10,12 +10,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-mpl.use("agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.text import Text
 
 from labkit.costs.fit import fit
@@ -23,17 +20,19 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.image import as_image
 from labkit.plots.measured_link import MeasuredLink
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
-from labkit.plots.style import as_image, labkit_style, shortened
+from labkit.plots.style import labkit_style, shortened
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
+from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, model_parallel, remote_calls, sharded  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, lasting, model_parallel, remote_calls, sharded  # isort: skip
 
 LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
 US, HOUR = 1_000, 3_600_000_000_000  # ns
@@ -83,10 +82,6 @@ def silent(trace):
 
 def ranks_of(count):
     return ("master", *(f"worker{i}" for i in range(1, count)))
-
-
-def lasting(seconds):
-    return Trace([Span(0, "forward", "compute", 0, int(seconds * 1e9))], ranks=["rank 0"])
 
 
 def measured(link, operations, sizes=(64, 4096, 1 << 18, 1 << 24)):
@@ -203,11 +198,12 @@ def test_traffic_says_if_nothing_arrived(name):
         traffic(RUNS[name]())
 
 
-@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory])
+@pytest.mark.parametrize("figure", [timeline, breakdown, traffic, memory, what_helps])
 @pytest.mark.parametrize("ranks", [(), ("rank 0", "rank 1")])
 def test_an_empty_trace_is_reported(figure, ranks):
-    with pytest.raises(LabError, match="the ranks recorded nothing"):
-        figure(Trace(ranks=ranks))
+    for spans in ([], [Span(0, "forward", "compute", 5, 5)] if ranks else []):
+        with pytest.raises(LabError, match="the ranks recorded nothing"):
+            figure(Trace(spans, ranks=ranks))
 
 
 def test_names_of_ranks_are_shortened_and_still_differ():

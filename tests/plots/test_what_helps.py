@@ -5,15 +5,12 @@ from __future__ import annotations
 import matplotlib as mpl
 import pytest
 
-mpl.use("agg")
-
 from labkit.errors.exceptions import LabError
 from labkit.plots.what_helps import COSTS, SAVES, what_helps
 from labkit.replaying.replay import replay
-from labkit.tracing.trace import Trace
 
 from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
-from synthetic import MS, Book, alone, data_parallel  # isort: skip
+from synthetic import MS, Book, alone  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -81,23 +78,8 @@ def test_a_run_without_steps_saves_per_run() -> None:
     assert "saved per step" in what_helps(alone()).get_xlabel()
 
 
-def test_it_draws_into_given_axes() -> None:
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots()
-    assert what_helps(data_parallel(2), ax=axes) is axes
-    plt.close("all")
-
-
 def test_a_run_in_which_nothing_could_be_changed_is_not_drawn() -> None:
     book = Book()
     book.whole(0, "call", 0, 4)
     with pytest.raises(LabError, match="what_helps: this run has no spans"):
         what_helps(book.trace(1))
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="expected a run"):
-        what_helps(3)  # type: ignore[arg-type]
-    with pytest.raises(LabError, match="recorded nothing"):
-        what_helps(Trace(ranks=["a"]))

@@ -9,11 +9,11 @@ import nbformat
 import pytest
 
 from labkit.plots.guess_charts import Outcome, draw_outcome
-from labkit.plots.predictions import Predictions, Row
+from labkit.plots.predictions import Predictions, Quantity
 from tools.lesson_numbers import NOTEBOOKS
 from tools.lesson_predictions import PAGE, predictions_in, section, with_section
 
-STEP = Predictions((Row("step", 10.0, 11.0), Row("message", 4.0, 8.0)), "ms")
+STEP = Predictions((Quantity("step", 10.0, 11.0), Quantity("message", 4.0, 8.0)), "ms")
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ def lesson(tmp_path: Path) -> Path:
 
 
 def test_tables_and_revealed_predictions_are_found_in_order(lesson: Path) -> None:
-    assert predictions_in(lesson) == [STEP, Predictions((Row("sent", 1.0, 2.0),), "MB")]
+    assert predictions_in(lesson) == [STEP, Predictions((Quantity("sent", 1.0, 2.0),), "MB")]
 
 
 def test_the_section_has_a_row_for_each_lesson_with_the_pair_furthest_from_1(lesson: Path) -> None:
-    too_small = Predictions((Row("as predicted", 1.0, 1.0), Row("too small", 9.0, 3.0)), "MB")
+    too_small = Predictions((Quantity("as predicted", 1.0, 1.0), Quantity("too small", 9.0, 3.0)), "MB")
     lines = section({"00": [], "07": [STEP], "08": [too_small, *predictions_in(lesson)]}).splitlines()
     assert lines[-4:-2] == [
         "| 07 | 2 | 1.55 | 1 | message | 4 ms | 8 ms | 2.00 |",

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import labkit as lab
-from labkit.plots.explain import explain
 from labkit.recording.group_keys import pair_key
 from labkit.recording.schema import Span
+from labkit.replaying.explain import explain
 from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.trace import Trace
 

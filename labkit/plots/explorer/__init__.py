@@ -1,32 +1,31 @@
 """The interactive timeline's widget: the kernel's half, which answers the page's queries.
 
-The browser's half are the scripts in this folder. The notebook stores the image, and the run for static pages
-(`saved_run.py`). The widget's state contains no spans, and the output does not reference the widget, because JupyterLab
-would show an error instead of the image once the kernel is gone. The widget starts with its model (anywidget's
-`initialize`), finds the image by the end of its data, and covers it while the kernel is alive. In front ends that only
-show widgets referenced by an output, the output references it.
+The browser's half are the scripts in this folder. The notebook stores the image, and the run for static pages. The
+widget's state contains no spans, and the output does not reference the widget, because JupyterLab would show an error
+instead of the image once the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds its
+image by a class, and covers it while the kernel is alive. In front ends that only show widgets referenced by an output,
+the output references it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import uuid
 from pathlib import Path
 from typing import Any, Final
 
 import anywidget
 import traitlets
 
-from labkit.plots.explorer.saved_run import MIME, saved
-from labkit.plots.explorer.window import Windows, about
-from labkit.plots.style import as_image
+from labkit.plots.explorer.window import MIME, Windows, about, saved
+from labkit.plots.image import HTML_CLASS, as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View
 
-END: Final = 40  # characters of base64 that identify a PNG: they contain its checksum
 _HERE: Final = Path(__file__).parent
 STYLE: Final = _HERE / "explorer.css"
-_SCRIPTS: Final = ("texts", "layer", "picture", "input", "explorer", "placement")
+_SCRIPTS: Final = ("texts", "layer", "picture", "input", "explorer")
 
 
 def script() -> str:
@@ -35,12 +34,7 @@ def script() -> str:
 
 
 class Explorer(anywidget.AnyWidget):
-    """An interactive timeline; see `plots.explore.explore`.
-
-    Args:
-        view: what to show first.
-        step: the steps of `view`, as passed to `timeline`.
-    """
+    """An interactive timeline of `view`, which `step` chose; see `plots.explore.explore`."""
 
     _esm = script()
     _css = STYLE
@@ -49,10 +43,12 @@ class Explorer(anywidget.AnyWidget):
 
     def __init__(self, view: View, step: int | range | str | None) -> None:
         figure = figure_of(view.whole, "", step)
+        own_class = f"labkit-{uuid.uuid4().hex[:12]}"
         self._image, self._metadata = as_image(figure, figure.alt_text)
+        self._image["text/html"] = self._image["text/html"].replace(HTML_CLASS, f"{HTML_CLASS} {own_class}", 1)
         self._alt_text = f"timeline of {view.in_words()}"
         self._windows = Windows(view.whole)
-        super().__init__(about=about(view, self._image["image/png"][-END:]))
+        super().__init__(about=about(view, own_class))
         self._saved = saved(self.about, self._windows)
         self.on_msg(self._answer)
 
@@ -60,9 +56,9 @@ class Explorer(anywidget.AnyWidget):
         return f"<{self._alt_text}>"
 
     def _answer(self, _: Any, query: dict[str, Any], __: Any) -> None:
-        """Answer a page's query for a time window. Queries have ids, since several pages may send them."""
+        """Answer a page's query for a time window; the answer repeats the query, since all pages receive it."""
         header, buffers = self._windows.look(query["start"], query["end"], query["columns"], query["rank"])
-        self.send({"id": query["id"], **header}, buffers)
+        self.send(query | header, buffers)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         data: dict[str, Any] = self._image | {"text/plain": self._alt_text}

@@ -2,15 +2,13 @@
 
 const SHORTEST_NS = 100; // the shortest view
 const REST_MS = 60; // query once the view has not changed for this long
-const PATIENCE_MS = 1500; // after this time, say that the kernel is busy, and allow the next query
 
-class Explorer extends Picture {
+export class Explorer extends Picture {
   /** `host` shows the picture once the first answer is there; `arrived` is called at that moment. */
   constructor(model, host, arrived = () => {}) {
     super(host, model.get("about"));
     this.model = model;
     this.arrived = arrived;
-    this.queries = new Map(); // by id: whether it is for the whole run, and which rank was isolated
     this.querying = false;
     this.input = new Input(this);
     this.onAnswer = (header, buffers) => this.answer(header, buffers);
@@ -29,7 +27,6 @@ class Explorer extends Picture {
     this.themes.disconnect();
     this.listeners.abort();
     clearTimeout(this.later);
-    clearTimeout(this.patience);
     this.root.remove();
   }
 
@@ -102,31 +99,57 @@ class Explorer extends Picture {
     const { start, end } = whole ? this.whole : this.view;
     const margin = whole ? 0 : (end - start) / 2; // so that moving a little needs no query
     const pixels = Math.max(this.width, 100) * Math.min(window.devicePixelRatio || 1, 2);
-    const id = `${Math.random()}`; // other pages of the same kernel receive the answer as well
-    this.queries.set(id, { whole, rank: this.isolated });
     const [rank, columns] = [whole ? null : this.isolated, Math.round(pixels * (whole ? 1 : 2))];
-    this.model.send({ id, start: start - margin, end: end + margin, rank, columns });
-    this.querying = true;
-    clearTimeout(this.patience);
-    this.patience = setTimeout(() => {
-      this.querying = false;
-      this.showWindow("  ·  details will follow when the kernel is idle");
-    }, PATIENCE_MS);
+    this.model.send({ whole, rank, columns, start: start - margin, end: end + margin });
+    this.wait(true);
   }
 
+  /** Remember that an answer is due; the style sheet says so if it takes long, since the kernel is busy. */
+  wait(querying) {
+    this.querying = querying;
+    this.root.classList.toggle("labkit-querying", querying);
+  }
+
+  /** The kernel sends each answer to all pages: what another one asked for is drawn where it fits. */
   answer(header, buffers) {
-    const query = this.queries.get(header.id);
-    if (!query) return;
-    this.queries.delete(header.id);
-    this.querying = false;
-    clearTimeout(this.patience);
-    if (query.whole) {
+    this.wait(false);
+    const covers = header.start <= this.view.start && header.end >= this.view.end;
+    if (header.whole && !this.base) {
       this.base = new Layer(header, buffers);
       this.root.classList.remove("labkit-unseen");
       this.arrived();
-    } else if (query.rank == this.isolated) {
+    } else if (!header.whole && covers && header.rank == this.isolated) {
       this.fine = new Layer(header, buffers);
     }
     this.redraw();
   }
 }
+
+/** Cover the widget's image with the explorer, while the kernel is alive. Notebooks draw outputs late, or again. */
+function initialize({ model }) {
+  const covers = new Map(); // by image
+  const search = () => {
+    for (const image of document.getElementsByClassName(model.get("about").image)) {
+      if (covers.has(image)) continue;
+      covers.set(image, new Explorer(model, image.parentElement, () => (image.style.display = "none")));
+    }
+  };
+  const observer = new MutationObserver(search);
+  observer.observe(document.body, { childList: true, subtree: true });
+  search();
+  return () => {
+    observer.disconnect();
+    for (const [image, explorer] of covers) {
+      explorer.remove();
+      image.style.display = "";
+    }
+  };
+}
+
+/** In front ends that provide an element for the widget. */
+function render({ model, el }) {
+  const explorer = new Explorer(model, el);
+  return () => explorer.remove();
+}
+
+export default { initialize, render };

@@ -92,12 +92,12 @@ export class Picture {
     this.plot.style.height = `${this.high + 20}px`;
   }
 
-  /** Show which part of the run is in view, and a note. */
-  showWindow(note = "") {
+  /** Show which part of the run is in view. */
+  showWindow() {
     const { view, about } = this;
     const length = view.end - view.start;
     const part = `${timeInWords(length)} of it, from ${momentInWords(view.start, length, about.duration)}`;
-    this.where.textContent = (length < 0.999 * about.duration ? `  ·  ${part}` : "") + note;
+    this.where.textContent = length < 0.999 * about.duration ? `  ·  ${part}` : "";
   }
 
   draw() {

@@ -5,6 +5,8 @@ All times are nanoseconds since the trace's start, as float64, which is exact up
 
 from __future__ import annotations
 
+import base64
+import zlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
-from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink
+from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink, legend_of, waiting_in_words
 from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
 from labkit.plots.view import View, bubble_in_words, numbered_steps
-from labkit.plots.waits import legend_of, waiting_in_words
 from labkit.recording.group_keys import axis_of
 from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
@@ -25,15 +26,13 @@ from labkit.tracing.trace import Trace
 EXACT: Final = 3000  # bars of a lane that are sent one by one, however narrow: a usual run is sent once, as a whole
 BARS_IN_ALL: Final = 40_000  # of an answer, at 104 bytes each: 4 MB
 COLUMNS: Final = 6000  # of an answer: two pixels each on the widest screens
+MIME: Final = "application/vnd.labkit.explorer+json"
+SAVED_COLUMNS: Final = 2000  # of a run that has too many bars to be kept one by one
+MOST_BYTES: Final = 150_000  # compressed; a larger run is not kept: notebooks stay small
 
 
-def about(view: View, image_end: str) -> dict[str, Any]:
-    """The constant data of an explorer: the ranks, the initial window, and the styles.
-
-    Args:
-        view: what the still image shows.
-        image_end: the end of that image's data, by which the page finds it.
-    """
+def about(view: View, image: str) -> dict[str, Any]:
+    """The constant data of an explorer; `image` is the class by which the page finds the still image."""
     whole = view.whole
     waiting = waiting_in_words([whole])
     return {
@@ -52,37 +51,25 @@ def about(view: View, image_end: str) -> dict[str, Any]:
         "ends": {s.rank: s.time_ns - whole.start_ns for s in whole.scalars if s.name == ENDED},
         "ended": ENDED,
         "communication": list(STYLES).index("exposed"),  # from this style on, styles belong to the lower lane
-        "image": image_end,
+        "image": image,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The data sent for one lane: bars one by one, and colours for bars narrower than a column.
+    """The data sent for one lane: bars one by one, and colours for bars narrower than a column."""
 
-    Args:
-        bars: the bars that are sent one by one.
-        complete: whether these are all bars.
-        colours: red, green, blue, opacity from 0 to 255, shape (columns, 4); None if `bars` suffices.
-        counts: how many narrow bars start in each column.
-        most: the style that covers most of each column.
-        styles: all styles that occur, in a bar or in a colour.
-    """
-
-    bars: Bars
-    complete: bool
+    bars: Bars  # the bars that are sent one by one
+    complete: bool  # whether these are all bars
+    # red, green, blue, opacity from 0 to 255, shape (columns, 4); None if `bars` suffices
     colours: NDArray[np.uint8] | None
-    counts: NDArray[np.uint32]
-    most: NDArray[np.uint8]
-    styles: frozenset[int]
+    counts: NDArray[np.uint32]  # how many narrow bars start in each column
+    most: NDArray[np.uint8]  # the style that covers most of each column
+    styles: frozenset[int]  # all styles that occur, in a bar or in a colour
 
 
 class Windows:
-    """A trace, served window by window.
-
-    Args:
-        trace: the trace.
-    """
+    """A trace, served window by window."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -92,20 +79,14 @@ class Windows:
         self._partners = _groups_in_words(trace)
 
     def look(self, start_ns: float, end_ns: float, columns: int, rank: int | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        """The data between two times.
+        """Return the data between two times since the trace's start: a header, which describes the buffers, and these.
 
-        Args:
-            start_ns: since the trace's start.
-            end_ns: since the trace's start.
-            columns: the width of the window in pixels.
-            rank: only this rank; default: all.
+        `columns` is the window's width in pixels; `rank` is the only rank to show, None for all.
 
-        Returns:
-            a header that describes the buffers, and the buffers. For bars: start and end, float64 (bars, 2); times of
-            their spans and bytes, float64 (bars, 6); style, name, line, partner, operation and flags, int32 (bars, 6).
-            For lanes with colours, one after the other: colours, uint8 (columns, 4); counts, uint32 (columns,); most,
-            uint8 (columns,). For rows: boundaries of steps, float64. Row, number, start and end of each rank's
-            steps, float64 (n, 4).
+        For bars: start and end, float64 (bars, 2); times of their spans and bytes, float64 (bars, 6); style, name,
+        line, partner, operation and flags, int32 (bars, 6). For lanes with colours, one after the other: colours, uint8
+        (columns, 4); counts, uint32 (columns,); most, uint8 (columns,). For rows: boundaries of steps, float64. Row,
+        number, start and end of each rank's steps, float64 (n, 4).
         """
         trace, zero = self._trace, self._trace.start_ns
         start = zero + int(np.clip(start_ns, 0, trace.duration_ns - 1))
@@ -212,13 +193,7 @@ def _within(bars: Bars, start_ns: int, end_ns: int) -> Bars:
 
 
 def _resolved(bars: Bars, edges: NDArray[np.int64], limit: int) -> _Lane:
-    """The data of one lane at the window's resolution: bars, and colours that stand in for bars narrower than a column.
-
-    Args:
-        bars: the bars of one lane that overlap the window.
-        edges: edges of the columns, shape (columns + 1,).
-        limit: up to this number, all bars are sent.
-    """
+    """One lane at the resolution of `edges`: up to `limit` bars, and colours for those narrower than a column."""
     columns = len(edges) - 1
     column_ns = (edges[-1] - edges[0]) / columns
     complete, styles = len(bars) <= limit, frozenset(np.unique(bars.style).tolist())
@@ -245,3 +220,10 @@ def _groups_in_words(trace: Trace) -> dict[int, str]:
         some = names if len(members) <= 6 else f"{len(members)} of {len(trace.ranks)} ranks"
         words[group] = f"among all {len(members)} ranks" if len(members) == len(trace.ranks) else f"among {some}"
     return words
+
+
+def saved(about: dict[str, Any], windows: Windows) -> dict[str, Any] | None:
+    """The data of a run as JSON, for static pages, which have no kernel; None if too large for a notebook."""
+    header, buffers = windows.look(0, about["duration"], SAVED_COLUMNS)
+    packed = [base64.b64encode(zlib.compress(buffer, 9)).decode() for buffer in buffers]
+    return {"about": about, "header": header, "buffers": packed} if sum(map(len, packed)) <= MOST_BYTES else None

@@ -38,12 +38,7 @@ def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
 
 
 class Curves:
-    """The values recorded during a run, averaged in a fixed number of bins.
-
-    Args:
-        ranks: the number of ranks.
-        start_ns: start of the run.
-    """
+    """The values recorded during a run of so many ranks, averaged in a fixed number of bins."""
 
     def __init__(self, ranks: int, start_ns: int) -> None:
         self._ranks, self._start_ns = ranks, start_ns
@@ -51,12 +46,7 @@ class Curves:
         self._sums: dict[str, NDArray[np.float64]] = {}  # by name: sums and numbers of values, shape (2, ranks, bins)
 
     def add(self, new: Sequence[Scalar], shown_ns: int) -> None:
-        """Add newly recorded values.
-
-        Args:
-            new: the values.
-            shown_ns: the time that the bins cover: the same as before, or doubled once or several times.
-        """
+        """Add recorded values; the bins now cover `shown_ns`, as before or doubled once or several times."""
         while self._shown_ns and self._shown_ns < shown_ns:
             for name, sums in self._sums.items():
                 halves = sums[..., ::2] + sums[..., 1::2]
@@ -93,12 +83,7 @@ class Curves:
 
 
 def draw_below(figure: Figure, trace: Trace) -> None:
-    """Draw the first curve below the timeline, over the time of the whole run; nothing if there is no curve.
-
-    Args:
-        figure: the timeline, whose height is increased.
-        trace: the trace of the whole run.
-    """
+    """Make a timeline higher, and draw the first curve below it, over the time of the whole run, if there is one."""
     unit, unit_ns = unit_of(trace.duration_ns)
     by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for s in recorded(trace.scalars):

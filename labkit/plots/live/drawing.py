@@ -6,6 +6,9 @@ is the same in all frames of a run, and everything except the bars has the theme
 A frame that is not replaced fades, and says that it was saved while the ranks were running. A reloaded page gets no
 further frames, since a front end ignores updates of cells that it did not run itself. Only the frame that is shown at
 a debugger's prompt stays, however long the student thinks.
+
+JupyterLab removes styles, scripts and drawings from the outputs of a notebook that is not trusted, and keeps the texts
+of the drawings. So the drawing is hidden unless the style is there, and instead a sentence says what happened.
 """
 
 from __future__ import annotations
@@ -20,36 +23,18 @@ from typing import Any, Final
 import numpy as np
 
 from labkit.errors.units import bytes_in_words, clock_time, unit_of
-from labkit.plots.bars import LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
+from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
+from labkit.plots.image import STAYS
 from labkit.plots.live.curves import COLOUR, EACH_RANK
 from labkit.plots.live.frame import Cells, Curve, Detail, LiveFrame, LiveRow
 from labkit.plots.style import shortened
-from labkit.plots.waits import ALONE
-from labkit.plots.widths import fitting_status, text_width
 from labkit.tracing.trace import Trace
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A layout for pages of some width.
-
-    Args:
-        width: of the drawing, in SVG units: pixels if the page has that width.
-        right: width to the right of the rows, for the ranks' statuses and memory, if a row has two lines of text.
-        slots: x of steps, rate, time left, and values: fixed, so that texts do not move.
-        legend_left: x of the legend; None for that of the rows.
-        foot: height of axis and legend.
-    """
-
-    width: float
-    right: float
-    slots: tuple[float, ...]
-    legend_left: float | None
-    foot: float
-
-
-WIDE: Final = Layout(1000, 165, (0.0, 150.0, 245.0, 395.0, 505.0), None, 66)
-NARROW: Final = Layout(600, 112, (0.0, 112.0, 196.0, 262.0), 4, 82)
+WIDTH: Final = 1000.0  # of the drawing, in SVG units: pixels if the page has that width
+RIGHT: Final = 165.0  # to the right of the rows, for the ranks' statuses and memory, if a row has two lines of text
+SLOTS: Final = (0.0, 150.0, 245.0, 395.0, 505.0)  # x of steps, rate, time left, and values: fixed, so texts do not move
+FOOT: Final = 66.0  # height of axis and legend
+LOWEST: Final = 0.85  # of its height on a page of `WIDTH`: on narrower pages letters become narrower, but not lower
 CURVE: Final = 60.0  # how far the curve reaches into the width of the rows, above them
 CHARACTER: Final = 6.1  # mean width of a character at 11 units
 BARS_IN_ALL: Final = 1600  # more bars are drawn as cells, so that a frame stays below 100 kB
@@ -65,22 +50,41 @@ STILL: Final = (
 TWO_LINES: Final = 30.0  # a row of this height has room for status and memory below each other
 ONE_LINE: Final = 215.0  # width to the right of lower rows
 GAP: Final = 8.0  # minimum between a rank's status and its resource usage
+# Widths relative to the font size, those of DejaVu Sans Bold: the widest font that systems use for their interfaces.
+NARROW: Final = frozenset("ijlIft.,:;'|![]() -")
+WIDEST: Final = frozenset("mwMW@%…")
+SINCE: Final = " · "  # between a rank's operation and how long it has lasted
 _SOFT: Final = ' opacity=".65"'
 _PAPER: Final = "var(--jp-layout-color0,var(--vscode-editor-background,white))"
 _HALO: Final = f' paint-order="stroke" stroke-width="3" stroke="{_PAPER}"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
 
+_STYLE: Final = (
+    f"{STAYS}<style>.labkit-live{{display:block!important;"
+    # The theme's text colour in JupyterLab and in VS Code, otherwise the page's.
+    "color:var(--jp-ui-font-color1,var(--vscode-editor-foreground,inherit));"
+    "font-family:var(--jp-ui-font-family,system-ui,sans-serif);font-size:11px}"
+    ".labkit-live~.labkit-not-live{display:none}</style>"
+)
+# Shift+Enter may leave the picture below the window; a picture far away from the window does not call the reader back.
+_COME: Final = (
+    "<script>{const shown=document.currentScript.parentElement,{top,bottom}=shown.getBoundingClientRect();"
+    "if(top<2*innerHeight&&bottom>-innerHeight)shown.scrollIntoView({block:'nearest'})}</script>"
+)
 
-def svg(frame: LiveFrame, name: str, layout: Layout = WIDE) -> str:
-    """Draw a frame.
 
-    Args:
-        frame: the frame.
-        name: a prefix that makes the SVG's ids unique in the page.
-        layout: for a wide or a narrow page.
-    """
-    return _Drawing(frame, name, layout).svg()
+def page(frame: LiveFrame, name: str, *, first: bool = False) -> str:
+    """Return a frame as HTML; `name` makes its ids unique in the page, and the `first` one comes into the window."""
+    return (
+        f'{_STYLE}<div class="labkit-live" hidden="hidden">{svg(frame, name)}</div>'
+        f'<p class="labkit-not-live">{" ".join(STILL)}</p>{_COME if first else ""}'
+    )
+
+
+def svg(frame: LiveFrame, name: str) -> str:
+    """Draw a frame; `name` is a prefix that makes the SVG's ids unique in the page."""
+    return _Drawing(frame, name).svg()
 
 
 @dataclass(slots=True)
@@ -107,13 +111,14 @@ class _Pen:
 class _Drawing:
     """Draws one frame."""
 
-    def __init__(self, frame: LiveFrame, name: str, layout: Layout) -> None:
-        self.frame, self.name, self.count = frame, name, len(frame.rows)
-        self.layout, self.width = layout, layout.width
+    def __init__(self, frame: LiveFrame, name: str) -> None:
+        self.frame = frame
+        self.name = name
+        self.count = len(frame.rows)
         self.left = max(14 + CHARACTER * max(min(len(row.name), 16) for row in frame.rows), 64)
         self.row_high = float(min(max(round(170 / self.count), 10), 40))
         self.two_lines = self.row_high >= TWO_LINES
-        self.wide = self.width - self.left - (layout.right if self.two_lines else ONE_LINE)
+        self.wide = WIDTH - self.left - (RIGHT if self.two_lines else ONE_LINE)
         self.head = self.wide - CURVE  # of progress and strip
         self.strip_high = min(max(5.0 * self.count, 12), 40)
         self.top = HEAD + self.strip_high + 12
@@ -133,11 +138,11 @@ class _Drawing:
             used = self._load(row, middle + 7.5 * self.two_lines, size)
             if row.ended_ns is not None:
                 self._ended(row.ended_ns, self.top + (number + 0.5) * self.row_high)
-            text = fitting_status((self.width - (4 if self.two_lines else used) - at - GAP) / font, row.status)
+            text = fitting_status((WIDTH - (4 if self.two_lines else used) - at - GAP) / font, row.status)
             self.pen.text(at, middle - 6.5 * self.two_lines, text, size + (' font-weight="600"' if row.blocked else _SOFT))
         if any(row.load.nbytes for row in frame.rows):
             label = "own memory" if all(row.load.busy is None for row in frame.rows) else "GPU busy, its memory"
-            at, anchor = (self.left + self.wide + 8, "start") if self.two_lines else (self.width - 4, "end")
+            at, anchor = (self.left + self.wide + 8, "start") if self.two_lines else (WIDTH - 4, "end")
             self.pen.text(
                 at, self.bottom + (27 if self.two_lines else 14), label, f' text-anchor="{anchor}" font-size="9.5"' + _SOFT
             )
@@ -146,9 +151,10 @@ class _Drawing:
         self._axis()
         label = escape(f"{frame.title}: {frame.in_words}", quote=True)
         fades = f'<animate attributeName="opacity" to=".2" begin="{STILL_S}s" dur=".5s" fill="freeze"/>'
+        high = self.bottom + FOOT
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.bottom + self.layout.foot:g}" role="img" '
-            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {high:g}" preserveAspectRatio="none" role="img" '
+            f'aria-label="{label}" fill="currentColor" style="display:block;width:100%;min-height:{LOWEST * high:.0f}px">'
             f"{_hatch(self.name)}<g>{drawn}{self.pen.drawn()}{self._legend()}"
             f"{'</g>' if frame.held else f'{fades}</g>{self._still()}'}</svg>"
         )
@@ -156,9 +162,8 @@ class _Drawing:
     def _legend(self) -> str:
         """Draw the legend of what is visible."""
         styles = self.frame.past.styles() | (self.frame.detail.styles if self.frame.detail else set())
-        left = self.left if self.layout.legend_left is None else self.layout.legend_left
         visible = tuple(name for number, name in enumerate(STYLES) if number in styles)
-        return _legend(self.name, visible, left, self.width, self.bottom + 43, alone=self.count == 1)
+        return _legend(self.name, visible, self.left, self.bottom + 43, alone=self.count == 1)
 
     def _load(self, row: LiveRow, y: float, size: str) -> float:
         """Draw the rank's resource usage, below its status or at the right margin, and return its width there."""
@@ -172,16 +177,16 @@ class _Drawing:
             return reaches
         if row.load.nbytes:
             text = bytes_in_words(row.load.nbytes)
-            self.pen.text(self.width - 4, y, text, ' text-anchor="end"' + size)
+            self.pen.text(WIDTH - 4, y, text, ' text-anchor="end"' + size)
             reaches += text_width(text) * font
         if row.load.busy is not None:
-            self.pen.text(self.width - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
+            self.pen.text(WIDTH - 58, y, f"{row.load.busy} %", ' text-anchor="end"' + size)
             reaches = 58 + text_width(f"{row.load.busy} %") * font
         return reaches
 
     def _still(self) -> str:
         """Return the text that appears in a frame that was not replaced."""
-        pen, x, y = _Pen(), self.width / 2, (self.top + self.bottom) / 2
+        pen, x, y = _Pen(), WIDTH / 2, (self.top + self.bottom) / 2
         for line, text in enumerate(STILL):
             pen.text(x, y + 18 * line, text, ' text-anchor="middle" font-size="13" font-weight="600"')
         return f'<g visibility="hidden"><set attributeName="visibility" to="visible" begin="{STILL_S}s"/>{pen.drawn()}</g>'
@@ -195,13 +200,13 @@ class _Drawing:
             pen.text(self.left - 8, 35, "steps", ' text-anchor="end" font-size="9.5"' + _SOFT)
             pen.box('fill="currentColor" fill-opacity=".14"', self.left, 28, self.head, 7)
             pen.box(f'fill="{STYLES["forward"].colour}"', self.left, 28, self.head * frame.fraction, 7)
-        for x, part in zip(self.layout.slots, frame.progress, strict=False):
+        for x, part in zip(SLOTS, frame.progress, strict=False):
             pen.text(self.left + x, 49, part)
 
     def _curve(self, curve: Curve) -> None:
         """Draw a small panel in the upper right corner: thin lines for the ranks, a thick line for their mean."""
         left, top, bottom = self.left + self.head + 48, 22.0, HEAD + self.strip_high
-        wide = self.width - 4 - left
+        wide = WIDTH - 4 - left
         self.pen.text(left, 14, shortened(curve.name, 22), ' font-size="10" font-weight="600"')
         self.pen.above.append(
             f'<rect x="{left:.1f}" y="{top:g}" width="{wide:.1f}" height="{bottom - top:g}" fill="none" '
@@ -243,12 +248,12 @@ class _Drawing:
         detail = self.frame.detail
         if detail is None:
             return self._past("rows", min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high, self.wide)
-        if self.width not in detail.drawn:
+        if not detail.drawn:
             pen = _Pen()
             for number in range(self.count):
                 self._bars(pen, detail, number, self.top + number * self.row_high)
-            detail.drawn[self.width] = pen.drawn()
-        return detail.drawn[self.width]
+            detail.drawn = pen.drawn()
+        return detail.drawn
 
     def _ended(self, ended_ns: int, y: float) -> None:
         """Draw a cross where a rank's process ended, if the rows show that time."""
@@ -264,35 +269,29 @@ class _Drawing:
         self.pen.above.append(f'<path {cross} stroke="currentColor" stroke-width="2.4"/>')
 
     def _past(self, where: str, columns: int, y: float, high: float, wide: float) -> str:
-        past, key = self.frame.past, (where, self.width)
-        if key not in past.drawn:
+        past = self.frame.past
+        if where not in past.drawn:
             pen = _Pen()
             for number, cells in enumerate(past.cells):
                 self._cells(pen, cells, columns, past.shown_ns, (y + number * high, high, wide))
-            past.drawn[key] = pen.drawn()
-        return past.drawn[key]
+            past.drawn[where] = pen.drawn()
+        return past.drawn[where]
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, place: tuple[float, float, float]) -> None:
-        """Draw the bins of a rank's lanes as coloured cells; neighbours of the same colour are merged.
-
-        Args:
-            pen: draws.
-            cells: the bins.
-            columns: how many cells.
-            shown_ns: the time that they cover.
-            place: top, height and width.
-        """
+        """Draw a rank's bins as cells; neighbours of one colour are merged. `place` is top, height and width."""
         y, high, wide = place
         pixel = wide / columns
         for covered, (top, height) in zip(cells, LANES, strict=True):
             fold = covered.shape[1] // columns
             sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
-            steps = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)
-            mixed = steps @ (16**3, 16**2, 16, 1)  # a hexadecimal digit each for red, green, blue and opacity
-            first = np.append(0, np.flatnonzero(mixed[1:] != mixed[:-1]) + 1)
+            mixed = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)  # red, green, blue, opacity
+            first = np.append(0, np.flatnonzero((mixed[1:] != mixed[:-1]).any(axis=1)) + 1)
             for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):
-                if alpha := colour & 15:
-                    fill = f'fill="#{colour >> 4:03x}"' + (f' fill-opacity="{alpha / COARSE:.2f}"' if alpha < COARSE else "")
+                *rgb, alpha = colour
+                if alpha:
+                    fill = 'fill="#{:x}{:x}{:x}"'.format(*rgb) + (
+                        f' fill-opacity="{alpha / COARSE:.2f}"' if alpha < COARSE else ""
+                    )
                     pen.box(fill, self.left + a * pixel, y + top * high, (b - a) * pixel + 0.1, height * high)
 
     def _bars(self, pen: _Pen, detail: Detail, rank: int, y: float) -> None:
@@ -370,23 +369,14 @@ def _hatch(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _legend(name: str, visible: Sequence[str], left: float, right: float, y: float, *, alone: bool) -> str:
-    """Return the legend's lines: the visible styles of the upper lane, and those of the lower lane.
-
-    Args:
-        name: the prefix of the SVG's ids.
-        visible: the styles to explain.
-        left: x of the lines.
-        right: where the lines end.
-        y: y of the first line.
-        alone: whether there is only one rank, so that it cannot wait for others.
-    """
+def _legend(name: str, visible: Sequence[str], left: float, y: float, *, alone: bool) -> str:
+    """The legend's lines, from (left, y) on: the visible styles of the upper lane, and those of the lower lane."""
     pen, x, lower = _Pen(), left, False
     communication = list(STYLES).index("exposed")
     for style in visible:
         words = ALONE if alone and style == "waiting" else STYLES[style].legend
         wide = 34 + 5.5 * len(words)
-        if (not lower and list(STYLES).index(style) >= communication and x > left) or x + wide - 16 > right:
+        if (not lower and list(STYLES).index(style) >= communication and x > left) or x + wide - 16 > WIDTH:
             x, y = left, y + 16
         lower = list(STYLES).index(style) >= communication
         pen.box(_fill(name, style), x, y - 7.5, 14, 9)
@@ -401,3 +391,19 @@ def _ticks(extent: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
     return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]
+
+
+def text_width(text: str) -> float:
+    """The maximum width of a text, in units of its font size."""
+    return sum(0.46 if c in NARROW else 1.13 if c in WIDEST else 0.86 if c.isupper() else 0.72 for c in text)
+
+
+def fitting_status(room: float, status: str) -> str:
+    """A rank's status, shortened to `room` units of its font size: the operation's name is cut, never the duration."""
+    name, dot, since = status.rpartition(SINCE)
+    if not dot:
+        name, since = since, ""
+    cut = ""
+    while name and text_width(name + cut + dot + since) > room:
+        name, cut = name[:-1], "…"
+    return name.rstrip() + cut + dot + since

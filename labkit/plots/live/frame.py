@@ -16,50 +16,32 @@ Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of
 
 @dataclass(slots=True)
 class LiveRow:
-    """A rank in a frame.
-
-    Args:
-        name: the rank's name.
-        status: what it is doing, in a few words.
-        blocked: whether it waits.
-        load: its resource usage.
-        ended_ns: when its process ended, in ns since the run's start; None while it lives.
-    """
+    """A rank in a frame."""
 
     name: str
     status: str
     blocked: bool
     load: Load = field(default_factory=Load)
-    ended_ns: int | None = None
+    ended_ns: int | None = None  # when its process ended, in ns since the run's start; None while it lives
 
 
 @dataclass(slots=True)
 class Curve:
-    """A recorded value over the time that the strip shows.
+    """A recorded value over the time that the strip shows."""
 
-    Args:
-        name: the name given to `lab.record`.
-        means: the mean of each bin, per rank and then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
-    """
-
-    name: str
+    name: str  # the name given to `lab.record`
+    # the mean of each bin, per rank and then over all ranks, shape (ranks + 1, bins); NaN for empty bins
     means: NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class Past:
-    """The run so far, in bins.
+    """The run so far, in bins."""
 
-    Args:
-        cells: per rank, the covered time of its lanes' bins.
-        shown_ns: the time that the bins cover.
-        drawn: the strip and the rows as SVG once drawn, by width: a cache, since bins are filled less often than frames
-            are drawn.
-    """
-
-    cells: list[Cells]
-    shown_ns: int
-    drawn: dict[tuple[str, float], str] = field(default_factory=dict)
+    cells: list[Cells]  # per rank, the covered time of its lanes' bins
+    shown_ns: int  # the time that the bins cover
+    # "strip" and "rows" as SVG once drawn: a cache, since bins are filled less often than frames are drawn
+    drawn: dict[str, str] = field(default_factory=dict)
 
     def styles(self) -> set[int]:
         """Return the numbers of the styles that occur in it."""
@@ -68,50 +50,30 @@ class Past:
 
 @dataclass(slots=True)
 class Detail:
-    """A part of the run that is drawn bar by bar.
-
-    Args:
-        trace: the part.
-        extent_ns: length of the rows' time axis.
-        label: label of that axis.
-        marked: start and end of the part in ns since the run's start; None if it is the whole run.
-        drawn: the rows as SVG once drawn, by width: a cache, since a part may be shown for several frames.
-        styles: the numbers of the styles drawn in it.
-    """
+    """A part of the run that is drawn bar by bar."""
 
     trace: Trace
     extent_ns: int
     label: str
+    # start and end of the part in ns since the run's start; None if it is the whole run
     marked: tuple[int, int] | None = None
-    drawn: dict[float, str] = field(default_factory=dict)
-    styles: set[int] = field(default_factory=set)
+    drawn: str = ""  # the rows as SVG once drawn: a cache, since a part may be shown for several frames
+    styles: set[int] = field(default_factory=set)  # the numbers of the styles drawn in it
 
 
 @dataclass(slots=True)
 class LiveFrame:
-    """The content of one frame.
+    """The content of one frame."""
 
-    Args:
-        title: the function and the ranks: "train on 4 ranks".
-        elapsed_ns: time since the run's start.
-        fraction: completed fraction of the loop, from 0 to 1; None if unknown.
-        progress: texts for steps, rate, time left, and values; "" if unknown.
-        rows: the ranks.
-        past: the content of the strip.
-        detail: the content of the rows; None: the same as the strip.
-        curve: the first recorded value with several points; None if there is none yet.
-        held: whether it stays for as long as the student thinks at a debugger's prompt.
-    """
-
-    title: str
+    title: str  # the function and the ranks: "train on 4 ranks"
     elapsed_ns: int
-    fraction: float | None
-    progress: tuple[str, ...]
+    fraction: float | None  # completed fraction of the loop, from 0 to 1; None if unknown
+    progress: tuple[str, ...]  # texts for steps, rate, time left, and values; "" if unknown
     rows: list[LiveRow]
-    past: Past
-    detail: Detail | None
-    curve: Curve | None = None
-    held: bool = False
+    past: Past  # the content of the strip
+    detail: Detail | None  # the content of the rows; None: the same as the strip
+    curve: Curve | None = None  # the first recorded value with several points; None if there is none yet
+    held: bool = False  # whether it stays for as long as the student thinks at a debugger's prompt
 
     @property
     def in_words(self) -> str:

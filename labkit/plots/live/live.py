@@ -16,17 +16,16 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
 from labkit.errors.units import time_in_words
 from labkit.launch.resource_usage import Load
+from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
+from labkit.plots.live.drawing import SINCE, page
 from labkit.plots.live.frame import Curve, Detail, LiveFrame, LiveRow, Past
-from labkit.plots.live.page import page
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
-from labkit.plots.style import as_image
-from labkit.plots.widths import SINCE
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 
@@ -38,8 +37,8 @@ ENDED_HERE: Final = "✕ ended"  # the status of a rank whose process has ended,
 LONG_WAIT_NS: Final = 500_000_000  # a longer wait is shown with its duration
 
 
-class Screen(Protocol):
-    """Shows frames."""
+class Screen:
+    """Shows frames; this one shows nothing."""
 
     def begin(self, alt_text: str) -> None:
         """Open the display; a viewer without images shows `alt_text` throughout the run."""
@@ -54,9 +53,8 @@ class Screen(Protocol):
 class Live:
     """The live picture of a run; implements `group.picture.Picture`.
 
-    Args:
-        screen: where to show it; default: the cell's output in a notebook, one line in a terminal, else nowhere.
-        clock: returns this thread's CPU time in ns, to measure the cost of drawing.
+    It is shown on `screen`, by default the cell's output in a notebook, one line in a terminal, else nowhere. `clock`
+    returns this thread's CPU time in ns, to measure the cost of drawing.
     """
 
     interval_s = 0.2  # five frames a second look like movement
@@ -65,14 +63,7 @@ class Live:
         self._given, self._clock = screen, clock
 
     def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int] | None = None) -> None:
-        """Start the picture of a run with its first frame.
-
-        Args:
-            ranks: names of the ranks.
-            title: the function and the ranks: "train on 4 ranks".
-            start_ns: start of the run.
-            called: the numbers of the ranks that call the function, while the others serve; default: all.
-        """
+        """Start the picture of a run, such as "train on 4 ranks"; ranks other than `called` only serve."""
         self._title, self._start_ns = title, start_ns
         self._screen = self._given or _screen_here()
         self._recent, self._progress = Recent(ranks, start_ns, called), Progress(len(ranks))
@@ -89,34 +80,17 @@ class Live:
         self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load] = (),
         silent: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Show the state of the run.
-
-        Args:
-            now_ns: the current time.
-            new: the spans completed since the last update.
-            pending: per rank, its pending operations.
-            loads: per rank, its resource usage.
-            silent: the ranks whose machine does not answer, with the time of its last report.
-        """
+        """Show the state of the run; `silent` has the last report of ranks whose machine does not answer."""
         self._recent.silent = silent
         self._loads = tuple(loads) or self._loads
         self._safely(lambda: self._next_frame(now_ns, new, pending))
 
     def hold(self, asking: Collection[int]) -> None:
-        """Show the last update in a frame that stays, since none follows while the student is asked for a command.
-
-        Args:
-            asking: the ranks at their debuggers' prompts.
-        """
+        """Show the last update in a frame that stays: the ranks `asking` are at their debuggers' prompts."""
         self._safely(lambda: self._screen.show(self._frame(*self._updated, asking)))
 
     def end(self, trace: Trace, stopped: str) -> None:
-        """Replace the frames with the timeline of the finished run.
-
-        Args:
-            trace: the trace of the whole run.
-            stopped: why the run ended early, as in "stopped by an error"; "" if it did not.
-        """
+        """Replace the frames with the timeline of the run; `stopped` says why it ended early, "" if it did not."""
         self._failed = False  # the timeline can be drawn even if a frame could not
         title = f"{self._title}, {stopped}" if stopped else self._title
         self._safely(lambda: self._screen.end(trace, title))
@@ -211,7 +185,7 @@ def _status(pending: Sequence[Pending], now_ns: int, *, returned: bool) -> tuple
     return ("returned", False) if returned else ("", False)
 
 
-class _Cell:
+class _Cell(Screen):
     """The output of a notebook's cell: one display, which is updated.
 
     The display starts with text only, and ends with the same text and the image: nbval 0.11 compares the first version
@@ -256,14 +230,11 @@ def _import_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-class _Line:
+class _Line(Screen):
     """One line of a terminal, overwritten with each frame."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-
-    def begin(self, alt_text: str) -> None:
-        """Does nothing."""
 
     def show(self, frame: LiveFrame) -> None:
         waiting = [f"{row.name}: {row.status}" for row in frame.rows if row.blocked][:2]
@@ -276,23 +247,10 @@ class _Line:
         self._stream.flush()
 
 
-class _Nowhere:
-    """Discards all frames."""
-
-    def begin(self, alt_text: str) -> None:
-        """Does nothing."""
-
-    def show(self, frame: LiveFrame) -> None:
-        """Does nothing."""
-
-    def end(self, trace: Trace, title: str) -> None:
-        """Does nothing."""
-
-
 def _screen_here() -> Screen:
-    """Return the cell's output in a notebook kernel, a line if standard error is a terminal, otherwise `_Nowhere`."""
+    """Return the cell's output in a notebook kernel, a line if standard error is a terminal, otherwise nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):
         return _Cell()
-    return _Line(sys.stderr) if sys.stderr.isatty() else _Nowhere()
+    return _Line(sys.stderr) if sys.stderr.isatty() else Screen()

@@ -18,7 +18,7 @@ STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step fo
 NAMES_SHOWN: Final = 4  # the most recorded values in the text
 
 
-class _Steps:
+class _StepsOfRank:
     """The steps of one rank."""
 
     def __init__(self) -> None:
@@ -51,14 +51,10 @@ class _Steps:
 
 
 class Progress:
-    """The steps and recorded values of a run so far.
-
-    Args:
-        ranks: the number of ranks.
-    """
+    """The steps and recorded values of a run of so many ranks so far."""
 
     def __init__(self, ranks: int) -> None:
-        self._steps = [_Steps() for _ in range(ranks)]
+        self._steps = [_StepsOfRank() for _ in range(ranks)]
         self._values: dict[str, dict[int, float]] = {}
 
     def add(self, new: Trace) -> None:
@@ -105,15 +101,10 @@ class Progress:
             return None
         return min(start for start, _ in found), max(end for _, end in found)
 
-    def in_words(self) -> str:
-        """Return the progress as text: "37 of 500 steps  ·  12.4 steps/s  ·  37 s left  ·  loss 0.412"."""
-        return "  ·  ".join(part for part in self.parts() if part)
-
     def parts(self, now_ns: int = 0) -> tuple[str, ...]:
         """Return texts for steps, rate and time left ("" if unknown), and for each of the last values.
 
-        Args:
-            now_ns: the current time: long after the last step, its age takes the place of the rate; 0 for no such text.
+        Long after the last step, its age takes the place of the rate; not if the current time is not given.
         """
         steps, rate, left, slowest = "", "", "", self._slowest()
         if slowest is not None:
@@ -134,11 +125,11 @@ class Progress:
         ]
         return (steps, rate, left, *values)
 
-    def _slowest(self) -> _Steps | None:
+    def _slowest(self) -> _StepsOfRank | None:
         return min((own for own in self._steps if own.count or own.loops), key=lambda own: own.count, default=None)
 
     @staticmethod
-    def _steps_per_s(own: _Steps) -> float | None:
+    def _steps_per_s(own: _StepsOfRank) -> float | None:
         if not own.last:
             return None
         took_ns = own.last[-1][1] - own.last[0][0]

@@ -25,13 +25,7 @@ _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
 
 
 class Recent:
-    """The recent spans of a run, and the whole run in bins.
-
-    Args:
-        ranks: names of the ranks.
-        start_ns: start of the run.
-        called: the numbers of the ranks that call the function; None: all.
-    """
+    """The recent spans of a run, and the whole run in bins; only the ranks `called` call the function."""
 
     def __init__(self, ranks: tuple[str, ...], start_ns: int, called: Sequence[int] | None = None) -> None:
         self.ranks, self.start_ns = ranks, start_ns
@@ -57,13 +51,7 @@ class Recent:
         return self.shown_ns / BINS
 
     def add(self, new: Trace, now_ns: int, *, drawn: bool = True) -> None:
-        """Add newly completed spans.
-
-        Args:
-            new: the spans completed since the last call.
-            now_ns: the current time.
-            drawn: whether a frame follows. Otherwise, the bins are filled later: at once is cheaper than in parts.
-        """
+        """Add completed spans. If no frame is `drawn`, the bins are filled later: at once is cheaper than in parts."""
         rows = self._renamed(new.columns)
         for rank, end in zip(*(rows[rows["kind"] == CALL][field].tolist() for field in ("rank", "end_ns")), strict=True):
             self.returned_ns[rank] = end
@@ -123,13 +111,7 @@ class Recent:
         return self._bins[rank][_EXCLUSIVE].sum(axis=0)  # type: ignore[no-any-return]  # numpy's stubs say Any
 
     def _bin(self, rows: Any, later: Any, now_ns: int) -> None:
-        """Add spans to the bins.
-
-        Args:
-            rows: the spans.
-            later: the spans received after them, which tell when the other ranks arrived at their operations.
-            now_ns: the current time.
-        """
+        """Add spans to the bins; `later` ones tell when the other ranks arrived at their operations."""
         if not len(rows):
             return
         if len(rows) > EXACT or (rows["count"] > 1).any():

@@ -21,8 +21,8 @@ class SavedModel {
     this.answered = null;
   }
 
-  send({ id }) {
-    queueMicrotask(() => this.answered?.({ id, ...this.header }, this.buffers));
+  send(query) {
+    queueMicrotask(() => this.answered?.({ ...query, ...this.header }, this.buffers));
   }
 }
 

@@ -1,15 +1,25 @@
-"""Figures say where ranks waited for cores so long that the picture is distorted, and where gloo moved GPU tensors."""
+"""What figures say beside the bars: for whom a rank waits, and that times are distorted by what ranks shared."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from matplotlib.text import Text
 
 import labkit as lab
-from labkit.plots.sharing import lacking_cores
-from labkit.plots.timeline import figure_of
+from labkit.plots.bars import STYLES
+from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.explorer.window import about
+from labkit.plots.live.drawing import svg
+from labkit.plots.live.frame import LiveFrame, LiveRow, Past
+from labkit.plots.timeline import figure_of, timeline
+from labkit.plots.view import view_of
+from labkit.tracing.measurement import lacking_cores
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book  # isort: skip
+from synthetic import MS, Book, model_parallel  # isort: skip
 
 NOTE = "4 ranks shared 2 cores: what overlaps here may not overlap on cores of their own"
 
@@ -87,11 +97,59 @@ def test_the_number_of_cores_may_be_unknown():
     assert "4 ranks shared cores: what" in lab.timeline(sharing(3, cores=0)).figure.alt_text
 
 
-def test_the_line_is_below_the_legend_and_in_the_figure():
-    figure = lab.timeline(sharing(3)).figure
-    figure.canvas.draw()
-    (note,) = [text for text in figure.axes[0].texts if NOTE in text.get_text()]
-    box, legends = note.get_window_extent(), [a for a in figure.axes[0].get_children() if type(a).__name__ == "Legend"]
-    assert box.y0 >= 0
-    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-    assert all(box.y1 < legend.get_window_extent().y0 for legend in legends)
+# For whom a rank waits
+
+
+def of_devices(ranks: int, *, across: bool, messages: bool = False) -> Trace:
+    """Each rank has two of TensorFlow's devices; they reduce among themselves, or those of all ranks together."""
+    book = Book()
+    for rank in range(ranks):
+        for device, came in ((0, 0.0), (1, rank + 2.0)):
+            book.compute(rank, "forward", came / 2, came, device=f"CPU:{device}", measured=True)
+            shared = {"group": "all" if across else f"of rank {rank}", "match": 1, "device": f"CPU:{device}"}
+            book.travel(rank, "all_reduce", came, 5, wait=(came, 5), nbytes=1000, **shared)
+        if messages:
+            book.travel(rank, "send" if rank else "recv", 5 + rank, 8, wait=(5 + rank, 8), peer=1 - rank, group="m", match=1)
+    return book.trace(ranks)
+
+
+def words_for_waiting(trace: Trace) -> set[str]:
+    """What the figures of a trace call waiting for others; all of them must agree."""
+    figures = [timeline(trace), breakdown(trace), compare(a=trace, b=trace)]
+    reported = [[text.get_text() for text in ax.figure.findobj(Text)] for ax in figures]
+    reported.append([style["legend"] for style in about(view_of(trace, None, ""), 0)["styles"]])
+    data = STYLES["data"].legend
+    found = [{text for text in texts if text.startswith("waiting") and text != data} for texts in reported]
+    assert [words for words in found if words != found[0]] == []
+    return found[0]
+
+
+def test_devices_of_one_rank_wait_for_each_other():
+    assert words_for_waiting(of_devices(1, across=False)) == {"waiting for another device"}
+    assert words_for_waiting(of_devices(2, across=False)) == {"waiting for another device"}
+
+
+def test_ranks_with_devices_may_wait_for_either():
+    assert words_for_waiting(of_devices(2, across=True)) == {"waiting for another rank or device"}
+    assert words_for_waiting(of_devices(2, across=False, messages=True)) == {"waiting for another rank or device"}
+
+
+def test_ranks_without_devices_wait_for_ranks():
+    assert words_for_waiting(model_parallel()) == {"waiting for another rank"}
+
+
+def test_a_single_rank_never_waits_for_another():
+    book = Book()
+    book.compute(0, "forward", 0, 1)
+    book.travel(0, "all_reduce", 1, 4, wait=(1, 4), group="world", match=1, done=False)
+    assert words_for_waiting(book.trace(1)) == {"waiting"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_live_picture_of_a_single_rank_never_waits_for_another(ranks: int):
+    names = tuple(f"rank {i}" for i in range(ranks))
+    waiting = np.zeros((len(STYLES), 256))
+    waiting[list(STYLES).index("waiting")] = 1.0
+    past = Past([(np.zeros_like(waiting), waiting)] * ranks, 256)
+    page = svg(LiveFrame("train", 0, None, (), [LiveRow(name, "", blocked=False) for name in names], past, None), "a")
+    assert ("another rank" in page) == (ranks > 1)

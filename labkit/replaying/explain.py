@@ -14,14 +14,22 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.sharing import lacking_cores
-from labkit.plots.what_helps import in_words
 from labkit.recording.cores import load_of_others, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
-from labkit.replaying.gains import WITHOUT_COMMUNICATION, Gain, Gains, Questions, better_links, like_others, twice_as_fast
+from labkit.replaying.gains import (
+    WITHOUT_COMMUNICATION,
+    Gain,
+    Gains,
+    Questions,
+    better_links,
+    gain_in_words,
+    like_others,
+    twice_as_fast,
+)
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
+from labkit.tracing.measurement import lacking_cores
 from labkit.tracing.overlapping import after_backward, needed_at_once
 from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.silent_faults import faults_in
@@ -205,7 +213,7 @@ def _predicted(gains: Gains | None) -> Iterator[str]:
     """Gains in the words of `what_helps`, ideals apart from changes."""
     for ideal in (False, True):
         found = gains.gains if gains is not None else ()
-        said = [f'"{gain.change}" {in_words(gain, gains)}' for gain in found if gain.ideal is ideal and gains is not None]
+        said = [f'"{gain.change}" {gain_in_words(gain, gains)}' for gain in found if gain.ideal is ideal and gains is not None]
         each = ", per step" if gains is not None and gains.steps else ""
         begin = f"Ideals that no change reaches, by replay{each}" if ideal else f"Predicted by replay{each}"
         if said:

@@ -9,9 +9,9 @@ from synthetic import Book, data_parallel, model_parallel
 import labkit as lab
 from labkit.costs.link import Link
 from labkit.errors.units import time_in_words
-from labkit.plots import explain as module
-from labkit.plots.explain import Overlap, explain
 from labkit.recording.rank_facts import Fact, FactKind
+from labkit.replaying import explain as module
+from labkit.replaying.explain import Overlap, explain
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.trace import Trace
 
