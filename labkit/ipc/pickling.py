@@ -17,14 +17,13 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cloudpickle
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.array_views import SharedArrays
 from labkit.ipc.decorated import CACHED, reduce_decorated
 from labkit.ipc.definitions import Received, Sent
 from labkit.ipc.notebook_builtins import reduce_ipython
@@ -102,21 +101,23 @@ def pack(
             buffers.append(buffer)
         return not large
 
-    blocks: dict[int, tuple[Any, Any]] = {}
+    def pickled(blocks: Mapping[int, Any]) -> tuple[_Pickler, io.BytesIO]:
+        buffers.clear()
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, home, sent, received, is_in_band, blocks)
+        pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined, pickler.numbered))
+        return pickler, stream
+
     try:
-        while True:
-            buffers.clear()
-            stream = io.BytesIO()
-            pickler = _Pickler(stream, home, sent, received, is_in_band, blocks)
-            pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined, pickler.numbered))
-            if blocks or not (blocks := pickler.arrays.found()):
-                break
+        pickler, stream = pickled({})
+        if blocks := _shared_memory_of(pickler.arrays.values()):
+            pickler, stream = pickled(blocks)
     except LabError:
         raise
     except Exception as error:  # noqa: BLE001  # an object's own __reduce__ may raise anything
 
         def attempt(part: Any) -> None:
-            _Pickler(io.BytesIO(), home, None, received, lambda _: None).dump(part)
+            _Pickler(io.BytesIO(), home, None, received, lambda _: None, {}).dump(part)
 
         raise LabError(explain_unpicklable(value, label, error, attempt, result=received is not None)) from None
     payload = Payload(stream.getvalue(), copied_from_gpu=pickler.copied_from_gpu, files=pickler.files)
@@ -262,7 +263,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         numbered: all functions and classes that were pickled by value, by their numbers.
         files: the files in which the student's functions are defined.
         copied_from_gpu: whether tensors were copied from a GPU.
-        arrays: the numpy arrays and the tensors' storages that were pickled.
+        arrays: the numpy arrays that were pickled, by `id`.
     """
 
     def __init__(
@@ -272,19 +273,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         sent: Sent | None,
         received: Received | None,
         buffer_callback: Callable[[Any], Any],
-        blocks: dict[int, tuple[Any, Any]] | None = None,
+        blocks: Mapping[int, Any],
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self._home, self._sent, self._received = home, sent, received
         self._rank_only: RankOnlyTypes | None = None
         self._alive: list[Any] = []  # pickle's memo uses `id`: an object in it must not be freed and its id used again
         self._torch = sys.modules.get("torch")
+        self._array_type = getattr(sys.modules.get("numpy"), "ndarray", None)
+        self._blocks = blocks
         self._by_value = cloudpickle.list_registry_pickle_by_value()  # modules registered to be pickled by value
         self.defined: dict[str, Any] = {}
         self.numbered: dict[int, Any] = {}
         self.files: set[str] = set()
         self.copied_from_gpu = False
-        self.arrays = SharedArrays(blocks)
+        self.arrays: dict[int, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         """pickle's hook: return the reduction of `obj`, or NotImplemented for the default one."""
@@ -294,8 +297,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
             if self._rank_only is None:
                 self._rank_only = RankOnlyTypes()
             self._rank_only.check(obj)
-        if (shared := self.arrays.reduce(obj)) is not None:
-            return shared
+        if type(obj) is self._array_type and (view := self._view(obj)) is not None:
+            return view
         if (fresh := reduce_sync_object(obj)) is not None:
             self._alive.append(fresh)
             return fresh
@@ -364,7 +367,45 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         if storage.nbytes() == 0:
             return torch.UntypedStorage, (0,)
         memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        return self.arrays.reduce_storage(storage, memory) or (_storage_from, (pickle.PickleBuffer(memory),))
+        return _storage_from, (pickle.PickleBuffer(memory),)
+
+    def _view(self, array: Any) -> Any:
+        """Reduce an array that shares memory with others to a part of that memory; None for any other."""
+        self.arrays[id(array)] = array
+        block = self._blocks.get(id(_owner(array)))
+        if block is None or block is array:
+            return None
+        place = array.ctypes.data - block.ctypes.data, array.shape, array.strides
+        return _array_in, (block, *place, array.dtype, array.flags.writeable)
+
+
+def _owner(array: Any) -> Any:
+    """Return the array whose memory an array shows, which may be itself."""
+    return array.base if type(array.base) is type(array) else array
+
+
+def _shared_memory_of(arrays: Iterable[Any]) -> dict[int, Any]:
+    """Return the memory that several arrays show, as arrays of bytes, by the `id` of the array that owns it.
+
+    Pickle would send copies. A program that trains a flat vector through views of it would then have no effect.
+    """
+    owned: dict[int, list[Any]] = {}
+    for array in arrays:
+        owned.setdefault(id(_owner(array)), []).append(array)
+    blocks = {}
+    for identity, (array, *others) in owned.items():
+        owner = _owner(array)
+        if others and owner.nbytes and not owner.dtype.hasobject:
+            block = owner.ravel(order="K").view("u1")
+            if block.ctypes.data == owner.ctypes.data:  # else it is a copy: the owner's own elements are not adjacent
+                blocks[identity] = block
+    return blocks
+
+
+def _array_in(block: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool) -> Any:
+    array = type(block)(shape, dtype, block, offset, strides)
+    array.flags.writeable &= writeable
+    return array
 
 
 def _storage_from(buffer: Any) -> Any:
