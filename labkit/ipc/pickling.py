@@ -24,13 +24,11 @@ from typing import Any, Final
 import cloudpickle
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.decorated import CACHED, reduce_decorated
 from labkit.ipc.definitions import Received, Sent
 from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.pickling_errors import Call, explain_unpicklable
 from labkit.ipc.process_memory import ALIGN, address_of, read
-from labkit.ipc.rank_only_objects import RankOnlyTypes
-from labkit.ipc.sync_objects import reduce_sync_object
+from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_sync_object
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
@@ -277,7 +275,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self._home, self._sent, self._received = home, sent, received
-        self._rank_only: RankOnlyTypes | None = None
+        self._rank_only = rank_only_types() if received is not None else ()
         self._alive: list[Any] = []  # pickle's memo uses `id`: an object in it must not be freed and its id used again
         self._torch = sys.modules.get("torch")
         self._array_type = getattr(sys.modules.get("numpy"), "ndarray", None)
@@ -293,10 +291,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         """pickle's hook: return the reduction of `obj`, or NotImplemented for the default one."""
         if isinstance(obj, (types.FunctionType, type, CACHED)):
             return self._definition(obj)
-        if self._received is not None:
-            if self._rank_only is None:
-                self._rank_only = RankOnlyTypes()
-            self._rank_only.check(obj)
+        if isinstance(obj, self._rank_only):
+            raise rank_only_error(obj)
         if type(obj) is self._array_type and (view := self._view(obj)) is not None:
             return view
         if (fresh := reduce_sync_object(obj)) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from labkit.ipc.code_names import names_read
-from labkit.ipc.sync_objects import CannotSendError
+from labkit.ipc.reductions import CannotSendError
 
 DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path would not help the student
 

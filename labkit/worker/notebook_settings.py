@@ -1,7 +1,7 @@
 """Copies the notebook's settings of `logging` and of warning filters to its ranks.
 
-Loggers have the notebook's levels. Ranks have no other handler than one that prints in the format of the notebook's root
-logger.
+Loggers have the notebook's levels. Ranks have no other handler than one that prints in the format of the notebook's
+root logger.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _set_level(name: str, level: int) -> None:
         logger.setLevel(level)
 
 
-def _category_to_send(category: type[Warning]) -> type[Warning] | tuple[str, str]:
-    """Return a library's class as its module and name: sending the class itself would import the library in each rank."""
+def _category_to_send(category: Any) -> Any:
+    """Return a library's class as its module and name: sending the class would import the library in each rank."""
     module = category.__module__
     if module.partition(".")[0] in ("builtins", "__main__") or module not in sys.modules or "." in category.__qualname__:
         return category
