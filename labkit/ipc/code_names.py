@@ -55,11 +55,6 @@ def reads(source: ast.Module, filename: str, home: Mapping[str, Any]) -> set[str
 
     These are the names that it reads before it has certainly assigned them, and the names that the functions and
     classes among them read in turn.
-
-    Args:
-        source: the parsed cell.
-        filename: the cell's file name.
-        home: the namespace.
     """
     found = _read_before_assigned(source.body, set(), filename)
     new, found = found & home.keys(), set()

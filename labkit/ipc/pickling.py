@@ -36,23 +36,14 @@ _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most func
 
 @dataclass(slots=True)
 class Payload:
-    """A pickled object: the stream, and its large buffers in a shared-memory segment or still in the sender's memory.
+    """A pickled object: the stream, and its large buffers in a shared segment or still in the sender's memory."""
 
-    Args:
-        data: the pickle stream: the object, and the definitions in it that the receiver installs in its `__main__`.
-        regions: for each buffer its offset in the segment, or its address in the owner's memory, and its size in bytes.
-        fd: the segment's file descriptor; -1 without a segment. The sender closes it with `close`.
-        owner_pid: the process that keeps the buffers in its memory until the payload is unpacked; 0 with a segment.
-        copied_from_gpu: whether CUDA tensors were copied to the CPU.
-        files: the student's files in which the functions are defined; not sent.
-    """
-
-    data: bytes
-    regions: list[tuple[int, int]] = field(default_factory=list)
-    fd: int = -1
-    owner_pid: int = 0
-    copied_from_gpu: bool = False
-    files: set[str] = field(default_factory=set)
+    data: bytes  # the pickle stream: the object, and the definitions in it that the receiver installs in its `__main__`
+    regions: list[tuple[int, int]] = field(default_factory=list)  # of each buffer: offset or address, and bytes
+    fd: int = -1  # the segment's file descriptor; -1 without a segment. The sender closes it with `close`
+    owner_pid: int = 0  # the process that keeps the buffers in its memory until the payload is unpacked; 0 with a segment
+    copied_from_gpu: bool = False  # whether CUDA tensors were copied to the CPU
+    files: set[str] = field(default_factory=set)  # the student's files in which the functions are defined; not sent
     _held: list[memoryview] = field(default_factory=list)
 
     def close(self) -> None:
@@ -137,11 +128,6 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
 
     Its arrays are in newly allocated memory, or in the shared segment, mapped privately: no other process sees writes.
 
-    Args:
-        payload: the result of `pack`.
-        sent: in the notebook, the registry in which a result's functions and classes are looked up by number.
-        received: in a rank, the registry that records the functions and classes that have come.
-
     Raises:
         EOFError: the process that kept the buffers is gone.
     """
@@ -223,13 +209,7 @@ _REFERENCE: Final = _sent_definition.__name__.encode()  # occurs in each stream 
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles in a process that has sent definitions.
-
-    Args:
-        data: the pickle stream.
-        buffers: its out-of-band buffers.
-        sent: the definitions that this process has sent.
-    """
+    """Unpickles in a process that has sent definitions."""
 
     def __init__(self, data: bytes, buffers: Sequence[memoryview], sent: Sent) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
@@ -254,15 +234,7 @@ def _with_slots(kind: type, parts: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band.
-
-    Attributes:
-        defined: the functions and classes of `home` that were pickled, by name, for the receiver's `__main__`.
-        numbered: all functions and classes that were pickled by value, by their numbers.
-        files: the files in which the student's functions are defined.
-        copied_from_gpu: whether tensors were copied from a GPU.
-        arrays: the numpy arrays that were pickled, by `id`.
-    """
+    """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band."""
 
     def __init__(
         self,
@@ -281,11 +253,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         self._array_type = getattr(sys.modules.get("numpy"), "ndarray", None)
         self._blocks = blocks
         self._by_value = cloudpickle.list_registry_pickle_by_value()  # modules registered to be pickled by value
-        self.defined: dict[str, Any] = {}
-        self.numbered: dict[int, Any] = {}
-        self.files: set[str] = set()
-        self.copied_from_gpu = False
-        self.arrays: dict[int, Any] = {}
+        self.defined: dict[str, Any] = {}  # functions and classes of `home`, by name, for the receiver's `__main__`
+        self.numbered: dict[int, Any] = {}  # all functions and classes that were pickled by value
+        self.files: set[str] = set()  # in which the student's functions are defined
+        self.copied_from_gpu = False  # whether tensors were
+        self.arrays: dict[int, Any] = {}  # numpy's, by `id`
 
     def reducer_override(self, obj: Any) -> Any:
         """pickle's hook: return the reduction of `obj`, or NotImplemented for the default one."""

@@ -40,15 +40,7 @@ class Names(dict[str, Any]):
 def explain_unpicklable(
     value: Any, label: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False
 ) -> str:
-    """Return a message that names the innermost part that cannot be sent, and says what to do.
-
-    Args:
-        value: the object that was to be sent.
-        label: its name in the message.
-        error: the error that pickling it raised.
-        pickle: a function that pickles one object, or raises.
-        result: whether the value is a rank's result, on its way to the notebook.
-    """
+    """Return a message that names the innermost part that cannot be sent, and says what to do."""
     seen: set[int] = set()  # a function may refer to itself
     path, culprit, reason = label, value, error
     for _ in range(DEEPEST):

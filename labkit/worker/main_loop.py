@@ -46,13 +46,7 @@ ALWAYS_OWN: Final = frozenset(
 
 
 def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
-    """Serve the notebook until it closes the connection or sends `Close`.
-
-    Args:
-        sock: the socket that carries messages.
-        ring: the memory into which this rank records.
-        network: the network in which ranks communicate.
-    """
+    """Serve the notebook until it closes the connection or sends `Close`."""
     channel = Channel(sock)
     me = os.getpid()
     os.register_at_fork(after_in_child=channel.close)
@@ -73,14 +67,7 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
 
 
 class _Rank:
-    """One rank: its runtime, its state, and its end of the channel.
-
-    Args:
-        channel: the connection to the notebook.
-        rank_config: the first message.
-        ring: writes this rank's records.
-        network: the network in which ranks communicate.
-    """
+    """One rank: its runtime, its state, and its end of the channel."""
 
     def __init__(self, channel: Channel, rank_config: protocol.RankConfig, ring: RingWriter, network: Network) -> None:
         self._channel, self._rank_config, self._ring = channel, rank_config, ring

@@ -55,13 +55,7 @@ class BlockedCall:
         self._since_ns = self._described_ns = 0
 
     def check(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
-        """Check whether the main thread is blocked, and update the record.
-
-        Args:
-            now_ns: the time on the clock of `time.perf_counter_ns`.
-            cpu_ns: the CPU time of all threads of the process so far.
-            innermost: the innermost frame of the main thread.
-        """
+        """Check whether the main thread is blocked, and update the record."""
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
         call = call_within(innermost) if idle and not _service.is_set() else None
         blocked = call is not None and call is self._call

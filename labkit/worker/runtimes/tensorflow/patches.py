@@ -69,9 +69,6 @@ def replace_functions_of_datasets_and_autograph() -> None:
 def work_around_bugs_of_strategies(say: Callable[[str], None]) -> list[str]:
     """Patch TensorFlow and Keras in this process. Call it once, before the student's code runs.
 
-    Args:
-        say: called with a note where a workaround takes effect.
-
     Returns:
         a sentence for each workaround that does not fit the installed code.
     """
@@ -147,13 +144,7 @@ def _average_over_replicas(reduce: Callable[..., Any], values: Any, strategy: An
 
 
 def check_strategies(jobs: Collection[str], job: str, apart: Callable[[], int]) -> None:
-    """Make the strategies' constructors raise errors in this process, and warn if several ranks train apart.
-
-    Args:
-        jobs: the jobs of the cluster.
-        job: this rank's job.
-        apart: returns how many ranks run the same program and may each make a MirroredStrategy.
-    """
+    """Make the strategies' constructors raise errors in this process, and warn if several ranks train apart."""
 
     def check_and_make(make: Callable[..., None], strategy: Any, devices: Any = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(devices, Sequence) and not isinstance(devices, str):
@@ -220,13 +211,7 @@ def warn_if_alone(rank: int) -> None:
 
 
 def check_config(jobs: Sequence[tuple[str, int]], rank: int, args: Sequence[Any]) -> None:
-    """Warn if a program makes this rank a part of a cluster in which it cannot work.
-
-    Args:
-        jobs: TensorFlow's job and task number of each rank, in rank order.
-        rank: this rank's number.
-        args: the arguments of TensorFlow's function that does so; one of them is the definition of the server.
-    """
+    """Warn if a program makes this rank a part of a cluster in which it cannot work."""
     import tensorflow as tf
 
     server = tf.train.ServerDef.FromString(next((arg for arg in args if isinstance(arg, bytes)), b""))
@@ -236,15 +221,7 @@ def check_config(jobs: Sequence[tuple[str, int]], rank: int, args: Sequence[Any]
 
 
 def mistake(job: str, task: int, cluster: Mapping[str, int], jobs: Sequence[tuple[str, int]], rank: int) -> str:
-    """Return what is wrong with a rank's job and task; "" if they can be right.
-
-    Args:
-        job: the job as which the program starts this rank.
-        task: the number of its task.
-        cluster: the number of tasks of each job in the program's cluster.
-        jobs: as for `check_config`.
-        rank: as for `check_config`.
-    """
+    """Return what is wrong with a rank's job and task; "" if they can be right."""
     own_job, own_task = jobs[rank]
     named = {name for name, _ in jobs}
     if (job, task) != (own_job, own_task) and (job, task) in jobs:

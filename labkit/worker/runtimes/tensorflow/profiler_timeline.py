@@ -36,12 +36,7 @@ MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, whic
 
 
 class Timeline:
-    """Records the TensorFlow operations of a rank's runs.
-
-    Args:
-        recorder: this rank's recorder.
-        role: the rank's role in the cluster.
-    """
+    """Records the TensorFlow operations of a rank's runs."""
 
     def __init__(self, recorder: Recorder, role: Role) -> None:
         self._recorder, self._role, self._sizes = recorder, role, Sizes()
@@ -258,10 +253,6 @@ def next_reading(now_ns: int, reading_ns: int) -> int:
 
     The times are the same in all ranks of a machine, which share a clock: while a rank reads, the others wait for it in
     their next collective, so they should read at the same time.
-
-    Args:
-        now_ns: the current time in ns.
-        reading_ns: how long reading the last session took.
     """
     period_ns = SLICE_NS
     while period_ns < min(SHARE * reading_ns, OLDEST_NS):
