@@ -123,6 +123,15 @@ def pack(
     return payload
 
 
+def can_be_sent(value: Any) -> bool:
+    """Whether a value can be pickled."""
+    try:
+        pack(value).close()
+    except LabError:
+        return False
+    return True
+
+
 def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | None = None) -> Any:
     """Unpickle an object and install the definitions that came with it in `__main__`.
 

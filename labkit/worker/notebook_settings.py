@@ -65,6 +65,7 @@ class NotebookSettings:
         printing = [entry for entry in handlers if type(entry[0]) is logging.StreamHandler]
         if handlers:
             settings.handler = (printing or handlers)[0][1:]
+        # Without a handler, Python prints warnings and errors only.
         settings.notes = [
             f"the logging handler {h!r} is the notebook's; ranks print their messages instead."
             for h, *_ in handlers
@@ -72,7 +73,7 @@ class NotebookSettings:
         ] + [
             f"ranks have the level of the logger {name!r}, not its handlers: logging.basicConfig(...) sets the format of ranks."
             for name, x in loggers
-            if isinstance(x, logging.Logger) and x.handlers and _is_students(name)
+            if isinstance(x, logging.Logger) and x.handlers and 0 < x.level < logging.WARNING and _is_students(name)
         ]
         return settings
 
