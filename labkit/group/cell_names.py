@@ -35,7 +35,7 @@ class CellNames:
         known = [m.notebook_values for m in members] or [{}]
         self.to_send = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
 
-    def leave_out_what_cannot_be_sent(self) -> None:
+    def remove_unsendable(self) -> None:
         """Leave out names that cannot be sent and that the cell assigns, probably before it reads them."""
         for name in self.to_send.keys() & set(self._written):
             if not pickling.can_be_sent(self.to_send[name]):

@@ -256,7 +256,7 @@ class Group:
         try:
             payload = pack(Names(names.to_send))
         except LabError:
-            names.leave_out_what_cannot_be_sent()
+            names.remove_unsendable()
             payload = pack(Names(names.to_send))
         all_called = len(on) == len(self)
 
