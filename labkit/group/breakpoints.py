@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Final
 
 from labkit.group.output import notebook_shell, put
 from labkit.group.pool_state import Member
 
 TURN_S: Final = 1.0  # how long the others wait for a rank that executes a command and does not come back to its prompt
-LOOK_EVERY_S: Final = 0.1  # while the student thinks
 NOBODY: Final = (
     "breakpoint() was skipped: here, nobody can be asked for commands. It works in JupyterLab, Notebook and in a terminal, in a "
     "run that was started by the main thread."
@@ -86,33 +82,25 @@ class Breakpoints:
         self._turn, self._since_s = rank, time.monotonic()
 
 
-def ask(member: Member, text: str, any_exiting: Callable[[], bool], look: Callable[[], None]) -> str | None:
-    """Show what a rank's debugger has printed, and ask for a command.
-
-    Args:
-        member: the rank.
-        text: what its debugger has printed. The last line is the prompt.
-        any_exiting: returns whether the process of any rank is about to end. Called as `look` is.
-        look: is called now and then, on another thread, while the student thinks.
+def ask(member: Member, text: str) -> str | None:
+    """Show what a rank's debugger has printed, of which the last line is the prompt, and ask for a command.
 
     Returns:
         the line; "" at the end of the input; None if nobody can be asked.
 
     Raises:
-        ConnectionError: a rank has ended meanwhile, this one or another.
         KeyboardInterrupt: Stop.
     """
     if not can_ask():
         return None
     *lines, prompt = text.split("\n")
     put("".join(f"[{member.name}] {line}\n" for line in lines))
-    with _watched(any_exiting, look):
-        try:
-            return f"{input(f'[{member.name}] {prompt}')}\n"
-        except EOFError:
-            return "" if notebook_shell() is not None or sys.stdin.isatty() else None
-        except (OSError, NotImplementedError):  # NotImplementedError: of a kernel whose front end has no input
-            return None
+    try:
+        return f"{input(f'[{member.name}] {prompt}')}\n"
+    except EOFError:
+        return "" if notebook_shell() is not None or sys.stdin.isatty() else None
+    except (OSError, NotImplementedError):  # NotImplementedError: of a kernel whose front end has no input
+        return None
 
 
 def can_ask() -> bool:
@@ -122,39 +110,3 @@ def can_ask() -> bool:
     shell = notebook_shell()
     # The kernel's own function finds this out as well, but only after the lines above the prompt have been shown.
     return bool(getattr(shell.kernel, "_allow_stdin", True)) if shell is not None else sys.stdin is not None
-
-
-@contextlib.contextmanager
-def _watched(any_exiting: Callable[[], bool], look: Callable[[], None]) -> Iterator[None]:
-    """Watch the ranks while the main thread waits for the student's line, and interrupt that wait if one of them ends.
-
-    The signal must reach the main thread inside this block, whatever the student does at that moment. So the block ends
-    only after the watching thread has, and after the main thread has had the occasion to handle the signal.
-
-    Raises:
-        ConnectionError: a rank has ended.
-    """
-    answered, ended = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while not answered.wait(LOOK_EVERY_S):
-            look()
-            if any_exiting():
-                ended.set()
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                return
-
-    watching = threading.Thread(target=watch, name="labkit breakpoint", daemon=True)
-    watching.start()
-    try:
-        try:
-            yield
-        finally:
-            answered.set()
-            watching.join()
-            time.sleep(0)  # Python calls the handler of a signal here at the latest
-    except KeyboardInterrupt:
-        if not ended.is_set():
-            raise
-    if ended.is_set():
-        raise ConnectionError("a rank has ended")

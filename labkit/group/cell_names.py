@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from labkit.errors.lists import listed
 from labkit.group.pool_state import Member
+from labkit.ipc import pickling
 
 MOST_NAMES: Final = 8  # in the message about lost names
 
@@ -33,6 +34,12 @@ class CellNames:
         self._home, self._written, self._label = home, written, label
         known = [m.notebook_values for m in members] or [{}]
         self.to_send = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
+
+    def remove_unsendable(self) -> None:
+        """Leave out names that cannot be sent and that the cell assigns, probably before it reads them."""
+        for name in self.to_send.keys() & set(self._written):
+            if not pickling.can_be_sent(self.to_send[name]):
+                del self.to_send[name]
 
     def send_to(self, member: Member) -> set[str]:
         """Note that the cell is sent to a rank, and return the names in `to_send` that the rank has already."""

@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
@@ -243,15 +244,20 @@ class Group:
         home = sys.modules["__main__"]
         with warnings.catch_warnings(action="ignore"):  # the ranks will show syntax warnings
             tree = parse(source, filename, label)
-            read = reads(tree, filename, home.__dict__)
-            written = assigned(compile(tree, filename, "exec", dont_inherit=True))
+            code = compile(tree, filename, "exec", dont_inherit=True)
+        written = assigned(code)
         self._check()
         pickling.install_source(filename, source.splitlines(keepends=True))
         pool = self._pool
         kept = pool is not None and pool.state.phase is Phase.IDLE and not self._may_regain_machine(pool)
         members = [pool.members[i] for i in on] if pool is not None and kept else []
-        names = CellNames(home.__dict__, read, written, label, members)
-        payload = pickling.pack(Names(names.to_send), home=home, sent=self._sent, label="the notebook's names")
+        names = CellNames(home.__dict__, reads(code, home.__dict__), written, label, members)
+        pack = partial(pickling.pack, home=home, sent=self._sent, label="the notebook's names")
+        try:
+            payload = pack(Names(names.to_send))
+        except LabError:
+            names.remove_unsendable()
+            payload = pack(Names(names.to_send))
         all_called = len(on) == len(self)
 
         def message(member: Member) -> protocol.RunCell:

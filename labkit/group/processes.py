@@ -249,7 +249,7 @@ class RankPool:
         settings = self._settings.news()
         if settings is None:
             return []
-        notes = [f"the logging handler {h} is the notebook's; ranks print their messages instead." for h in settings.replaced]
+        notes = settings.notes
         try:
             payload = pack(settings)
         except LabError as error:

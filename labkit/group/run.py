@@ -281,7 +281,9 @@ class Execution:
             put(f"labkit: {next(iter(self._failures.values()))}. The run ends when the ranks at breakpoints have continued.\n")
         try:
             text = self._breakpoints.texts[member.rank]
-            line = None if breakpoints.NOBODY in self.notes else breakpoints.ask(member, text, self._any_exiting, self._drain)
+            line = None if breakpoints.NOBODY in self.notes else breakpoints.ask(member, text)
+            if self._any_exiting():  # a rank has ended while the student thought
+                return
             member.channel.send(protocol.Command(line))
         except OSError:  # a rank has ended, which the loop will report
             return

@@ -26,11 +26,7 @@ HEADER_BYTES: Final = _HEADER.size
 
 
 class Channel:
-    """Sends and receives messages over a Unix socket.
-
-    Args:
-        sock: a connected stream socket, blocking.
-    """
+    """Sends and receives messages over a Unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

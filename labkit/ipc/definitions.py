@@ -42,10 +42,6 @@ class Sent:
     def look_up(self, number: int, name: str) -> Any:
         """Return the definition with this number.
 
-        Args:
-            number: its number.
-            name: its name, for the error.
-
         Raises:
             LabError: it was deleted while a result that refers to it was on its way.
         """

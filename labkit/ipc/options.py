@@ -24,29 +24,17 @@ LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is among the machines of its group.
+    """Where a rank is among the machines of its group."""
 
-    Args:
-        machine: the name of its machine; "" where all ranks are on the notebook's machine.
-        node: the number of its machine among those of the group.
-        nodes: the number of machines.
-        local_rank: its number among the ranks of its machine.
-        local_size: the number of ranks of its machine.
-        address: the address at which the other machines reach this one.
-        interface: the network interface with that address; "" leaves the choice to the frameworks.
-        names: all names and addresses of the group's machines.
-        cores: the cores that the ranks of its machine share; 0 where these are the notebook's.
-    """
-
-    machine: str = ""
-    node: int = 0
-    nodes: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    address: str = LOOPBACK
-    interface: str = ""
-    names: frozenset[str] = frozenset()
-    cores: float = 0.0
+    machine: str = ""  # the name of its machine; "" where all ranks are on the notebook's machine
+    node: int = 0  # the number of its machine among those of the group
+    nodes: int = 1  # the number of machines
+    local_rank: int = 0  # its number among the ranks of its machine
+    local_size: int = 1  # the number of ranks of its machine
+    address: str = LOOPBACK  # the address at which the other machines reach this one
+    interface: str = ""  # the network interface with that address; "" leaves the choice to the frameworks
+    names: frozenset[str] = frozenset()  # all names and addresses of the group's machines
+    cores: float = 0.0  # the cores that the ranks of its machine share; 0 where these are the notebook's
 
     @classmethod
     def here(cls, rank: int, size: int) -> Place:
@@ -89,33 +77,20 @@ RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
 class Options:
     """The options of a group; they never change.
 
-    Args:
-        names: the names of the ranks, in rank order.
-        jobs: TensorFlow's job and task number of each rank, in rank order.
-        runtime: one of `RUNTIMES`.
-        devices: "auto", "cpu" or "cuda".
-        devices_per_rank: the number of logical devices of a TensorFlow rank.
-        threads: the number of threads with which a rank's framework may compute; None: the cores of its machine,
-            divided among the ranks there.
-        timeout_s: the time limit of a run; None for no limit.
-        start: "fork" or "spawn".
-        link: the link or network to emulate between ranks; None for none.
-        rpc_options: the number of an RPC rank's threads that serve calls, and the time limit of a call in seconds.
-
     Raises:
         TypeError, ValueError: an invalid option.
     """
 
-    names: tuple[str, ...]
-    jobs: tuple[tuple[str, int], ...] = ()
-    runtime: str
-    devices: str = "auto"
-    devices_per_rank: int = 1
-    threads: int | None = 1
-    timeout_s: float | None = None
-    start: str = STARTS[0]
-    link: Link | Network | None = None
-    rpc_options: tuple[int, float] = RPC_OPTIONS
+    names: tuple[str, ...]  # the names of the ranks, in rank order
+    jobs: tuple[tuple[str, int], ...] = ()  # TensorFlow's job and task number of each rank, in rank order
+    runtime: str  # one of `RUNTIMES`
+    devices: str = "auto"  # "auto", "cpu" or "cuda"
+    devices_per_rank: int = 1  # the number of logical devices of a TensorFlow rank
+    threads: int | None = 1  # of a rank's framework; None: the cores of its machine, divided among the ranks there
+    timeout_s: float | None = None  # the time limit of a run; None for no limit
+    start: str = STARTS[0]  # "fork" or "spawn"
+    link: Link | Network | None = None  # the link or network to emulate between ranks; None for none
+    rpc_options: tuple[int, float] = RPC_OPTIONS  # threads that serve calls, and the time limit of a call in seconds
 
     def __post_init__(self) -> None:
         if self.devices not in DEVICES:

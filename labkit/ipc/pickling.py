@@ -17,21 +17,18 @@ import pickle
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cloudpickle
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.array_views import SharedArrays
-from labkit.ipc.decorated import CACHED, reduce_decorated
 from labkit.ipc.definitions import Received, Sent
 from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.pickling_errors import Call, explain_unpicklable
 from labkit.ipc.process_memory import ALIGN, address_of, read
-from labkit.ipc.rank_only_objects import RankOnlyTypes
-from labkit.ipc.sync_objects import reduce_sync_object
+from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_sync_object
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
@@ -39,23 +36,14 @@ _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most func
 
 @dataclass(slots=True)
 class Payload:
-    """A pickled object: the stream, and its large buffers in a shared-memory segment or still in the sender's memory.
+    """A pickled object: the stream, and its large buffers in a shared segment or still in the sender's memory."""
 
-    Args:
-        data: the pickle stream: the object, and the definitions in it that the receiver installs in its `__main__`.
-        regions: for each buffer its offset in the segment, or its address in the owner's memory, and its size in bytes.
-        fd: the segment's file descriptor; -1 without a segment. The sender closes it with `close`.
-        owner_pid: the process that keeps the buffers in its memory until the payload is unpacked; 0 with a segment.
-        copied_from_gpu: whether CUDA tensors were copied to the CPU.
-        files: the student's files in which the functions are defined; not sent.
-    """
-
-    data: bytes
-    regions: list[tuple[int, int]] = field(default_factory=list)
-    fd: int = -1
-    owner_pid: int = 0
-    copied_from_gpu: bool = False
-    files: set[str] = field(default_factory=set)
+    data: bytes  # the pickle stream: the object, and the definitions in it that the receiver installs in its `__main__`
+    regions: list[tuple[int, int]] = field(default_factory=list)  # of each buffer: offset or address, and bytes
+    fd: int = -1  # the segment's file descriptor; -1 without a segment. The sender closes it with `close`
+    owner_pid: int = 0  # the process that keeps the buffers in its memory until the payload is unpacked; 0 with a segment
+    copied_from_gpu: bool = False  # whether CUDA tensors were copied to the CPU
+    files: set[str] = field(default_factory=set)  # the student's files in which the functions are defined; not sent
     _held: list[memoryview] = field(default_factory=list)
 
     def close(self) -> None:
@@ -102,21 +90,23 @@ def pack(
             buffers.append(buffer)
         return not large
 
-    blocks: dict[int, tuple[Any, Any]] = {}
+    def pickled(blocks: Mapping[int, Any]) -> tuple[_Pickler, io.BytesIO]:
+        buffers.clear()
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, home, sent, received, is_in_band, blocks)
+        pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined, pickler.numbered))
+        return pickler, stream
+
     try:
-        while True:
-            buffers.clear()
-            stream = io.BytesIO()
-            pickler = _Pickler(stream, home, sent, received, is_in_band, blocks)
-            pickler.dump((tuple(value) if isinstance(value, Call) else value, pickler.defined, pickler.numbered))
-            if blocks or not (blocks := pickler.arrays.found()):
-                break
+        pickler, stream = pickled({})
+        if blocks := _shared_memory_of(pickler.arrays.values()):
+            pickler, stream = pickled(blocks)
     except LabError:
         raise
     except Exception as error:  # noqa: BLE001  # an object's own __reduce__ may raise anything
 
         def attempt(part: Any) -> None:
-            _Pickler(io.BytesIO(), home, None, received, lambda _: None).dump(part)
+            _Pickler(io.BytesIO(), home, None, received, lambda _: None, {}).dump(part)
 
         raise LabError(explain_unpicklable(value, label, error, attempt, result=received is not None)) from None
     payload = Payload(stream.getvalue(), copied_from_gpu=pickler.copied_from_gpu, files=pickler.files)
@@ -133,15 +123,19 @@ def pack(
     return payload
 
 
+def can_be_sent(value: Any) -> bool:
+    """Whether a value can be pickled."""
+    try:
+        pack(value).close()
+    except LabError:
+        return False
+    return True
+
+
 def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | None = None) -> Any:
     """Unpickle an object and install the definitions that came with it in `__main__`.
 
     Its arrays are in newly allocated memory, or in the shared segment, mapped privately: no other process sees writes.
-
-    Args:
-        payload: the result of `pack`.
-        sent: in the notebook, the registry in which a result's functions and classes are looked up by number.
-        received: in a rank, the registry that records the functions and classes that have come.
 
     Raises:
         EOFError: the process that kept the buffers is gone.
@@ -224,13 +218,7 @@ _REFERENCE: Final = _sent_definition.__name__.encode()  # occurs in each stream 
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles in a process that has sent definitions.
-
-    Args:
-        data: the pickle stream.
-        buffers: its out-of-band buffers.
-        sent: the definitions that this process has sent.
-    """
+    """Unpickles in a process that has sent definitions."""
 
     def __init__(self, data: bytes, buffers: Sequence[memoryview], sent: Sent) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
@@ -255,15 +243,7 @@ def _with_slots(kind: type, parts: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
-    """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band.
-
-    Attributes:
-        defined: the functions and classes of `home` that were pickled, by name, for the receiver's `__main__`.
-        numbered: all functions and classes that were pickled by value, by their numbers.
-        files: the files in which the student's functions are defined.
-        copied_from_gpu: whether tensors were copied from a GPU.
-        arrays: the numpy arrays and the tensors' storages that were pickled.
-    """
+    """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band."""
 
     def __init__(
         self,
@@ -272,30 +252,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         sent: Sent | None,
         received: Received | None,
         buffer_callback: Callable[[Any], Any],
-        blocks: dict[int, tuple[Any, Any]] | None = None,
+        blocks: Mapping[int, Any],
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self._home, self._sent, self._received = home, sent, received
-        self._rank_only: RankOnlyTypes | None = None
+        self._rank_only = rank_only_types() if received is not None else ()
         self._alive: list[Any] = []  # pickle's memo uses `id`: an object in it must not be freed and its id used again
         self._torch = sys.modules.get("torch")
+        self._array_type = getattr(sys.modules.get("numpy"), "ndarray", None)
+        self._blocks = blocks
         self._by_value = cloudpickle.list_registry_pickle_by_value()  # modules registered to be pickled by value
-        self.defined: dict[str, Any] = {}
-        self.numbered: dict[int, Any] = {}
-        self.files: set[str] = set()
-        self.copied_from_gpu = False
-        self.arrays = SharedArrays(blocks)
+        self.defined: dict[str, Any] = {}  # functions and classes of `home`, by name, for the receiver's `__main__`
+        self.numbered: dict[int, Any] = {}  # all functions and classes that were pickled by value
+        self.files: set[str] = set()  # in which the student's functions are defined
+        self.copied_from_gpu = False  # whether tensors were
+        self.arrays: dict[int, Any] = {}  # numpy's, by `id`
 
     def reducer_override(self, obj: Any) -> Any:
         """pickle's hook: return the reduction of `obj`, or NotImplemented for the default one."""
         if isinstance(obj, (types.FunctionType, type, CACHED)):
             return self._definition(obj)
-        if self._received is not None:
-            if self._rank_only is None:
-                self._rank_only = RankOnlyTypes()
-            self._rank_only.check(obj)
-        if (shared := self.arrays.reduce(obj)) is not None:
-            return shared
+        if isinstance(obj, self._rank_only):
+            raise rank_only_error(obj)
+        if type(obj) is self._array_type and (view := self._view(obj)) is not None:
+            return view
         if (fresh := reduce_sync_object(obj)) is not None:
             self._alive.append(fresh)
             return fresh
@@ -364,7 +344,45 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         if storage.nbytes() == 0:
             return torch.UntypedStorage, (0,)
         memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        return self.arrays.reduce_storage(storage, memory) or (_storage_from, (pickle.PickleBuffer(memory),))
+        return _storage_from, (pickle.PickleBuffer(memory),)
+
+    def _view(self, array: Any) -> Any:
+        """Reduce an array that shares memory with others to a part of that memory; None for any other."""
+        self.arrays[id(array)] = array
+        block = self._blocks.get(id(_owner(array)))
+        if block is None or block is array:
+            return None
+        place = array.ctypes.data - block.ctypes.data, array.shape, array.strides
+        return _array_in, (block, *place, array.dtype, array.flags.writeable)
+
+
+def _owner(array: Any) -> Any:
+    """Return the array whose memory an array shows, which may be itself."""
+    return array.base if type(array.base) is type(array) else array
+
+
+def _shared_memory_of(arrays: Iterable[Any]) -> dict[int, Any]:
+    """Return the memory that several arrays show, as arrays of bytes, by the `id` of the array that owns it.
+
+    Pickle would send copies. A program that trains a flat vector through views of it would then have no effect.
+    """
+    owned: dict[int, list[Any]] = {}
+    for array in arrays:
+        owned.setdefault(id(_owner(array)), []).append(array)
+    blocks = {}
+    for identity, (array, *others) in owned.items():
+        owner = _owner(array)
+        if others and owner.nbytes and not owner.dtype.hasobject:
+            block = owner.ravel(order="K").view("u1")
+            if block.ctypes.data == owner.ctypes.data:  # else it is a copy: the owner's own elements are not adjacent
+                blocks[identity] = block
+    return blocks
+
+
+def _array_in(block: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, writeable: bool) -> Any:
+    array = type(block)(shape, dtype, block, offset, strides)
+    array.flags.writeable &= writeable
+    return array
 
 
 def _storage_from(buffer: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from labkit.ipc.code_names import names_read
-from labkit.ipc.sync_objects import CannotSendError
+from labkit.ipc.reductions import CannotSendError
 
 DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path would not help the student
 
@@ -40,15 +40,7 @@ class Names(dict[str, Any]):
 def explain_unpicklable(
     value: Any, label: str, error: Exception, pickle: Callable[[Any], object], *, result: bool = False
 ) -> str:
-    """Return a message that names the innermost part that cannot be sent, and says what to do.
-
-    Args:
-        value: the object that was to be sent.
-        label: its name in the message.
-        error: the error that pickling it raised.
-        pickle: a function that pickles one object, or raises.
-        result: whether the value is a rank's result, on its way to the notebook.
-    """
+    """Return a message that names the innermost part that cannot be sent, and says what to do."""
     seen: set[int] = set()  # a function may refer to itself
     path, culprit, reason = label, value, error
     for _ in range(DEEPEST):

@@ -61,10 +61,6 @@ def address_of(view: memoryview) -> int:
 def read(pid: int, regions: Sequence[Region]) -> list[memoryview]:
     """Copy regions of another process's memory.
 
-    Args:
-        pid: the process.
-        regions: addresses in that process, and sizes in bytes.
-
     Returns:
         a writable view for each region, all in one newly allocated block.
 

@@ -37,34 +37,20 @@ class Notice(Message):
 
 @dataclass(slots=True)
 class RankConfig(Message):
-    """The first message to a rank: who it is. Its reply is `Offer`.
-
-    Args:
-        rank: its number.
-        options: the options of its group.
-        path: the notebook's `sys.path`.
-        folder: the notebook's working folder.
-        environment: variables that the notebook has changed since the server or spare rank was started; None deletes
-            one.
-        readable_memory: whether the notebook may read this rank's memory, so that large results can stay there.
-        rich: whether the notebook can display more than text.
-        starts_rpc: whether the program calls `init_rpc` itself, so that RPC must not be used before.
-        shares_cores: whether the ranks of its group outnumber the cores that they may use.
-        place: where it is among the machines of its group.
-        payload: the memory of an emulated link, which ranks share; None without one.
-    """
+    """The first message to a rank: who it is. Its reply is `Offer`."""
 
     rank: int
-    options: Options
-    path: tuple[str, ...] = field(default=(), repr=False)
-    folder: str = ""
+    options: Options  # of its group
+    path: tuple[str, ...] = field(default=(), repr=False)  # the notebook's `sys.path`
+    folder: str = ""  # the notebook's working folder
+    # Variables that the notebook has changed since the server or spare rank was started; None deletes one.
     environment: Mapping[str, str | None] = field(default_factory=dict, repr=False)
-    readable_memory: bool = False
-    rich: bool = False
-    starts_rpc: bool = False
-    shares_cores: bool = False
+    readable_memory: bool = False  # whether the notebook may read this rank's memory, so that large results can stay there
+    rich: bool = False  # whether the notebook can display more than text
+    starts_rpc: bool = False  # whether the program calls `init_rpc` itself, so that RPC must not be used before
+    shares_cores: bool = False  # whether the ranks of its group outnumber the cores that they may use
     place: Place = field(default_factory=Place)
-    payload: Payload | None = None
+    payload: Payload | None = None  # the memory of an emulated link, which ranks share; None without one
 
     @property
     def size(self) -> int:
@@ -79,18 +65,11 @@ class RankConfig(Message):
 
 @dataclass(slots=True)
 class Offer(Message):
-    """What the other ranks must know before they set up.
+    """What the other ranks must know before they set up."""
 
-    Args:
-        address: the address at which the others reach it.
-        port: the port that it holds there; 0 for none.
-        gpus: the GPUs that it would use, which other ranks may use as well. Different GPUs have different names, also
-            on different machines.
-    """
-
-    address: str = LOOPBACK
-    port: int = 0
-    gpus: tuple[str, ...] = ()
+    address: str = LOOPBACK  # the address at which the others reach it
+    port: int = 0  # the port that it holds there; 0 for none
+    gpus: tuple[str, ...] = ()  # that it would use; different GPUs have different names, also on different machines
 
 
 @dataclass(slots=True)
@@ -152,63 +131,37 @@ class Observed(Message):
 
 @dataclass(slots=True)
 class CallFunction(Message):
-    """Call the payload's function with its arguments. The reply is `Returned`.
+    """Call the payload's function with its arguments. The reply is `Returned`."""
 
-    Args:
-        all_called: whether all ranks of the group call it.
-        check: whether the rank's tensors are to be compared with those of others.
-        payload: a `pickling_errors.Call`.
-    """
-
-    all_called: bool
-    check: bool
-    payload: Payload
+    all_called: bool  # whether all ranks of the group call it
+    check: bool  # whether the rank's tensors are to be compared with those of others
+    payload: Payload  # a `pickling_errors.Call`
 
 
 @dataclass(slots=True)
 class RunCell(Message):
-    """Run a cell's source in `__main__`. The reply is `Returned`, after `Assigned`.
+    """Run a cell's source in `__main__`. The reply is `Returned`, after `Assigned`."""
 
-    Args:
-        all_called: whether all ranks of the group run it.
-        check: whether the rank's tensors are to be compared with those of others.
-        source: Python source.
-        filename: its name in tracebacks before `label` replaces it.
-        label: its name for the student.
-        present: the names in the payload that the rank has already.
-        payload: names of the notebook with their values.
-    """
-
-    all_called: bool
-    check: bool
-    source: str
-    filename: str
-    label: str
-    present: Collection[str]
-    payload: Payload
+    all_called: bool  # whether all ranks of the group run it
+    check: bool  # whether the rank's tensors are to be compared with those of others
+    source: str  # Python source
+    filename: str  # its name in tracebacks before `label` replaces it
+    label: str  # its name for the student
+    present: Collection[str]  # the names in the payload that the rank has already
+    payload: Payload  # names of the notebook with their values
 
 
 @dataclass(slots=True)
 class Returned(Message):
-    """The function has returned, or the cell is complete.
+    """The function has returned, or the cell is complete."""
 
-    Args:
-        communicated: whether the rank has completed a communication.
-        unfinished: whether it has left an operation pending or failed.
-        spent: whether the framework has been set up in a way that the next function cannot repeat.
-        notes: remarks for the student, each shown once.
-        exits: by rank, the end of its function if that was `exit()` or `exit(0)`; times are on the rank's clock.
-        facts: what is to be compared with other ranks.
-        payload: the result.
-    """
-
-    communicated: bool
-    unfinished: bool
-    spent: bool
-    notes: list[str]
-    exits: dict[int, RankFailure]
-    facts: list[Fact]
-    payload: Payload
+    communicated: bool  # whether the rank has completed a communication
+    unfinished: bool  # whether it has left an operation pending or failed
+    spent: bool  # whether the framework has been set up in a way that the next function cannot repeat
+    notes: list[str]  # remarks for the student, each shown once
+    exits: dict[int, RankFailure]  # by rank, where its function ended with `exit()` or `exit(0)`; times of the rank's clock
+    facts: list[Fact]  # what is to be compared with other ranks
+    payload: Payload  # the result
 
 
 @dataclass(slots=True)
@@ -220,19 +173,12 @@ class Raised(Message):
 
 @dataclass(slots=True)
 class Changes(Notice):
-    """The changes of the notebook's process since the last time a rank copied its state.
+    """The changes of the notebook's process since the last time a rank copied its state."""
 
-    Args:
-        folder: the working folder; None if it has not changed.
-        path: the import path, `sys.path`; None if it has not changed.
-        path_before: the previous import path.
-        variables: environment variables that are new or have a new value; None deletes one.
-    """
-
-    folder: str | None = None
-    path: tuple[str, ...] | None = None
-    path_before: tuple[str, ...] = ()
-    variables: Mapping[str, str | None] = field(default_factory=dict)
+    folder: str | None = None  # the working folder; None if it has not changed
+    path: tuple[str, ...] | None = None  # the import path, `sys.path`; None if it has not changed
+    path_before: tuple[str, ...] = ()  # the previous import path
+    variables: Mapping[str, str | None] = field(default_factory=dict)  # new values; None deletes one
 
 
 @dataclass(slots=True)
@@ -263,13 +209,9 @@ class ResultRead(Notice):
 
 @dataclass(slots=True)
 class Command(Notice):
-    """What the student has typed at the debugger's prompt.
+    """What the student has typed at the debugger's prompt."""
 
-    Args:
-        line: the line; "" at the end of the input, None if nobody can be asked.
-    """
-
-    line: str | None
+    line: str | None  # the line; "" at the end of the input, None if nobody can be asked
 
 
 @dataclass(slots=True)
@@ -306,33 +248,20 @@ class AtBreakpoint(Message):
 
 @dataclass(slots=True)
 class LeftBreakpoint(Message):
-    """The rank's debugger has printed this text, and continues the program until its next breakpoint, or ends it.
+    """The rank's debugger has printed this text, and continues the program until its next breakpoint, or ends it."""
 
-    Args:
-        text: the text.
-        quits: whether the student has ended the run with `q`.
-    """
-
-    text: str
-    quits: bool = False
+    text: str  # the text
+    quits: bool = False  # whether the student has ended the run with `q`
 
 
 class ImportedModule(NamedTuple):
-    """A module of the student's that a rank has imported.
+    """A module of the student's that a rank has imported."""
 
-    Args:
-        name: its name, as in `import name`.
-        file: its source file.
-        modified_ns: the file's modification time when the module was imported.
-        digest: a hash of the file's content at that time.
-        machine: the rank's machine, as in `Place`.
-    """
-
-    name: str
-    file: str
-    modified_ns: int
-    digest: bytes
-    machine: str = ""
+    name: str  # its name, as in `import name`
+    file: str  # its source file
+    modified_ns: int  # the file's modification time when the module was imported
+    digest: bytes  # a hash of the file's content at that time
+    machine: str = ""  # the rank's machine, as in `Place`
 
 
 @dataclass(slots=True)
@@ -344,21 +273,13 @@ class Imported(Message):
 
 @dataclass(slots=True)
 class Displayed(Message):
-    """One display for the cell.
+    """One display for the cell."""
 
-    Args:
-        data: the content by MIME type; None removes all that the rank has displayed so far (`clear_output`).
-        metadata: the metadata by MIME type.
-        key: identifies a display that can be updated; "" otherwise.
-        update: whether it replaces the display with this key.
-        left_out: the number of displays that were not sent because a limit was reached.
-    """
-
-    data: dict[str, Any] | None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    key: str = ""
-    update: bool = False
-    left_out: int = 0
+    data: dict[str, Any] | None  # the content by MIME type; None removes all that the rank has displayed so far (`clear_output`)
+    metadata: dict[str, Any] = field(default_factory=dict)  # the metadata by MIME type
+    key: str = ""  # identifies a display that can be updated; "" otherwise
+    update: bool = False  # whether it replaces the display with this key
+    left_out: int = 0  # the number of displays that were not sent because a limit was reached
 
 
 @dataclass(slots=True)
@@ -370,17 +291,11 @@ class Warned(Message):
 
 
 class Frame(NamedTuple):
-    """A message as it is transmitted.
+    """A message as it is transmitted."""
 
-    Args:
-        kind: the number of the message's class.
-        body: its pickled fields.
-        payload: its payload; None without one.
-    """
-
-    kind: int
-    body: bytes
-    payload: Payload | None
+    kind: int  # the number of the message's class
+    body: bytes  # its pickled fields
+    payload: Payload | None  # its payload; None without one
 
 
 _CLASSES: Final[tuple[Any, ...]] = tuple(

@@ -45,12 +45,7 @@ _FUTURE: Final = functools.reduce(
 
 
 class CellSyntaxError(LabError):
-    """A cell with a syntax error, shown with its line and without labkit's frames.
-
-    Args:
-        error: Python's error.
-        label: the cell's name in messages.
-    """
+    """A cell with a syntax error, shown with its line and without labkit's frames."""
 
     def __init__(self, error: SyntaxError, label: str) -> None:
         self.lineno, self.label = error.lineno or 0, label
@@ -82,11 +77,6 @@ def cell_number(filename: str) -> int | None:
 
 def parse(source: str, filename: str, label: str) -> ast.Module:
     """Parse a cell, and check that ranks can run it.
-
-    Args:
-        source: the cell's text.
-        filename: the cell's file name in tracebacks.
-        label: the cell's name in messages.
 
     Raises:
         CellSyntaxError: the cell is not valid Python.
@@ -145,11 +135,6 @@ class CellRunner:
 
     def run(self, source: str, filename: str, space: dict[str, Any]) -> Any:
         """Run a cell.
-
-        Args:
-            source: the cell's text.
-            filename: the cell's file name in tracebacks.
-            space: the namespace.
 
         Returns:
             the value of the last line, if that is an expression that does not end in a semicolon; else None.

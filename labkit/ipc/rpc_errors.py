@@ -24,26 +24,16 @@ _DEEPEST: Final = 8  # levels of nested quoting: a KeyError quotes its message e
 
 @dataclass(frozen=True, slots=True)
 class RemoteError:
-    """An error of a callee, as its caller sees it.
+    """An error of a callee, as its caller sees it."""
 
-    Args:
-        headline: one line: its type and message, and the rank on which it was raised.
-        traceback: "on shard1:", the callee's frames, and the error.
-    """
-
-    headline: str
-    traceback: str
+    headline: str  # one line: its type and message, and the rank on which it was raised
+    traceback: str  # "on shard1:", the callee's frames, and the error
 
 
 def sent(worker: object, headline: str, traceback: str) -> str:
     """Return the text that a callee sends, in torch's format, which begins with its `WorkerInfo`.
 
     The text is escaped, because the receiver decodes escape sequences, and the message may contain some.
-
-    Args:
-        worker: the callee's `WorkerInfo`.
-        headline: the error's type and message in one line.
-        traceback: the error's traceback.
     """
     return f"On {worker}:\n{headline}\n{traceback}".encode("unicode_escape").decode()
 

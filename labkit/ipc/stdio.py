@@ -14,11 +14,7 @@ _IONBF = 2  # <stdio.h>: unbuffered; the same value in glibc, musl and macOS
 
 
 def print_to(output: int) -> None:
-    """Redirect all output of this process to a pipe, and make its standard input empty.
-
-    Args:
-        output: the pipe's file descriptor; it is closed after it has been duplicated.
-    """
+    """Redirect all output of this process to a pipe, which is closed here, and make its standard input empty."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -21,9 +21,9 @@ from labkit.launch.capacity import usable_memory
 from labkit.recording.cores import usable_cores
 from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
+from labkit.worker.runtimes.registry import FRAMEWORKS
 
 ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
-_FRAMEWORKS: Final = ("torch", "tensorflow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Facts:
         """Return the facts of this machine."""
         address = _address()
         versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
-        for package in ("labkit", *_FRAMEWORKS):
+        for package in ("labkit", *FRAMEWORKS):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package).partition("+")[0]
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]

@@ -13,8 +13,8 @@ from labkit.machines.engines import Engine
 from labkit.machines.facts import Facts, differences
 from labkit.machines.relay_starter import survey
 from labkit.notebook.findings import Finding, Report
+from labkit.worker.runtimes.registry import FRAMEWORKS
 
-FRAMEWORKS: Final = ("torch", "tensorflow")
 PORTS: Final = (
     "labkit opens none, except for ten seconds at a start, to see whether the machines can connect. torch and gloo connect ranks "
     "at random ports of these addresses, TensorFlow of all addresses. These authenticate nobody: only the machines themselves "

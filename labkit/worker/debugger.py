@@ -124,10 +124,6 @@ class Debugger:
 
     Threads that the student's function has started may stop as well, one at a time. Code that the rank runs for others
     may not: the main thread then receives the notebook's messages, and would take the student's commands.
-
-    Args:
-        send: sends a message to the notebook.
-        receive: waits for a message from the notebook.
     """
 
     def __init__(self, send: Callable[[Message], None], receive: Callable[[], Message]) -> None:
@@ -201,11 +197,7 @@ class Debugger:
 
 
 class _Stream(io.TextIOBase):
-    """What pdb reads from and writes to.
-
-    Args:
-        ask: sends the notebook what pdb has written, and returns the student's line; "" at the end of the input.
-    """
+    """What pdb reads from and writes to."""
 
     def __init__(self, ask: Callable[[str], str]) -> None:
         self._ask = ask

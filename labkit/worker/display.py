@@ -75,13 +75,7 @@ FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  
 
 
 class RankDisplay:
-    """Displays objects below the cell, from inside a rank.
-
-    Args:
-        send: sends one display to the notebook.
-        rich: whether the notebook can display more than text.
-        size: the number of ranks that share the limits.
-    """
+    """Displays objects below the cell, from inside a rank."""
 
     def __init__(self, send: Callable[[Displayed], None], *, rich: bool, size: int) -> None:
         self._send, self._rich, self._rank_pid = send, rich, os.getpid()

@@ -25,10 +25,9 @@ from labkit.ipc.tracebacks import OWN_LIMIT, cause_of, headline, in_students_cod
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
-from labkit.worker.child_deaths import ChildDeaths
-from labkit.worker.cuda_context import context_error
 from labkit.worker.debugger import Debugger, is_quit, quit_failure
 from labkit.worker.display import RankDisplay
+from labkit.worker.late_errors import context_error, without_child_deaths
 from labkit.worker.network_namespace import Network
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import Imports, WorkingFolder, apply
@@ -47,13 +46,7 @@ ALWAYS_OWN: Final = frozenset(
 
 
 def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
-    """Serve the notebook until it closes the connection or sends `Close`.
-
-    Args:
-        sock: the socket that carries messages.
-        ring: the memory into which this rank records.
-        network: the network in which ranks communicate.
-    """
+    """Serve the notebook until it closes the connection or sends `Close`."""
     channel = Channel(sock)
     me = os.getpid()
     os.register_at_fork(after_in_child=channel.close)
@@ -74,14 +67,7 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
 
 
 class _Rank:
-    """One rank: its runtime, its state, and its end of the channel.
-
-    Args:
-        channel: the connection to the notebook.
-        rank_config: the first message.
-        ring: writes this rank's records.
-        network: the network in which ranks communicate.
-    """
+    """One rank: its runtime, its state, and its end of the channel."""
 
     def __init__(self, channel: Channel, rank_config: protocol.RankConfig, ring: RingWriter, network: Network) -> None:
         self._channel, self._rank_config, self._ring = channel, rank_config, ring
@@ -152,8 +138,8 @@ class _Rank:
             handler(request)
         except BaseException as error:  # noqa: BLE001  # SystemExit, KeyboardInterrupt too: the notebook decides what follows
             try:
-                with ChildDeaths() as deaths:
-                    self._raised(deaths.cause_of(error))
+                with without_child_deaths() as cause_of_it:
+                    self._raised(cause_of_it(error))
             except Exception as death:  # noqa: BLE001  # raised by a signal's handler before the block was entered
                 self._raised(death)
 

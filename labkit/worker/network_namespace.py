@@ -88,10 +88,6 @@ class Network:
     def unless_several(self, machines: int, environment: Mapping[str, str]) -> Network:
         """Return this network, or the machine's if the ranks are on several: a private network has no others.
 
-        Args:
-            machines: the number of the group's machines.
-            environment: the environment variables.
-
         Raises:
             LabError: the variables require a private network.
         """
@@ -103,9 +99,6 @@ class Network:
 
     def unless_asked_outside(self, environment: Mapping[str, str]) -> Network:
         """Return this network, or the machine's if variables choose an interface that a private network does not have.
-
-        Args:
-            environment: the environment variables.
 
         Raises:
             LabError: the variables require a private network as well.
@@ -156,9 +149,6 @@ def make(mode: str) -> Network:
 
     The process must have a single thread.
 
-    Args:
-        mode: the result of `wanted`.
-
     Raises:
         LabError: the mode is `PRIVATE`, and the system does not allow a private network.
     """
@@ -186,9 +176,6 @@ def _made(as_owner: bool) -> int:
 
     A child process creates and tests it: a process cannot leave a user namespace again, and some systems let users
     create one but allow nothing inside it.
-
-    Args:
-        as_owner: whether a user namespace may be created for it.
 
     Raises:
         OSError: the system does not allow it.

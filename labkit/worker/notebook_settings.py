@@ -1,4 +1,8 @@
-"""Copies the notebook's settings of `logging` and of warning filters to its ranks."""
+"""Copies the notebook's settings of `logging` and of warning filters to its ranks.
+
+Loggers have the notebook's levels. Ranks have no other handler than one that prints in the format of the notebook's
+root logger.
+"""
 
 from __future__ import annotations
 
@@ -12,127 +16,68 @@ from labkit.recording.record import is_students
 
 # Loggers of Jupyter and torch whose names are not those of packages.
 LIBRARY_LOGGERS: Final = frozenset(
-    {"IPKernelApp", "strobelight_function_profiler", "strobelight_compile_time_profiler", "c10d-NullHandler-default"}
-)
+    {
+        "IPKernelApp", "TerminalIPythonApp", "strobelight_function_profiler", "strobelight_compile_time_profiler",
+        "c10d-NullHandler-default",
+    }
+)  # fmt: skip
 # TensorFlow sets this level itself where Python is interactive; in ranks, it would print what nobody asked for.
 TENSORFLOWS_OWN: Final = ("tensorflow", logging.INFO)
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryCategory:
-    """A library's warning class, by name: sending the class itself would import the library in each rank.
-
-    Args:
-        module: the module that defines it.
-        name: its name.
-    """
-
-    module: str
-    name: str
-
-    @classmethod
-    def instead_of(cls, category: type[Warning]) -> LibraryCategory | type[Warning]:
-        """Return a `LibraryCategory` for a library's class; Python's and the student's own classes stay as they are."""
-        top = category.__module__.partition(".")[0]
-        if top in ("builtins", "__main__") or category.__module__ not in sys.modules or "." in category.__qualname__:
-            return category
-        return cls(category.__module__, category.__name__)
-
-    def found(self) -> type[Warning] | None:
-        """Return the class if its library is imported here, else None: libraries set their own filters on import."""
-        return getattr(sys.modules.get(self.module), self.name, None)
-
-
-@dataclass(slots=True)
-class StreamSettings:
-    """The settings of a logging handler that writes to a standard stream.
-
-    Args:
-        stream: "stdout" or "stderr".
-        level: the lowest level that it writes.
-        formatter: formats its lines.
-        filters: its filters.
-    """
-
-    stream: str
-    level: int = logging.NOTSET
-    formatter: logging.Formatter | None = None
-    filters: tuple[Any, ...] = ()
-
-
 @dataclass(slots=True)
 class Settings:
-    """The settings of a notebook.
+    """The settings of a notebook."""
 
-    Args:
-        filters: warning filters, as in `warnings.filters`, with a `LibraryCategory` for each class of a library.
-        captured: whether warnings go to the logger "py.warnings".
-        disabled_level: the level given to `logging.disable`.
-        levels: the levels of loggers, by name; "" is the root logger.
-        handlers: the handlers of loggers, by name.
-        not_propagating: names of the loggers that do not propagate to their parents.
-        replaced: handlers that write elsewhere; in ranks they write to standard error.
-    """
-
-    filters: list[Any] = field(default_factory=list)
-    captured: bool = False
-    disabled_level: int = 0
-    levels: dict[str, int] = field(default_factory=dict)
-    handlers: dict[str, list[StreamSettings]] = field(default_factory=dict)
-    not_propagating: set[str] = field(default_factory=set)
-    replaced: list[str] = field(default_factory=list)
+    filters: list[Any] = field(default_factory=list)  # as in `warnings.filters`, with a `_category_to_send` in each
+    captured: bool = False  # whether warnings go to the logger "py.warnings"
+    disabled_level: int = 0  # given to `logging.disable`
+    levels: dict[str, int] = field(default_factory=dict)  # of loggers, by name; "" is the root logger
+    handler: tuple[int, logging.Formatter | None] | None = None  # level and format of the root logger's
+    notes: list[str] = field(default_factory=list)  # for the student
 
     def plain(self) -> Settings:
-        """Return a copy without what may fail to pickle: handlers' formatters and filters, the notebook's warnings."""
-        handlers = {name: [StreamSettings(h.stream, h.level) for h in made] for name, made in self.handlers.items()}
-        filters = [f for f in self.filters if isinstance(f[2], LibraryCategory) or f[2].__module__ != "__main__"]
-        return replace(self, handlers=handlers, filters=filters)
+        """Return a copy without what may fail to pickle: the handler's format, the notebook's own warnings."""
+        filters = [f for f in self.filters if not isinstance(f[2], type) or f[2].__module__ != "__main__"]
+        return replace(self, filters=filters, handler=self.handler and (self.handler[0], None))
 
 
 class NotebookSettings:
-    """Reads this process's settings, for the ranks of one group.
-
-    Reading all loggers takes a tenth or more of the time of an empty run, so it first checks whether anything has
-    changed.
-    """
+    """Reads this process's settings, for the ranks of one group."""
 
     def __init__(self) -> None:
-        self._filters: list[Any] | None = None
-        self._known_handlers: list[tuple[logging.Logger, Any]] = []
-        self._loggers = -1
+        self._last: Any = None
 
     def news(self) -> Settings | None:
         """Return the settings if they may have changed since the last call; else None."""
         root = logging.getLogger()
-        cache = getattr(root, "_cache", {})  # logging clears it when any level is set
-        if (
-            self._filters == warnings.filters
-            and self._loggers == len(root.manager.loggerDict)
-            and id(self) in cache
-            and all(_handlers(logger) == handlers for logger, handlers in self._known_handlers)
-        ):
+        loggers = list(root.manager.loggerDict.items())
+        levels = [("", root.level), *((name, x.level) for name, x in loggers if isinstance(x, logging.Logger) and x.level)]
+        handlers = [(h, h.level, h.formatter) for h in root.handlers if not isinstance(h, logging.NullHandler)]
+        captured = warnings.showwarning.__module__ == "logging"
+        state = list(warnings.filters), levels, handlers, root.manager.disable, captured
+        if state == self._last:
             return None
-        self._filters, self._loggers = list(warnings.filters), len(root.manager.loggerDict)
-        filters = [(*f[:2], LibraryCategory.instead_of(f[2]), *f[3:]) for f in self._filters]
-        settings = Settings(filters, warnings.showwarning.__module__ == "logging", root.manager.disable)
-        cache[id(self)] = True
-        self._known_handlers = []
-        for logger in [root, *(x for x in root.manager.loggerDict.values() if isinstance(x, logging.Logger))]:
-            name = "" if logger is root else logger.name
-            if logger.level and (name, logger.level) != TENSORFLOWS_OWN:
-                settings.levels[name] = logger.level
-            if not _is_students(name):
-                continue
-            self._known_handlers.append((logger, _handlers(logger)))
-            if not logger.propagate:
-                settings.not_propagating.add(name)
-            handlers = [h for h in logger.handlers if not isinstance(h, logging.NullHandler)]
-            settings.replaced += [repr(h) for h in handlers if _stream(h) is None]
-            made = [StreamSettings(_stream(h) or "stderr", h.level, h.formatter, tuple(h.filters)) for h in handlers]
-            if any(_stream(h) for h in handlers):  # do not write a message twice
-                made = [m for m, h in zip(made, handlers, strict=True) if _stream(h)]
-            if made:
-                settings.handlers[name] = made[:1] if not any(_stream(h) for h in handlers) else made
+        self._last = state
+        settings = Settings(
+            [(*f[:2], _category_to_send(f[2]), *f[3:]) for f in warnings.filters],
+            captured,
+            root.manager.disable,
+            {name: level for name, level in levels if level and (name, level) != TENSORFLOWS_OWN},
+        )
+        printing = [entry for entry in handlers if type(entry[0]) is logging.StreamHandler]
+        if handlers:
+            settings.handler = (printing or handlers)[0][1:]
+        # Without a handler, Python prints warnings and errors only.
+        settings.notes = [
+            f"the logging handler {h!r} is the notebook's; ranks print their messages instead."
+            for h, *_ in handlers
+            if type(h) is not logging.StreamHandler
+        ] + [
+            f"ranks have the level of the logger {name!r}, not its handlers: logging.basicConfig(...) sets the format of ranks."
+            for name, x in loggers
+            if isinstance(x, logging.Logger) and x.handlers and 0 < x.level < logging.WARNING and _is_students(name)
+        ]
         return settings
 
 
@@ -142,40 +87,36 @@ class AppliedSettings:
     def __init__(self) -> None:
         self._own_filters = list(warnings.filters)
         self._own_level = logging.getLogger().level
-        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        self._handler: logging.Handler | None = None
         self._levels: set[str] = set()
 
     def apply(self, settings: Settings) -> None:
         """Apply settings, and undo those applied before."""
         filters = []
-        for action, message, category, module, line in settings.filters:
-            known = category.found() if isinstance(category, LibraryCategory) else category
-            if known is not None:
-                filters.append((action, message, known, module, line))
+        for action, message, sent, module, line in settings.filters:
+            # A class of a library that is not imported here is left out: libraries set their own filters on import.
+            category = sent if isinstance(sent, type) else getattr(sys.modules.get(sent[0]), sent[1], None)
+            if category is not None:
+                filters.append((action, message, category, module, line))
         warnings.filters[:] = filters + [f for f in self._own_filters if f not in filters]  # type: ignore[index]
         warnings.simplefilter("default", append=True)  # Python's default; the call invalidates its cache
         if logging.root.manager.disable != settings.disabled_level:  # setting it makes `logging` visit all loggers
             logging.disable(settings.disabled_level)
         logging.captureWarnings(settings.captured)
-        for logger, handler in self._handlers:
-            logger.removeHandler(handler)
-        self._handlers.clear()
         for name in self._levels - settings.levels.keys():
             _set_level(name, logging.NOTSET if name else self._own_level)
         self._levels = set(settings.levels)
         for name, level in settings.levels.items():
             _set_level(name, level)
-        for name in settings.not_propagating:
-            logging.getLogger(name).propagate = False
-        for name, handlers in settings.handlers.items():
-            logger = logging.getLogger(name)
-            for made in () if logger.handlers else handlers:  # a library's logger has its handlers in the rank as well
-                new = logging.StreamHandler(getattr(sys, made.stream))
-                new.setLevel(made.level)
-                new.setFormatter(made.formatter)
-                new.filters = list(made.filters)
-                logger.addHandler(new)
-                self._handlers.append((logger, new))
+        root = logging.getLogger()
+        if self._handler is not None:
+            root.removeHandler(self._handler)
+            self._handler = None
+        if settings.handler is not None and not root.handlers:
+            self._handler = logging.StreamHandler()
+            self._handler.setLevel(settings.handler[0])
+            self._handler.setFormatter(settings.handler[1])
+            root.addHandler(self._handler)
 
 
 def _set_level(name: str, level: int) -> None:
@@ -184,19 +125,12 @@ def _set_level(name: str, level: int) -> None:
         logger.setLevel(level)
 
 
-def _handlers(logger: logging.Logger) -> Any:
-    return [(id(h), h.level, id(h.formatter), len(h.filters)) for h in logger.handlers], logger.propagate
-
-
-def _stream(handler: logging.Handler) -> str | None:
-    """Return the standard stream to which a handler writes; None for other streams and for subclasses."""
-    if type(handler) is not logging.StreamHandler:
-        return None
-    stream = handler.stream
-    if stream in (sys.stdout, sys.__stdout__):
-        return "stdout"
-    named = getattr(stream, "name", "")
-    return "stderr" if stream in (sys.stderr, sys.__stderr__) or named in ("stderr", "<stderr>") else None
+def _category_to_send(category: Any) -> Any:
+    """Return a library's class as its module and name: sending the class would import the library in each rank."""
+    module = category.__module__
+    if module.partition(".")[0] in ("builtins", "__main__") or module not in sys.modules or "." in category.__qualname__:
+        return category
+    return module, category.__name__
 
 
 def _is_students(name: str) -> bool:

@@ -18,9 +18,6 @@ def other_users(me: int) -> bool:
     """Whether people other than this user and root may have accounts here; True if that is unknown.
 
     Source: passwd(5) and nsswitch.conf(5), the Linux man-pages.
-
-    Args:
-        me: this user's id.
     """
     try:
         accounts = [line.split(":") for line in ACCOUNTS.read_text().splitlines() if line.count(":") == 6]

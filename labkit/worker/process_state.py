@@ -29,11 +29,7 @@ PREFIX: Final = "labkit-rank-"
 
 
 class WorkingFolder:
-    """Has a rank follow the notebook into its working folders.
-
-    Args:
-        place: where the rank is. On the notebook's machine it has no folder of its own.
-    """
+    """Has a rank follow the notebook into its working folders."""
 
     def __init__(self, place: Place) -> None:
         self._place, self._own = place, ""
@@ -108,9 +104,6 @@ class Imports:
 
     Modules that exist before the rank runs the student's code are not examined. Their names are in memory that ranks
     share until they touch it, and copying it would take a fifth of the time in which a group starts.
-
-    Args:
-        machine: the rank's machine, as in `Place`.
     """
 
     def __init__(self, machine: str = "") -> None:
@@ -207,17 +200,11 @@ def apply(changes: Changes, kept: Collection[str], *, elsewhere: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A snapshot of this process's state.
+    """A snapshot of this process's state."""
 
-    Args:
-        folder: the working folder.
-        path: the import path.
-        variables: the environment variables, not decoded; decoding takes ten times as long as everything else here.
-    """
-
-    folder: str
-    path: tuple[str, ...]
-    variables: Mapping[Any, Any]
+    folder: str  # the working folder
+    path: tuple[str, ...]  # the import path
+    variables: Mapping[Any, Any]  # the environment, not decoded: that takes ten times as long as everything else here
 
     @classmethod
     def now(cls) -> ProcessState:

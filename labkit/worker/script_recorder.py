@@ -65,12 +65,7 @@ def begin() -> None:
 
 
 class _Script:
-    """Records this process, as a rank, into a folder.
-
-    Args:
-        folder: the folder.
-        environment: torchrun's environment variables.
-    """
+    """Records this process, as a rank, into a folder."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._environment = environment

@@ -16,11 +16,7 @@ MOST_CHARACTERS: Final = 2_000
 
 
 class RankWarnings:
-    """Sends each warning to the notebook when it is first issued in a run, and at the end the number of repetitions.
-
-    Args:
-        send: sends a message to the notebook.
-    """
+    """Sends each warning to the notebook when it is first issued in a run, and at the end the number of repetitions."""
 
     def __init__(self, send: Callable[[Warned], None]) -> None:
         self._send, self._rank_pid = send, os.getpid()

@@ -337,12 +337,18 @@ def test_stop_at_the_prompt(group: lab.Group, typed: Typed) -> None:
     assert group.run(counted, "").results == [1, 1]
 
 
+def until_it_ends(group: lab.Group, rank: int) -> None:
+    assert group._pool is not None
+    while not group._pool.members[rank].process.status().exiting:
+        time.sleep(0.01)
+
+
 def test_a_rank_that_dies_at_the_prompt(group: lab.Group, typed: Typed) -> None:
     def kill() -> str:
         assert group._pool is not None
         os.kill(group._pool.members[0].process.pid, signal.SIGKILL)
-        time.sleep(100)  # ends with the signal of labkit's that interrupts `input`
-        return ""
+        until_it_ends(group, 0)
+        return "c"
 
     typed(kill)
     with pytest.raises(lab.RankError, match="SIGKILL") as caught:
@@ -365,8 +371,8 @@ def fails_when_told(how: str, told: Path) -> None:
 def test_another_rank_dies_while_the_student_thinks(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
     def think() -> str:
         (tmp_path / "told").touch()
-        time.sleep(100)  # ends with the signal of labkit's that interrupts `input`
-        return ""
+        until_it_ends(group, 1)
+        return "c"
 
     typed(think)
     with pytest.raises(lab.RankError, match="exit code 5") as caught:

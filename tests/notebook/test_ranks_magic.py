@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -564,14 +563,14 @@ get_ipython().run_line_magic("ranks", "group")
     ("source", "read", "written"),
     [
         ("x", {"x"}, set()),
-        ("x = 1\nx", set(), {"x"}),
+        ("x = 1\nx", {"x"}, {"x"}),
         ("x = x + 1", {"x"}, {"x"}),
         ("x += 1", {"x"}, {"x"}),
         ("if c: x = 1\nx", {"c", "x"}, {"x"}),
-        ("for x, y in r: x, z\nx", {"r", "z"}, {"x", "y"}),
+        ("for x, y in r: x, z\nx", {"r", "x", "z"}, {"x", "y"}),
         ("for x in x: pass", {"x"}, {"x"}),
         ("while c: x = y\nx", {"c", "x", "y"}, {"x"}),
-        ("if c:\n x = 1\n x", {"c"}, {"x"}),
+        ("if c:\n x = 1\n x", {"c", "x"}, {"x"}),
         ("try: x = 1\nexcept E: y\nx", {"x", "y"}, {"x"}),
         ("a.x.y", {"a"}, set()),
         ("def f(): return x", {"x"}, {"f"}),
@@ -583,24 +582,24 @@ get_ipython().run_line_magic("ranks", "group")
         ("import a.b, c as d\nfrom e import f", set(), {"a", "d", "f"}),
         ("[x for x in y if z]", {"y", "z"}, set()),
         ("lambda: x", {"x"}, set()),
-        ("with a as b: c = b\nb, c", {"a"}, {"b", "c"}),
+        ("with a as b: c = b\nb, c", {"a", "b", "c"}, {"b", "c"}),
         ("(x := 1)", set(), {"x"}),
         ("del x", set(), {"x"}),
-        ("x: int = 1\nx", set(), {"x"}),
+        ("x: int = 1\nx", {"x"}, {"x"}),
         ("for x in y:\n if z: break\n else: continue", {"y", "z"}, {"x"}),
         ("while True:\n try:\n  with v: break\n finally: pass", {"v"}, set()),
-        ("from __future__ import annotations\nx: y = z", {"y", "z"}, {"annotations", "x"}),
+        ("from __future__ import annotations\nx: y = z", {"z"}, {"annotations", "x"}),
         ("from e import *\nx", {"x"}, set()),
-        ("x, (y, *z) = v\nx, y, z", {"v"}, {"x", "y", "z"}),
+        ("x, (y, *z) = v\nx, y, z", {"v", "x", "y", "z"}, {"x", "y", "z"}),
         ("@d\ndef f(): ...", {"d"}, {"f"}),
         ("f'{x}'", {"x"}, set()),
     ],
 )
 def test_names_in_a_cell(source: str, read: set[str], written: set[str]) -> None:
     home = dict.fromkeys("abcdefrvxyz", 0) | {"A": 0}
-    tree = ast.parse(source)
-    assert reads(tree, "<test>", home) == read
-    assert assigned(compile(source, "<test>", "exec")) == written
+    code = compile(source, "<test>", "exec", dont_inherit=True)
+    assert reads(code, home) == read
+    assert assigned(code) == written
 
 
 def test_names_that_functions_and_classes_read_in_turn(cells: in_cells.Cells) -> None:
@@ -622,7 +621,7 @@ def test_names_that_functions_and_classes_read_in_turn(cells: in_cells.Cells) ->
         unread = 2
     """)
     home = cells._main.__dict__
-    assert reads(ast.parse("outer()"), "<test>", home) == {
+    assert reads(compile("outer()", "<test>", "eval"), home) == {
         "outer", "middle", "Thing", "through_property", "through_static", "through_class", "circle",
     }  # fmt: skip
     assert "unknown" in names_read(home["circle"].__code__)

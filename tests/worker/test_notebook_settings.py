@@ -104,22 +104,17 @@ def test_the_level_that_tensorflow_sets_itself_in_a_notebook_does_not_apply(
         logger.setLevel(before)
 
 
-def test_handlers_of_the_students_loggers_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
-    cells("""
-        class Loud(logging.Formatter):
-            def format(self, record): return super().format(record).upper()
-        train = logging.getLogger("train")
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(Loud("%(message)s"))
-        handler.setLevel(30)
-        handler.addFilter(lambda record: "data" not in record.name)
-        train.addHandler(handler)
-        train.propagate = False
-        def f():
-            train.warning("mine")
-            log()
-    """)
-    assert cells.group[0].run(cells.f).output.splitlines() == ["[rank 0] MINE", "[rank 0] None 30", "[rank 0] TRAIN 30"]
+def test_a_named_logger_prints_in_the_root_loggers_format_with_a_notice(
+    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = logging.getLogger("train")
+    train.addHandler(logging.StreamHandler())
+    train.propagate = False
+    train.setLevel(logging.INFO)
+    assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
+    assert "labkit: ranks have the level of the logger 'train', not its handlers" in capsys.readouterr().out
+    logging.basicConfig(format="%(message)s!")
+    assert "[rank 0] train 20!" in cells.group[0].run(cells.log).output.splitlines()
 
 
 def test_a_handler_that_writes_elsewhere_is_replaced_with_a_notice(
@@ -163,8 +158,9 @@ def test_unchanged_settings_are_not_sent(
     cells.group.run(int)
     assert asked == []
     for change in (
+        lambda: logging.captureWarnings(True),
         lambda: logging.getLogger("some.library").setLevel(10),
-        lambda: logging.getLogger("new").addHandler(logging.StreamHandler(sys.stderr)),
+        lambda: logging.getLogger().addHandler(logging.StreamHandler(sys.stderr)),
         lambda: warnings.simplefilter("ignore"),
     ):
         change()
@@ -177,17 +173,16 @@ def test_unchanged_settings_are_not_sent(
 def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(notebooks_settings: None, cells: in_cells.Cells) -> None:
     cells("""
         def not_here(): raise RuntimeError("only in the notebook")
-        class Filter:
-            def filter(self, record): return True
+        class Format(logging.Formatter):
             def __reduce__(self): return not_here, ()
         handler = logging.StreamHandler(sys.stderr)
-        handler.addFilter(Filter())
-        logging.getLogger("new").addHandler(handler)
+        handler.setFormatter(Format())
     """)
+    logging.getLogger().addHandler(cells.handler)
     for _ in range(2):
         with pytest.raises(lab.RankError, match="only in the notebook"):
             cells.group.run(int)
-    logging.getLogger("new").removeHandler(cells.handler)
+    logging.getLogger().removeHandler(cells.handler)
     assert cells.group.run(int).results == [0, 0]
 
 

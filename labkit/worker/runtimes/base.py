@@ -28,73 +28,43 @@ class Released(BaseException):
 
 
 class Runtime:
-    """The runtime "bare": processes without a framework. The other runtimes are subclasses that add one.
+    """The runtime "bare": processes without a framework. The other runtimes are subclasses that add one."""
 
-    Attributes:
-        package: the package that must be installed.
-        extra: labkit's extra that installs it.
-        preload: modules that are imported before ranks are forked, or "module:function", which is called then, too.
-        environment: variables that are set before these imports.
-        rank_bytes: the least memory that a working rank needs, in bytes.
-        serving_threads: the number of a rank's threads that serve calls of others, besides that of the student's
-            function.
-        observes_runs: whether ranks that are not called must be notified when a run begins and ends.
-        fresh_each_run: whether each run needs processes in which the framework has not computed yet.
-        certain_after_s: how many seconds ranks must be blocked before the deadlock monitor examines them.
-        resting_is_waiting: whether, once set up, a process that hardly computes inside its framework must be waiting.
-        emulates_links: whether a group's `link` can slow down what its ranks send.
-        has_rpc: whether ranks call each other by torch's RPC, and so `rpc_backend_options` apply.
-        has_jobs: whether ranks may be given as a dict of TensorFlow's jobs.
-        has_logical_devices: whether a rank may have several, `devices_per_rank`.
-        has_torch_profiler: whether `lab.profile` can record them.
-        rank_name: the names of ranks given by their number.
-        valid_name: the names that ranks may have; None if any.
-        name_error: what is wrong with another name, which stands in place of the braces.
-        wait_for_release: waits, on the main thread, until the ranks that were called and do not serve have returned.
-    """
-
-    package: ClassVar[str] = ""
-    extra: ClassVar[str] = ""
+    package: ClassVar[str] = ""  # that must be installed
+    extra: ClassVar[str] = ""  # labkit's extra that installs it
+    # Modules that are imported before ranks are forked, or "module:function", which is called then, too.
     preload: ClassVar[tuple[str, ...]] = ("labkit.worker.main_loop",)
-    environment: ClassVar[dict[str, str]] = {}
-    rank_bytes: ClassVar[int] = 20 * MIB
-    serving_threads: ClassVar[int] = 0
-    observes_runs: ClassVar[bool] = False
-    fresh_each_run: ClassVar[bool] = False
-    certain_after_s: ClassVar[float] = 0.5
-    emulates_links: ClassVar[bool] = False
-    has_rpc: ClassVar[bool] = False
-    has_jobs: ClassVar[bool] = False
-    has_logical_devices: ClassVar[bool] = False
-    has_torch_profiler: ClassVar[bool] = False
-    rank_name: ClassVar[str] = "rank {}"
-    valid_name: ClassVar[re.Pattern[str] | None] = None
-    name_error: ClassVar[str] = ""
-    resting_is_waiting: bool = False
+    environment: ClassVar[dict[str, str]] = {}  # variables that are set before these imports
+    rank_bytes: ClassVar[int] = 20 * MIB  # the least memory that a working rank needs
+    serving_threads: ClassVar[int] = 0  # of a rank, that serve calls of others, besides that of the student's function
+    observes_runs: ClassVar[bool] = False  # whether ranks that are not called must know when a run begins and ends
+    fresh_each_run: ClassVar[bool] = False  # whether each run needs processes in which the framework has not computed yet
+    certain_after_s: ClassVar[float] = 0.5  # how long ranks must be blocked before the deadlock monitor examines them
+    emulates_links: ClassVar[bool] = False  # whether a group's `link` can slow down what its ranks send
+    has_rpc: ClassVar[bool] = False  # whether ranks call each other by torch's RPC, and so `rpc_backend_options` apply
+    has_jobs: ClassVar[bool] = False  # whether ranks may be given as a dict of TensorFlow's jobs
+    has_logical_devices: ClassVar[bool] = False  # whether a rank may have several, `devices_per_rank`
+    has_torch_profiler: ClassVar[bool] = False  # whether `lab.profile` can record them
+    rank_name: ClassVar[str] = "rank {}"  # of ranks given by their number
+    valid_name: ClassVar[re.Pattern[str] | None] = None  # the names that ranks may have; None if any
+    name_error: ClassVar[str] = ""  # what is wrong with another name, which stands in place of the braces
+    resting_is_waiting: bool = False  # whether, once set up, a process that hardly computes in its framework must be waiting
 
     @classmethod
     def serves(cls, jobs: Sequence[tuple[str, int]], rank: int) -> int:
-        """Return the number of a rank's threads that work for other ranks, even after its function has returned.
-
-        Args:
-            jobs: TensorFlow's job and task number of each rank, in rank order.
-            rank: the rank's number.
-        """
+        """Return the number of a rank's threads that work for other ranks, even after its function has returned."""
         return cls.serving_threads or int(has_server([job for job, _ in jobs], jobs[rank][0]))
 
     @classmethod
     def replaceable(cls, jobs: Sequence[tuple[str, int]], rank: int) -> bool:  # noqa: ARG003  # no rank by default
-        """Return whether the others take over a rank's work if its process ends, as long as one like it is left.
-
-        Args:
-            jobs: as for `serves`.
-            rank: the rank's number.
-        """
+        """Return whether the others take over a rank's work if its process ends, as long as one like it is left."""
         return False
 
     def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.options, self.place = rank_config, rank_config.options, rank_config.place
-        self.network, self.wait_for_release = network, wait_for_release
+        self.network = network
+        # On the main thread: waits until the ranks that were called and do not serve have returned.
+        self.wait_for_release = wait_for_release
         self._initialization: Initialization | None = None  # set when torch is imported
 
     @property
@@ -121,9 +91,6 @@ class Runtime:
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """In the rank: prepare it for the student's function.
-
-        Args:
-            offers: the offers of all ranks, in rank order.
 
         Returns:
             remarks for the student, each shown once.
@@ -184,9 +151,6 @@ class Runtime:
 
     def _torchrun_environment(self, master: Offer) -> None:
         """Set torchrun's environment variables, so that a function does not depend on how its rank was started.
-
-        Args:
-            master: the offer of rank 0.
 
         Source: "Environment Variables", PyTorch's documentation of torchrun.
         """

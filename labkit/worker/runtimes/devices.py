@@ -53,13 +53,7 @@ def devices(n: int = 1) -> list[Any]:
 
 
 def share_of_devices(rank: int, size: int, gpus: int) -> list[str]:
-    """Return the names of a rank's devices: an equal share of the GPUs, a GPU shared with other ranks, or the CPU.
-
-    Args:
-        rank: the rank's number.
-        size: the number of ranks.
-        gpus: the number of GPUs.
-    """
+    """Return the names of a rank's devices: an equal share of the GPUs, a GPU shared with other ranks, or the CPU."""
     if gpus == 0:
         return ["cpu"]
     if gpus < size:

@@ -10,3 +10,4 @@ from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 from labkit.worker.runtimes.torch import Torch
 
 RUNTIMES: Final[dict[str, type[Runtime]]] = {"torch": Torch, "rpc": Rpc, "tensorflow": TensorFlow, "bare": Runtime}
+FRAMEWORKS: Final = tuple(dict.fromkeys(kind.package for kind in RUNTIMES.values() if kind.package))  # as pip names them

@@ -152,9 +152,6 @@ class Torch(Runtime):
     def _prepare(self, offers: Sequence[Offer]) -> tuple[Any, list[str]]:
         """Set environment variables, threads and device.
 
-        Args:
-            offers: the offers of all ranks.
-
         Returns:
             the device, or None without a GPU, and remarks for the student, such as that ranks share GPUs.
         """

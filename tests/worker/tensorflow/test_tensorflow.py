@@ -506,7 +506,7 @@ def test_the_failed_rank_is_named(
     assert caught.value.failures[0].cause is cause
     assert words in caught.value.failures[0].headline
     if how == "return":
-        name = "TensorFlow's total (with 1 all-reduce)"
+        name = "TensorFlow's total"
         assert reported.deadlock() == (Reason.RETURNED, [(1 - victim, name)])
         (line,) = reported.lines()
         assert line.startswith("test_tensorflow.py, line")

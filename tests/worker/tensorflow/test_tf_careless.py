@@ -24,7 +24,7 @@ from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import record_dtype
 from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
-from labkit.worker.runtimes.tensorflow.config import mistake
+from labkit.worker.runtimes.tensorflow.patches import mistake
 
 pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

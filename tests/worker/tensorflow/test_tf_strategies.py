@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import labkit as lab
-from labkit.worker.runtimes.tensorflow import strategies as tf_strategies
-from labkit.worker.runtimes.tensorflow import tensorflow_internals
+from labkit.worker.runtimes.tensorflow import patches, tensorflow_internals
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -91,7 +90,7 @@ def test_a_program_that_needs_patches_is_told_so_once(group: lab.Group, capsys: 
     for _ in range(2):
         group.run(fit, "workers")
     said = [line.removeprefix("labkit: ") for line in capsys.readouterr().out.splitlines() if "only because labkit" in line]
-    assert sorted(said) == sorted([tf_strategies.FITS, tf_strategies.USES_ALL])
+    assert sorted(said) == sorted([patches.FITS, patches.USES_ALL])
 
 
 def test_without_the_patch_a_worker_uses_one_of_its_cpus(group: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +117,7 @@ def unknown_code() -> tuple[list[str], bool]:
     new = trainer.reduce_per_replica = lambda values, *_: values
     cpus.paths = {"_initialize_local_devices": "tensorflow:gone"}
     del fit.found, cpus.found
-    return tf_strategies.apply(print), trainer.reduce_per_replica is new
+    return patches.work_around_bugs_of_strategies(print), trainer.reduce_per_replica is new
 
 
 def test_unknown_code_is_left_alone_with_a_notice(group: lab.Group) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from reported import Reported
-from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.errors.exit_reasons import Cause
@@ -55,7 +53,7 @@ def leave_alone(where: str) -> None:
     ("where", "name"),
     [
         ("start", "TensorFlow's MultiWorkerMirroredStrategy (until all ranks have started their servers)"),
-        ("graph", "TensorFlow's train_twice (with 2 all-reduces)"),
+        ("graph", "TensorFlow's train_twice"),
     ],
 )
 def test_an_abandoned_rank_says_what_it_waits_in(
@@ -98,33 +96,3 @@ def test_keras_on_one_worker_alone_is_a_deadlock(
         two.run(keras_on_one_worker_alone, what)
     assert [(failure.rank, failure.cause) for failure in caught.value.failures] == [(1, Cause.DEADLOCK)]
     assert reported.deadlock() == (Reason.RETURNED, [(0, f"TensorFlow's TensorFlowTrainer.{what}")])
-
-
-def schedule_what_never_ends() -> None:
-    import tensorflow as tf
-
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-
-    def never() -> float:
-        time.sleep(1000)
-        return 0.0
-
-    @tf.function
-    def sleep() -> Any:
-        return tf.py_function(never, [], tf.float32)
-
-    for _ in range(3):
-        coordinator.schedule(sleep)
-    coordinator.join()
-
-
-def test_a_chief_says_how_many_functions_its_workers_have_not_finished() -> None:
-    jobs = {"chief": 1, "worker": 1, "ps": 1}
-
-    def counts_them(limit_s: float) -> bool:
-        with lab.Group(jobs, runtime="tensorflow", timeout_s=limit_s) as group, pytest.raises(lab.LabError) as caught:
-            group["chief"].run(schedule_what_never_ends)
-        return "TensorFlow's ClusterCoordinator.join (scheduled functions: 1 on workers, 2 in the queue)" in str(caught.value)
-
-    assert some_limit_does(counts_them)

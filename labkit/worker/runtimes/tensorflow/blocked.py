@@ -2,11 +2,14 @@
 
 A thread checks the rank's main thread a few times a second. The rank is blocked if the process hardly computes and the
 main thread has stayed in the same call of TensorFlow. A rank that sleeps or waits for a file does not count as blocked.
+The call is found in the Python frames, which are internals of TensorFlow and may change.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 import threading
 import time
@@ -14,15 +17,24 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
+from labkit.errors.exceptions import LABKIT
 from labkit.recording.group_keys import TENSORFLOW
-from labkit.recording.record import Recorder, clock, here, student_line
+from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.ring_buffer import RingWriter
-from labkit.worker.runtimes.tensorflow.calls import call_within, describe
 
 CHECK_EVERY_S: Final = 0.25
 DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
 IDLE_SHARE: Final = 0.1  # of one core; TensorFlow's polling threads use a fiftieth of this
 
+NAME: Final = "TensorFlow"
+UNTIL_STARTED: Final = "(until all ranks have started their servers)"
+_TENSORFLOW: Final = f"{os.sep}tensorflow{os.sep}"
+_LOCKS: Final = re.compile(r"[/\\](threading|queue|pool)\.py$")  # Python's modules in which TensorFlow waits
+_WRAPPERS: Final = ("traceback_utils.py", "dispatch.py", "deprecation.py", "tf_decorator.py", "tf_contextlib.py")
+_PUBLIC: Final = {
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy", "ParameterServerStrategyV2": "ParameterServerStrategy",
+    "StrategyBase": "Strategy", "VariableMetaclass": "Variable",
+}  # fmt: skip
 
 # Set once this rank reads from tf.data's service. Its client may rest for seconds until the dispatcher reports the end
 # of the data, also if another reader has returned.
@@ -32,11 +44,7 @@ reads_from_a_service: Final = _service.set
 
 
 class BlockedCall:
-    """Records in the ring, from check to check, that a rank is blocked in a call of TensorFlow.
-
-    Args:
-        ring: the rank's ring.
-    """
+    """Records in the ring, from check to check, that a rank is blocked in a call of TensorFlow."""
 
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
@@ -47,13 +55,7 @@ class BlockedCall:
         self._since_ns = self._described_ns = 0
 
     def check(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
-        """Check whether the main thread is blocked, and update the record.
-
-        Args:
-            now_ns: the time in ns, on the clock of `time.perf_counter_ns`.
-            cpu_ns: the CPU time of all threads of the process so far, in ns.
-            innermost: the innermost frame of the main thread.
-        """
+        """Check whether the main thread is blocked, and update the record."""
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
         call = call_within(innermost) if idle and not _service.is_set() else None
         blocked = call is not None and call is self._call
@@ -84,11 +86,7 @@ class BlockedCall:
 
 
 def detect_blocked_calls(recorder: Recorder) -> None:
-    """Start a thread that checks this process's main thread from now on.
-
-    Args:
-        recorder: this rank's recorder.
-    """
+    """Start a thread that checks this process's main thread from now on."""
     main = threading.main_thread().ident
     blocked_call = BlockedCall(recorder.ring)
 
@@ -111,9 +109,62 @@ def starting_servers() -> Iterator[None]:
         yield
         return
     now_ns, frame = clock(), sys._getframe(2)  # the caller, beyond contextlib's frames
-    slot = recorder.ring.pend(describe(frame), now_ns, group=TENSORFLOW, line=student_line(frame))
+    slot = recorder.ring.pend(f"{describe(frame)} {UNTIL_STARTED}", now_ns, group=TENSORFLOW, line=student_line(frame))
     recorder.ring.waiting(slot, now_ns)
     try:
         yield
     finally:
         recorder.ring.unpend(slot)
+
+
+def call_within(innermost: FrameType | None) -> FrameType | None:
+    """Return the frame of TensorFlow in which a thread is, also if that waits for a Python lock; None without one."""
+    frame = innermost
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_tensorflows(file):
+            return frame
+        if not (_LOCKS.search(file) or file.startswith(LABKIT)):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _is_tensorflows(file: str) -> bool:
+    """Whether a file belongs to TensorFlow, not to this package or to a program in a folder named "tensorflow"."""
+    return _TENSORFLOW in file and not is_students(file) and not file.startswith(LABKIT)
+
+
+def describe(innermost: FrameType) -> str:
+    """Return the function that the student called and a thread is in, given its innermost frame."""
+    called = traced = ""
+    for frame in _until_student(innermost):
+        file = frame.f_code.co_filename
+        if _is_tensorflows(file) and not file.endswith(_WRAPPERS):
+            called = frame.f_code.co_qualname
+        traced = traced or _traced(frame)
+    called = traced or _short(called)
+    return f"{NAME}'s {called}" if called else NAME
+
+
+def _until_student(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None and not is_students(frame.f_code.co_filename):
+        yield frame
+        frame = frame.f_back
+
+
+def _short(qualified: str) -> str:
+    """Shorten a qualified name to the public one, such as `Strategy.reduce`, without constructors and decorators."""
+    called, _, _ = qualified.partition(".<locals>")
+    owner, dot, method = called.removesuffix(".__init__").removesuffix(".__call__").partition(".")
+    return f"{_PUBLIC.get(owner, owner)}{dot}{method}"
+
+
+def _traced(frame: FrameType) -> str:
+    """Return the name of the student's function if this frame runs its graph; else ""."""
+    if not frame.f_code.co_filename.endswith("polymorphic_function.py") or frame.f_code.co_name != "__call__":
+        return ""
+    function = getattr(frame.f_locals.get("self"), "python_function", None)
+    name = getattr(function, "__name__", "")
+    return "tf.function" if name == "<lambda>" else str(name)

@@ -22,11 +22,7 @@ SAVE_ATTEMPTS: Final = 10  # each of the other workers removes the folder once p
 
 
 def apply(say: Callable[[str], None]) -> None:
-    """Patch Keras in this process.
-
-    Args:
-        say: called with a note where the workaround takes effect.
-    """
+    """Patch Keras in this process."""
     write, shared = partial(_write_whole, say), SharedBackups()
     FILES.apply(save=write, save_weights=write, _load_model=shared.load, _save_model=shared.save, on_train_end=shared.end)
 

@@ -52,12 +52,7 @@ RTLD_DI_LINKMAP: Final = 2
 
 
 class SafeStop:
-    """A reentrant context manager in which a session of TensorFlow's profiler can be stopped safely.
-
-    Args:
-        entry: the address of the PLT's entry for the destructor.
-        destructor: the destructor's address.
-    """
+    """A reentrant context manager in which a session of TensorFlow's profiler can be stopped safely."""
 
     def __init__(self, entry: int, destructor: int) -> None:
         self.entry = ctypes.c_void_p.from_address(entry)

@@ -53,21 +53,13 @@ FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "com
 
 
 class Role(NamedTuple):
-    """A rank's role in the cluster.
+    """A rank's role in the cluster."""
 
-    Args:
-        rank: its number.
-        ranks: the numbers of all ranks, by TensorFlow's job and task number.
-        devices: the number of its devices.
-        coordinates: whether it is the coordinator, whose functions run on other ranks while it waits.
-        serves: whether it runs functions of the coordinator, on threads of its server.
-    """
-
-    rank: int
-    ranks: Mapping[tuple[str, int], int]
-    devices: int
-    coordinates: bool = False
-    serves: bool = False
+    rank: int  # its number
+    ranks: Mapping[tuple[str, int], int]  # the numbers of all ranks, by TensorFlow's job and task number
+    devices: int  # the number of its devices
+    coordinates: bool = False  # whether it is the coordinator, whose functions run on other ranks while it waits
+    serves: bool = False  # whether it runs functions of the coordinator, on threads of its server
 
 
 @dataclass(slots=True)

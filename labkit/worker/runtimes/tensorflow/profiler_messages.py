@@ -91,13 +91,7 @@ def within_the_rank(messages: Iterable[Span]) -> list[Span]:
 
 
 def copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
-    """Return the span of a copy between devices outside a tf.function; [] if there is only one device.
-
-    Args:
-        event: the copy's event.
-        rank: this rank's number.
-        name: returns the name of a device, by its number.
-    """
+    """Return the span of a copy between devices outside a tf.function; [] if there is only one device."""
     devices = [int(m[3]) for m in DEVICE.finditer(event.name)]
     if len(devices) != 2 or devices[0] == devices[1]:
         return []

@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from labkit.recording.record import Recorder, clock
+from labkit.recording.record import Recorder, TimedSpan, clock
 from labkit.recording.ring_layout import CAPACITY
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
-from labkit.worker.runtimes.tensorflow.profiler_events import Role, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Role, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.session import Session
 from labkit.worker.runtimes.tensorflow.sizes import Sizes
-from labkit.worker.runtimes.tensorflow.spans import GraphSpans
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CALLS, PENDING, PROFILER
 
 OFF: Final = "LABKIT_TENSORFLOW_TIMELINE"  # the variable that disables TensorFlow's profiler if it is 0
@@ -37,12 +36,7 @@ MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, whic
 
 
 class Timeline:
-    """Records the TensorFlow operations of a rank's runs.
-
-    Args:
-        recorder: this rank's recorder.
-        role: the rank's role in the cluster.
-    """
+    """Records the TensorFlow operations of a rank's runs."""
 
     def __init__(self, recorder: Recorder, role: Role) -> None:
         self._recorder, self._role, self._sizes = recorder, role, Sizes()
@@ -200,6 +194,52 @@ class Timeline:
                 )  # fmt: skip
 
 
+class GraphSpans:
+    """The spans in the tf.functions of this process: name scopes, which the names of operations contain."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []  # by their numbers
+        self._lock = threading.Lock()
+
+    def around(self, timed: TimedSpan) -> TimedSpan:
+        """Return a span that is a name scope while a graph is built, and `timed` otherwise."""
+        return _GraphSpan(self, timed)
+
+    def scope(self, name: str) -> Any:
+        """Return the name scope of a span."""
+        import tensorflow as tf
+
+        with self._lock:
+            if name not in self.names:
+                self.names.append(name)
+            return tf.name_scope(scope_of(self.names.index(name)))
+
+
+class _GraphSpan(TimedSpan):
+    """A span of a TensorFlow rank."""
+
+    __slots__ = ("_eagerly", "_graph_spans", "_timed")
+
+    def __init__(self, graph_spans: GraphSpans, timed: TimedSpan) -> None:
+        import tensorflow as tf
+
+        super().__init__(timed.name, timed.kind)
+        self._graph_spans, self._timed, self._eagerly = graph_spans, timed, tf.executing_eagerly
+
+    def begin(self) -> Any:
+        """Enter a name scope and return it; None after beginning the timed span instead."""
+        if self._eagerly():
+            self._timed.__enter__()
+            return None
+        scope = self._graph_spans.scope(self.name)
+        scope.__enter__()
+        return scope
+
+    def end(self, begun: Any) -> None:
+        """Leave the name scope, or end the timed span."""
+        (self._timed if begun is None else begun).__exit__(None, None, None)
+
+
 def _configured_devices() -> int:
     """Return the number of logical CPUs that the program has configured itself, as for DTensor; 0 if it has not."""
     import tensorflow as tf
@@ -213,10 +253,6 @@ def next_reading(now_ns: int, reading_ns: int) -> int:
 
     The times are the same in all ranks of a machine, which share a clock: while a rank reads, the others wait for it in
     their next collective, so they should read at the same time.
-
-    Args:
-        now_ns: the current time in ns.
-        reading_ns: how long reading the last session took.
     """
     period_ns = SLICE_NS
     while period_ns < min(SHARE * reading_ns, OLDEST_NS):

@@ -15,7 +15,7 @@ from labkit.ipc.protocol import Offer
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import MIB, Runtime, has_server
-from labkit.worker.runtimes.tensorflow import config, patches, servers, strategies, strategy_checks
+from labkit.worker.runtimes.tensorflow import patches, servers
 from labkit.worker.runtimes.tensorflow.empty_replicas import EmptyReplicas
 from labkit.worker.runtimes.tensorflow.profiler_events import Role
 from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
@@ -82,13 +82,13 @@ class TensorFlow(Runtime):
             gpus = tf.config.list_physical_devices("GPU")
         between = threads_between(self.threads, cluster)
         own_threads = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=self.threads, inter_op_parallelism_threads=between)
-        patches.apply()
-        check = partial(config.check, self.options.jobs, rank_config.rank)
+        patches.replace_functions_of_datasets_and_autograph()
+        check = partial(patches.check_config, self.options.jobs, rank_config.rank)
         notes = servers.apply(self.network, own_threads, self.wait_for_release, check, one_machine=self.place.nodes == 1)
-        strategy_checks.apply(cluster, job, lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
-        unknown = strategies.apply(self._remarks.append)
+        patches.check_strategies(cluster, job, lambda: rank_config.size if self._all_called and "ps" not in cluster else 1)
+        unknown = patches.work_around_bugs_of_strategies(self._remarks.append)
         if rank_config.size > 1:
-            config.warn_if_alone(rank_config.rank)
+            patches.warn_if_alone(rank_config.rank)
             notes += unknown if "ps" not in cluster else []
         own, too_few = self._share(gpus, offers)
         self.resting_is_waiting = rank_config.size > 1 and not own  # with a GPU, a process is idle while the GPU computes

@@ -15,7 +15,7 @@ from typing import Any, Final
 from labkit.worker.network_namespace import Network
 from labkit.worker.runtimes.base import Released
 from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
-from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE, PROFILER_SERVER
+from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE
 
 LOOPBACK: Final = "lo"
 
@@ -93,14 +93,13 @@ def apply(
     CLUSTER.apply(
         **dict.fromkeys(starts, start_and_wait), TF_NewServer=get_server, TF_ServerStart=start_and_bind, join=join_and_end
     )
-    PROFILER_SERVER.apply(start_server=start_and_bind)
     clients = "TF_DATA_GetDataServiceMetadataByID", "register_dataset", "register_dataset_v2", "data_service_dataset_v4"
     DATA_SERVICE.apply(
         **dict.fromkeys(("DispatchGrpcDataServer.start", "WorkerGrpcDataServer.start"), start_and_bind),
         **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
         **dict.fromkeys(clients, call_later),
     )
-    missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE, PROFILER_SERVER) if not entry.found]
+    missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE) if not entry.found]
     if not missing or not one_machine:
         return []
     return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]

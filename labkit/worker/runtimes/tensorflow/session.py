@@ -27,28 +27,17 @@ LEFT_OUT: Final = (
 
 
 class Event(NamedTuple):
-    """An event of TensorFlow's profiler.
+    """An event of TensorFlow's profiler."""
 
-    Args:
-        thread: the number of its thread.
-        name: TensorFlow's name for it, such as "sgd/split:SplitV".
-        start_ns, end_ns: times on the clock of `time.perf_counter_ns`.
-        stats: TensorFlow's details, by name.
-    """
-
-    thread: int
-    name: str
-    start_ns: int
+    thread: int  # the number of its thread
+    name: str  # TensorFlow's name for it, such as "sgd/split:SplitV"
+    start_ns: int  # on the clock of `time.perf_counter_ns`
     end_ns: int
-    stats: dict[str, Any]
+    stats: dict[str, Any]  # TensorFlow's details, by name
 
 
 class Session:
-    """A session of the profiler, from its creation until `stop`. A process can have one session at a time.
-
-    Args:
-        stopping: the context manager in which to stop it.
-    """
+    """A session of the profiler, from its creation until `stop`. A process can have one session at a time."""
 
     def __init__(self, stopping: AbstractContextManager[None]) -> None:
         self._stopping = stopping
