@@ -146,7 +146,7 @@ CLASS: Final = (
     Submission("reads the solutions", 3, {"average_gradients": _SOLUTIONS}, in_kernel=5),
     Submission("reads a neighbour", 3, {"average_gradients": _NEIGHBOUR}, in_kernel=5),
     Submission("prints a verdict", 0, _NOTHING, first=_PRINTED),
-    Submission("opens a connection", 4, _rate(*_SOCKET), in_kernel=5),
+    Submission("opens a connection, swallows the error", 5, _rate(*_SOCKET)),
     Submission("forks a process that stays", 5, _rate(*_STAYS)),
     Submission("fills memory, prints without end", 3, {**_draw(*_FULL), **_rate("while True:", "    print('x' * 1000)")}),
 )

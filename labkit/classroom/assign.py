@@ -15,10 +15,8 @@ from typing import Final
 from labkit.classroom.for_hosted import write_colab, write_kaggle
 from labkit.classroom.for_nbgrader import write_nbgrader
 from labkit.classroom.for_otter import write_otter
-from labkit.classroom.for_zip_graders import write_classroom50, write_gradescope
 from labkit.classroom.grade import points_given
-from labkit.classroom.handout import read_handout
-from labkit.classroom.order import Order
+from labkit.classroom.handout import Order, read_handout
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import lessons_named
 
@@ -33,12 +31,10 @@ FORMS: Final[dict[str, Callable[[Order], list[str]]]] = {
     "plain": _write_plain,
     "nbgrader": write_nbgrader,
     "otter": write_otter,
-    "gradescope": write_gradescope,
-    "classroom50": write_classroom50,
     "colab": write_colab,
     "kaggle": write_kaggle,
 }
-TOGETHER: Final = ("plain", "colab", "kaggle", "gradescope")  # all notebooks are in one folder, so that links between them work
+TOGETHER: Final = ("plain", "colab", "kaggle")  # all notebooks are in one folder, so that links between them work
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         if unknown := [name for name in points if name not in known]:
             raise LabError(f"--points {unknown[0]}: these lessons have no such exercise; they have {', '.join(known)}")
         order = Order(
-            handouts, options.to, options.seed or 1 + secrets.randbelow(10**6), options.install, options.wheel,
-            options.repository, options.branch,
+            handouts, options.to, options.seed or 1 + secrets.randbelow(10**6), options.install, options.repository,
+            options.branch,
         )  # fmt: skip
         order.folder.mkdir(parents=True, exist_ok=True)
         lines = FORMS[options.form](order)
@@ -83,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REQUIREMENT",
         help="what colab, kaggle and otter install; default: labkit, for colab from --repository if it is given",
     )
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="labkit's wheel, for gradescope and classroom50 (make wheel)")
     parser.add_argument("--repository", default="", metavar="OWNER/NAME", help="a copy of labkit's repository on GitHub")
     parser.add_argument("--branch", default="main", help="of the repository (default: main)")
     return parser

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.handout import Handout, code_cell, markdown_cell, write_notebook
-from labkit.classroom.order import Order
+from labkit.classroom.handout import Handout, Order, code_cell, markdown_cell, write_notebook
 from labkit.errors.exceptions import LabError
 
 KAGGLE_FOLDER: Final = "/kaggle/input/labkit"  # where Kaggle puts the files of a data set called "labkit"
@@ -76,14 +75,10 @@ def data_uri(diagram: Path) -> str:
         return f"data:image/png;base64,{base64.b64encode(target.read_bytes()).decode()}"
 
 
-def hosted_notebook(handout: Handout, introduction: str, command: str, pictures: dict[str, str]) -> dict[str, Any]:
-    """Return the content of a notebook that installs labkit and contains its diagrams.
+def _hosted_notebook(handout: Handout, introduction: str, command: str, pictures: dict[str, str]) -> dict[str, Any]:
+    """Return the content of a notebook that installs labkit by its first cell, and contains its diagrams.
 
-    Args:
-        handout: the lesson.
-        introduction: the text before the first cell; NAME in it becomes the lesson's name.
-        command: the first cell.
-        pictures: the address of each diagram.
+    NAME in the introduction becomes the lesson's name; `pictures` has the address of each diagram.
     """
     cells = [markdown_cell("install-text", introduction.replace("NAME", handout.name)), code_cell("install", command)]
     for cell in copy.deepcopy(handout.notebook["cells"]):
@@ -105,5 +100,5 @@ def _write(order: Order, introduction: str, command: str) -> None:
         names = one.pictures()
         with ThreadPoolExecutor(2) as pool:
             drawn = pool.map(data_uri, [one.lesson.parent / name for name in names])
-            notebook = hosted_notebook(one, introduction, command, dict(zip(names, drawn, strict=True)))
+            notebook = _hosted_notebook(one, introduction, command, dict(zip(names, drawn, strict=True)))
         write_notebook(order.folder / one.lesson.name, notebook)

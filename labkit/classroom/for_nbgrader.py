@@ -13,15 +13,14 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.handout import Exercise, Handout, code_cell
-from labkit.classroom.order import Order
+from labkit.classroom.handout import Exercise, Handout, Order, code_cell
 
 REFERENCE: Final = "reference"
 TIMEOUT_S: Final = 240  # for a cell: labkit ends an answer after 60 s, and a test runs one twice
 
 CONFIG: Final = f'''"""How nbgrader handles labkit's lessons; written by `python -m labkit assign`."""
 
-from labkit.classroom.answer_cells import only_answers
+from labkit.classroom.grader_plugins import only_answers
 
 c = get_config()
 c.CourseDirectory.course_id = "labkit"
@@ -34,11 +33,7 @@ c.Autograde.autograde_preprocessors.insert(0, only_answers)  # cells that no ans
 
 
 def write_nbgrader(order: Order) -> list[str]:
-    """Write a course folder: an assignment for each lesson, and the configuration unless there is one.
-
-    Returns:
-        what to type next.
-    """
+    """Write an assignment for each lesson, and the configuration unless there is one; return what to type next."""
     for one in order.handouts:
         one.write(order.folder / "source" / one.name, tested_cells(one, order.seed))
         _write_reference(one, order.folder / "submitted" / REFERENCE / one.name)
@@ -56,12 +51,7 @@ def write_nbgrader(order: Order) -> list[str]:
 
 
 def tested_cells(handout: Handout, seed: int) -> list[dict[str, Any]]:
-    """Return the cells of a source notebook: those of the lesson, and a test after each exercise.
-
-    Args:
-        handout: the lesson.
-        seed: of the hidden inputs.
-    """
+    """Return the cells of a source notebook: those of the lesson, and a test after each exercise."""
     by_cell = {exercise.cell: exercise for exercise in handout.exercises}
     cells = []
     for index, cell in enumerate(handout.notebook["cells"]):
@@ -73,9 +63,9 @@ def tested_cells(handout: Handout, seed: int) -> list[dict[str, Any]]:
 
 
 def _test(exercise: Exercise, seed: int) -> dict[str, Any]:
-    call = f'verdict = fresh_judges.check("{exercise.name}", {exercise.answer}'
+    call = f'verdict = check_afresh("{exercise.name}", {exercise.answer}'
     source = f"""# {exercise.points:g} point{"s" * (exercise.points != 1)} for {exercise.name}
-from labkit.classroom import fresh_judges
+from labkit.classroom.grader_plugins import check_afresh
 
 {call})
 assert verdict, verdict

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import json
 
-from labkit.classroom.handout import Exercise
-from labkit.classroom.order import Order
+from labkit.classroom.handout import Exercise, Order
 
 
 def write_otter(order: Order) -> list[str]:
-    """Write a folder for each lesson.
-
-    Returns:
-        what to type next.
-    """
+    """Write a folder for each lesson; return what to type next."""
     for one in order.handouts:
         folder = order.folder / one.name
         one.write(folder / "student")
         (folder / "tests").mkdir(parents=True, exist_ok=True)
         for exercise in one.exercises:
             (folder / "tests" / f"{exercise.name}.py").write_text(_tests(exercise, order.seed), encoding="utf-8")
-        config = {"plugins": [{"labkit.classroom.answer_cells.OtterPlugin": {}}], "show_stdout": False, "pdf": False}
+        config = {"plugins": [{"labkit.classroom.grader_plugins.OtterPlugin": {}}], "show_stdout": False, "pdf": False}
         (folder / "otter_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         requirement = order.install or f"labkit[{order.extras()}]"
         (folder / "requirements.txt").write_text(f"{requirement}\nipykernel\n", encoding="utf-8")
@@ -43,7 +38,7 @@ def _tests(exercise: Exercise, seed: int) -> str:
 
 from otter.test_files import test_case
 
-from labkit.classroom import fresh_judges
+from labkit.classroom.grader_plugins import check_afresh
 
 OK_FORMAT = False
 
@@ -53,7 +48,7 @@ all_or_nothing = True
 
 
 def judge(env, **options):
-    verdict = fresh_judges.check(name, eval("{exercise.answer}", env), **options)
+    verdict = check_afresh(name, eval("{exercise.answer}", env), **options)
     assert verdict, verdict
 
 

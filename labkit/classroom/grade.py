@@ -8,28 +8,26 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
-from labkit.classroom.confinement import new_namespaces
-from labkit.classroom.grading import Graded, Settings, grade, hidden_for, judges_in
-from labkit.classroom.results import Results, whole
+from labkit.classroom.confined_process import why_unconfined
+from labkit.classroom.grade_submission import Graded, Settings, grade, hidden_for, judges_in
+from labkit.classroom.results import FORMS, Results
 from labkit.classroom.submissions import Submission, exercises_of, printable, submissions
 from labkit.errors.exceptions import LabError
 from labkit.exercises import LESSONS
 from labkit.launch.descendants import descendants, end_all, end_children
 from labkit.notebook.lessons import lessons_named
 
-FORMS = {
-    "json": "everything: verdicts, points, hints",
-    "csv": "the points of each student",
-    "gradescope": "Gradescope's results.json, for one student",
-    "classroom50": "Classroom 50's result.json, for one student",
-}
+UNCONFINED: Final = (
+    "--unconfined: the submissions could read, change and delete your files, use the network and end your processes. "
+    "Grade in a container that has nothing else: docs/teaching.md."
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,35 +41,36 @@ def main(arguments: Sequence[str]) -> int:
         given = submissions(options.files, list(dict.fromkeys([*required, *points])) if required else [])
         judges = judges_in(options.modules)
         _check(options, {name: points.get(name, 1.0) for one in given for name in one.exercises})
+        if not options.unconfined and (why := why_unconfined()):
+            raise LabError(
+                f"this system does not let submissions have namespaces of their own ({why}). Use another machine, or a "
+                "container that has nothing else and the option --unconfined"
+            )
     except LabError as error:
         parser.error(str(error))
-    single = options.gradescope or options.classroom50
-    if single and len({one.student for one in given}) > 1:
-        parser.error(f"--gradescope and --classroom50 are for one student; there are {len({s.student for s in given})}")
+    if options.unconfined:
+        print(UNCONFINED, file=sys.stderr, flush=True)
     read = [one.path for one in given if not (one.error and one.path.is_symlink())]  # what a link names may be a library
     settings = Settings(
-        options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for(read), judges, tuple(options.modules)
-    )
+        options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for(read), judges, tuple(options.modules),
+        not options.unconfined,
+    )  # fmt: skip
     results, failed = _results(given, settings, options.jobs, points)
     try:
         print(results.as_table(), flush=True)
     finally:
         failed += _write(results, options)
         print("".join(f"{line}\n" for line in failed), end="", file=sys.stderr)
-    if why := _no_namespaces():
-        print(
-            f"This system allows no namespaces ({why}): only Python's audit hooks have kept submissions from files and network."
-        )
     return int(bool(failed))
 
 
 def _write(results: Results, options: argparse.Namespace) -> list[str]:
     """Write the files; return a line for each that could not be written."""
     failed: list[str] = []
-    for form in FORMS:
+    for form, (_, written) in FORMS.items():
         if path := getattr(options, form):
             with _failing_alone(path, failed):
-                path.write_text(results.written(form), encoding="utf-8")
+                path.write_text(written(results), encoding="utf-8")
     if options.feedback:
         for student in results.by_student:
             name = re.sub(r"[^\w .()-]", "_", student)
@@ -79,9 +78,7 @@ def _write(results: Results, options: argparse.Namespace) -> list[str]:
                 path.write_text(results.feedback(student), encoding="utf-8")
     if options.figure:
         with _failing_alone(options.figure, failed):
-            from labkit.classroom.mistakes import draw_mistakes
-
-            figure = draw_mistakes(results.mistakes(), len(results.by_student)).get_figure(root=True)
+            figure = results.draw_mistakes().get_figure(root=True)
             assert figure is not None
             figure.savefig(options.figure, dpi=160)
     return failed
@@ -104,8 +101,6 @@ def _check(options: argparse.Namespace, points: dict[str, float]) -> None:
     for option in ("limit-s", "memory-mb", "jobs"):
         if not 0 < (number := getattr(options, option.replace("-", "_"))) < math.inf:
             raise LabError(f"--{option} {number}: expected a number above 0")
-    if options.classroom50:
-        whole(points)
     known = {*points} & {name for names in LESSONS.values() for name in names}
     if not options.modules and (unknown := [name for name in points_given(options.points) if name not in known]):
         raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(sorted(known))}")
@@ -135,17 +130,10 @@ def points_given(texts: Sequence[str]) -> dict[str, float]:
     return points
 
 
-def _no_namespaces() -> str:
-    """Return why submissions cannot have namespaces of their own; "" if they can. Another process tries."""
-    module = new_namespaces.__module__
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import new_namespaces; print(new_namespaces())"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m labkit grade",
-        description="Judges the answers in submitted notebooks, each in processes of its own, without network and with limits.",
+        description="Judges the answers in submitted notebooks, each in processes of its own, without your files and network.",
         epilog="A student's name is that of the notebook, or of its folder if the notebook is named after a lesson.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="notebooks, and folders that contain them")
@@ -158,12 +146,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--points", nargs="+", default=[], metavar="NAME=N", help="points for an exercise; default: 1 for each")
     parser.add_argument("--modules", nargs="+", default=[], help="modules that have exercises of your own, as in `import`")
+    parser.add_argument("--unconfined", action="store_true", help="let submissions do what you may: only in a container")
     parser.add_argument("--execute", action="store_true", help="run the whole notebook, not only what the answers need")
     parser.add_argument("--seed", type=int, default=1, help="other inputs for the judges; 0: those of the lessons (default: 1)")
     parser.add_argument("--jobs", type=int, default=2, help="submissions at a time (default: 2)")
     parser.add_argument("--limit-s", type=float, default=60.0, help="seconds for one run of an answer (default: 60)")
     parser.add_argument("--memory-mb", type=float, default=4000.0, help="megabytes for one submission (default: 4000)")
-    for form, content in FORMS.items():
+    for form, (content, _) in FORMS.items():
         parser.add_argument(f"--{form}", type=Path, metavar="FILE", help=f"writes {content}")
     parser.add_argument("--feedback", type=Path, metavar="FOLDER", help="writes the verdicts of each student into a text file")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draws the commonest mistakes, as PNG, SVG or PDF")

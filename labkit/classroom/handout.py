@@ -1,4 +1,7 @@
-"""What students get of a lesson: its notebook without outputs and without solutions, and the diagrams that it shows."""
+"""What students get of a lesson: its notebook without outputs and without solutions, and the diagrams that it shows.
+
+An `Order` is what `python -m labkit assign` was asked for: the lessons, and where and how to write them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ast
 import copy
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,34 +23,21 @@ _LESSON_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([\w.-]+\.ipynb)\)")
 
 @dataclass(frozen=True)
 class Exercise:
-    """An exercise of a lesson.
-
-    Args:
-        name: its name.
-        answer: the expression that the student's cell submits, such as "average_gradients".
-        cell: the index of that cell in the notebook.
-        points: what a right answer earns.
-    """
+    """An exercise of a lesson."""
 
     name: str
-    answer: str
-    cell: int
-    points: float
+    answer: str  # the expression that the student's cell submits, such as "average_gradients"
+    cell: int  # the index of that cell in the notebook
+    points: float  # what a right answer earns
 
 
 @dataclass(frozen=True)
 class Handout:
-    """A lesson for students.
+    """A lesson for students."""
 
-    Args:
-        lesson: the original, whose folder has the diagrams.
-        notebook: the content of the students' notebook.
-        exercises: in the order of the notebook.
-    """
-
-    lesson: Path
-    notebook: dict[str, Any]
-    exercises: tuple[Exercise, ...]
+    lesson: Path  # the original, whose folder has the diagrams
+    notebook: dict[str, Any]  # the content of the students' notebook
+    exercises: tuple[Exercise, ...]  # in the order of the notebook
 
     @property
     def name(self) -> str:
@@ -79,14 +69,29 @@ class Handout:
         return path
 
 
+@dataclass(frozen=True)
+class Order:
+    """What to write."""
+
+    handouts: Sequence[Handout]
+    folder: Path  # where to write; it exists
+    seed: int  # of the hidden inputs
+    install: str = ""  # what a hosted kernel installs; "" for the default
+    repository: str = ""  # "owner/name" of a copy of labkit's repository on GitHub, or ""
+    branch: str = "main"
+
+    def extras(self) -> str:
+        """Return the extras of labkit that answers to these lessons need."""
+        return "torch,hosted,tf" if any("_tf_" in one.name for one in self.handouts) else "torch,hosted"
+
+
 def read_handout(lesson: Path, points: dict[str, float], beside: Collection[str]) -> Handout:
     """Read a lesson.
 
     Args:
         lesson: the original notebook.
         points: by exercise; 1 where an exercise is not named.
-        beside: the notebooks that students find in the same folder, such as "02_data_parallel.ipynb". Links to others
-            become text.
+        beside: the notebooks in the students' folder, such as "02_data_parallel.ipynb". Links to others become text.
     """
     notebook = json.loads(lesson.read_bytes())
     for cell in notebook["cells"]:

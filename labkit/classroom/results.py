@@ -1,40 +1,39 @@
-"""The results of a class, and the forms in which they are written: tables, and the files that other systems read."""
+"""The results of a class, and the forms in which they are shown: table, files, and a figure of the mistakes."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-from labkit.classroom.grading import Graded
+from labkit.classroom.grade_submission import Graded
 from labkit.classroom.submissions import printable
-from labkit.errors.exceptions import LabError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_MISTAKES: Final = 10  # in the table
 MOST_OF_NAME: Final = 40  # characters of a student's or an exercise's name in the table
 _PLACE: Final = re.compile(r" \(cell \d+, line \d+\)")  # differs between notebooks with the same mistake
 _FORMULA: Final = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]")  # also in full width
+COLOUR: Final = "#d55e00"  # of a wrong answer, as in its verdict
+MOST_DRAWN: Final = 12  # mistakes in the figure
+CHARACTERS, MOST_LINES = 58, 3  # of a hint: in one line, and lines
 MARKS: Final = {"passed": "✓", "wrong": "✗", "not written yet": "○", "no answer": "–"}
 
 
 @dataclass(frozen=True)
 class Results:
-    """The verdicts on all submissions of a class.
+    """The verdicts on all submissions of a class."""
 
-    Args:
-        by_student: the verdicts of each student, by exercise.
-        points: the points for each exercise.
-    """
-
-    by_student: Mapping[str, Mapping[str, Graded]]
-    points: Mapping[str, float]
+    by_student: Mapping[str, Mapping[str, Graded]]  # by student and exercise
+    points: Mapping[str, float]  # for each exercise
 
     def points_of(self, student: str) -> float:
         """Return the sum of a student's points."""
@@ -117,7 +116,7 @@ class Results:
             writer.writerow([_literal(student), *earned, f"{self.points_of(student):g}"])
         return text.getvalue()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> str:
         """Return everything."""
         students = {
             student: {
@@ -127,77 +126,45 @@ class Results:
             for student, verdicts in self.by_student.items()
         }
         mistakes = [{"exercise": name, "message": hint, "students": count} for name, hint, count in self.mistakes()]
-        return {"points": dict(self.points), "students": students, "mistakes": mistakes}
-
-    def for_gradescope(self) -> dict[str, Any]:
-        """Return the content of Gradescope's results.json for the one student of these results.
-
-        Source: Autograder Specifications, Gradescope, https://gradescope-autograders.readthedocs.io/en/latest/specs/.
-        """
-        tests = [
-            {
-                "name": one.exercise,
-                "score": self.points[one.exercise] * one.passed,
-                "max_score": self.points[one.exercise],
-                "status": "passed" if one.passed else "failed",
-                "output": "\n".join([one.message, *one.details]),
-                "output_format": "text",
-            }
-            for one in self._only()
-        ]
-        boards = [{"name": one.exercise, "value": one.score, "order": "asc"} for one in self._only() if one.score is not None]
-        return {"tests": tests, "execution_time": round(sum(one.seconds for one in self._only()))} | (
-            {"leaderboard": boards} if boards else {}
-        )
-
-    def for_classroom50(self, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-        """Return the content of Classroom 50's result.json for the one student of these results.
-
-        Args:
-            environment: the variables in which its runner tells what is graded.
-
-        Raises:
-            LabError: a number of points is not whole; Classroom 50 refuses those.
-
-        Source: Advanced Autograding, https://github.com/foundation50/classroom50/wiki/Advanced-Autograding, and
-        `validate_result` in collect_scores.py of that repository.
-        """
-        points = whole(self.points)
-        tests = [
-            {
-                "test-name": one.exercise,
-                "passed": one.passed,
-                "score": points[one.exercise] * one.passed,
-                "max-score": points[one.exercise],
-                "details": "\n".join([one.message, *one.details]),
-            }
-            for one in self._only()
-        ]
-        variables = {
-            "classroom": "CLASSROOM", "assignment": "ASSIGNMENT", "assignment_type": "ASSIGNMENT_TYPE", "owner": "OWNER",
-            "submission": "SUBMISSION_TAG", "commit": "COMMIT_URL", "release": "RELEASE_URL", "review": "REVIEW_URL",
-        }  # fmt: skip
-        context = {key: environment.get(variable, "") for key, variable in variables.items()}
-        return {
-            "schema": "classroom50/result/v1",
-            **context,
-            "review": context["review"] or context["commit"],  # older runners do not set REVIEW_URL
-            "datetime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "score": sum(test["score"] for test in tests),
-            "max-score": sum(points.values()),
-            "tests": tests,
-        }
-
-    def _only(self) -> Sequence[Graded]:
-        (verdicts,) = self.by_student.values()
-        return list(verdicts.values())
-
-    def written(self, kind: str) -> str:
-        """Return the text of a file: "json", "csv", "gradescope" or "classroom50"."""
-        if kind == "csv":
-            return self.as_csv()
-        content = {"json": self.as_json, "gradescope": self.for_gradescope, "classroom50": self.for_classroom50}[kind]()
+        content = {"points": dict(self.points), "students": students, "mistakes": mistakes}
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+    def draw_mistakes(self) -> Axes:
+        """Draw the commonest mistakes as bars."""
+        from matplotlib.ticker import MaxNLocator
+
+        from labkit.plots.image import WIDTH_IN
+        from labkit.plots.style import INK, describe, labkit_style, new_axes
+
+        shown = self.mistakes()[:MOST_DRAWN]
+        labels = [
+            "\n".join(textwrap.wrap(f"{exercise}: {hint}", CHARACTERS, max_lines=MOST_LINES, placeholder=" …"))
+            for exercise, hint, _ in shown
+        ]
+        lines = [label.count("\n") + 1.6 for label in labels]  # with the space below
+        places = [sum(lines[:i]) + n / 2 for i, n in enumerate(lines)]
+        counts = [count for *_, count in shown]
+        with labkit_style():
+            ax = new_axes(figsize=(WIDTH_IN, 0.8 + 0.155 * sum(lines)), layout="constrained")
+            ax.barh(places, counts, height=1.0, color=COLOUR)
+            for place, count in zip(places, counts, strict=True):
+                ax.annotate(str(count), (count, place), (4, 0), textcoords="offset points", va="center")
+            ax.set_yticks(places, labels, fontsize=8)
+            ax.tick_params(axis="y", length=0)
+            ax.set_ylim(sum(lines) or 1, 0)
+            ax.set_xlim(0, max([*counts, 1]) * 1.12)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.set_xlabel("students", color=INK)
+            ax.set_title(f"The commonest mistakes of {len(self.by_student)} students")
+        each = "; ".join(f"{exercise}, {count}: {hint}" for exercise, hint, count in shown)
+        return describe(ax, f"Mistakes by the number of students that made them. {each}.")
+
+
+# What is written into files: by the name of the option, what it is, and its text.
+FORMS: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
+    "json": ("everything: verdicts, points, hints", lambda results: results.as_json()),
+    "csv": ("the points of each student", lambda results: results.as_csv()),
+}
 
 
 def _short(name: str) -> str:
@@ -212,14 +179,3 @@ def _literal(name: str) -> str:
     """
     name = printable(name).replace(";", ",")  # which separates cells in some countries, even if the name is not in quotes
     return f"'{name}" if _FORMULA.match(name) else name
-
-
-def whole(points: Mapping[str, float]) -> dict[str, int]:
-    """Return points as whole numbers.
-
-    Raises:
-        LabError: some are not; Classroom 50 refuses those.
-    """
-    if broken := [name for name, number in points.items() if number != int(number)]:
-        raise LabError(f"{points[broken[0]]} points for {broken[0]}: Classroom 50 accepts whole numbers of points only")
-    return {name: int(number) for name, number in points.items()}

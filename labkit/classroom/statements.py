@@ -22,37 +22,22 @@ _AROUND_PYTHON: Final = ("%%time", "%%capture", "%%prun")
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement at the top level of a cell.
+    """A statement at the top level of a cell."""
 
-    Args:
-        cell: the number of its cell, from 1, among the cells with code.
-        node: its syntax tree.
-        answers: by exercise, the expression that it submits: `average` in `lab.check("average_gradients", average)`.
-        gives: the names that it assigns, or whose values it changes by `name[...] = ...`, `name.x = ...`, or
-            `name.append(...)`.
-        reads: the global names that it reads, also in functions that it defines.
-    """
-
-    cell: int
+    cell: int  # the number of its cell, from 1, among the cells with code
     node: ast.stmt
-    answers: dict[str, ast.expr]
-    gives: frozenset[str]
-    reads: frozenset[str]
+    answers: dict[str, ast.expr]  # by exercise, what it submits: `average` in `lab.check("average_gradients", average)`
+    gives: frozenset[str]  # names that it assigns, or whose values it changes: `name[...] = ...`, `name.append(...)`
+    reads: frozenset[str]  # global names that it reads, also in functions that it defines
 
 
 @dataclass
 class Program:
-    """The statements of a notebook.
-
-    Attributes:
-        statements: in the order of the notebook.
-        lines: the source of each cell by its number; magics are blank.
-        errors: by cell, why it is no Python. Its statements are missing.
-    """
+    """The statements of a notebook, in its order."""
 
     statements: list[Statement] = field(default_factory=list)
-    lines: dict[int, list[str]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    lines: dict[int, list[str]] = field(default_factory=dict)  # the source of each cell by its number; magics are blank
+    errors: dict[int, str] = field(default_factory=dict)  # by cell, why it is no Python; its statements are missing
 
     def answers(self) -> Iterator[tuple[int, str]]:
         """Yield the position of each statement that submits an answer, and the exercise."""
@@ -70,12 +55,7 @@ class Program:
         return found
 
     def needed(self, until: int, names: Collection[str]) -> set[int]:
-        """Return the positions of the statements that names need.
-
-        Args:
-            until: the position at which the names are used; later statements do not count.
-            names: the names.
-        """
+        """Return the positions of the statements, before another, that names need."""
         before = self.statements[:until]
         needed: set[int] = set()
         wanted, new = set(names), set(names)
@@ -102,12 +82,7 @@ def without_magics(source: str) -> str:
 
 
 def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) -> Program:
-    """Parse the code cells of a notebook.
-
-    Args:
-        cells: their sources.
-        python: turns a cell into Python.
-    """
+    """Parse the code cells of a notebook; `python` turns a cell into Python."""
     program = Program()
     for number, source in enumerate(cells, 1):
         source = python(source)

@@ -27,21 +27,13 @@ _CANVAS: Final = re.compile(r"([^\W_]+)_(?:late_)?\d+_\d{3,}_.+")
 
 @dataclass(frozen=True)
 class Submission:
-    """One notebook of one student.
+    """One notebook of one student."""
 
-    Args:
-        student: the student's name, as the files tell it.
-        path: the file.
-        cells: the sources of its code cells; none if it is no notebook.
-        exercises: the names of the exercises that it should answer.
-        error: why it is no notebook; "" if it is one.
-    """
-
-    student: str
+    student: str  # the name, as the files tell it
     path: Path
-    cells: tuple[str, ...]
-    exercises: tuple[str, ...]
-    error: str = ""
+    cells: tuple[str, ...]  # the sources of its code cells; none if it is no notebook
+    exercises: tuple[str, ...]  # that it should answer
+    error: str = ""  # why it is no notebook
 
 
 def submissions(paths: Iterable[Path], required: Sequence[str]) -> list[Submission]:

@@ -32,10 +32,9 @@ class PrivateNames:
             parentheses at the end are parameters of a function, or names and constants in its code. The names are known
             by their last part, or, where two have the same, with their class: "Server.join".
         lost: what labkit does not record or cannot do without them.
-        _prose: not kept.
     """
 
-    def __init__(self, *paths: str, lost: str, **_prose: str) -> None:
+    def __init__(self, *paths: str, lost: str) -> None:
         names = [re.split("[.:]", path.partition("(")[0]) for path in paths]
         last = [name for *_, name in names]
         self.paths = {

@@ -1,13 +1,13 @@
 """The file of a student's guesses: `my_guesses.json` beside the notebook.
 
-The file belongs to the student and may be deleted at any time. Several kernels may use it at once.
+The file belongs to the student and may be deleted at any time. Of two kernels that write it in the same milliseconds,
+the later one wins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,27 +25,16 @@ Value = float | str
 
 @dataclass(slots=True)
 class Entry:
-    """One guess.
+    """One guess; None where there is no value."""
 
-    Args:
-        lesson: the notebook that asked for it, without ".ipynb"; "" if unknown.
-        name: of the quantity, with its unit: "step_ms".
-        guess: the last value before the first reveal; None if there was none.
-        guessed_at: when it was sealed, in seconds since 1970.
-        measured: the value of the first reveal; None before it.
-        predicted: the formula's value at the first reveal; None if there was none.
-        revealed_at: when it was first revealed, in seconds since 1970.
-        changed: a different guess that was made after the first reveal; None if there is none.
-    """
-
-    lesson: str
-    name: str
-    guess: Value | None = None
-    guessed_at: float = 0.0
-    measured: Value | None = None
-    predicted: float | None = None
-    revealed_at: float = 0.0
-    changed: Value | None = None
+    lesson: str  # the notebook that asked for it, without ".ipynb"; "" if unknown
+    name: str  # of the quantity, with its unit: "step_ms"
+    guess: Value | None = None  # the last value before the first reveal
+    guessed_at: float = 0.0  # when it was sealed, in seconds since 1970
+    measured: Value | None = None  # at the first reveal
+    predicted: float | None = None  # the formula's value at the first reveal
+    revealed_at: float = 0.0  # when it was first revealed, in seconds since 1970
+    changed: Value | None = None  # a different guess that was made after the first reveal
 
 
 def entries(folder: Path) -> list[Entry]:
@@ -90,22 +79,21 @@ def _is_sound(entry: Entry) -> bool:
 def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
     """Give one guess to the caller, who changes it; afterwards the file is written, unless nothing changed.
 
-    The file is locked meanwhile, and replaced in one step, so that a crash leaves the old one.
+    The file is replaced in one step, so that a crash leaves the old one.
 
     Raises:
         LabError: the file cannot be read or written.
     """
     try:
-        with _locked(folder):
-            found = entries(folder)
-            entry = next((e for e in found if (e.lesson, e.name) == (lesson, name)), None)
-            if entry is None:
-                entry = Entry(lesson, name)
-                found.append(entry)
-            before = asdict(entry)
-            yield entry
-            if asdict(entry) != before:
-                _write(folder, found)
+        found = entries(folder)
+        entry = next((e for e in found if (e.lesson, e.name) == (lesson, name)), None)
+        if entry is None:
+            entry = Entry(lesson, name)
+            found.append(entry)
+        before = asdict(entry)
+        yield entry
+        if asdict(entry) != before:
+            _write(folder, found)
     except OSError as error:
         raise LabError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
 
@@ -114,19 +102,3 @@ def _write(folder: Path, found: list[Entry]) -> None:
     content: dict[str, Any] = {"version": VERSION, "guesses": [asdict(entry) for entry in found]}
     with replacing(folder / FILE) as new:
         new.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Exclude other kernels. The folder itself is locked, so that no lock file is left behind."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: two kernels that write at the same moment may lose a guess
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
@@ -22,15 +20,14 @@ from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.launch.capacity import Memory, usable_memory
 from labkit.machines.engines import Engine
-from labkit.notebook.doctor_gpus import ask_gpus, cuda_here, find_cuda_here, gpu_types
-from labkit.notebook.doctor_packages import HOSTED, find_replaced, replaced
+from labkit.notebook.doctor_gpus import Gpus, ask_gpus, cuda_here, cuda_started, find_gpus, gpu_types, gpus
 from labkit.notebook.doctor_places import Place, find_place, place
-from labkit.notebook.doctor_shared_memory import find_shared_memory, shared_memory
-from labkit.notebook.findings import ASK_LIMIT_S, Entry, Finding, Question, Report, collect, report
+from labkit.notebook.findings import Entry, Finding, Question, Report, collect, report
 from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
 
-DRIVER: Final = Path("/proc/driver/nvidia/gpus")
+SHARED_MEMORY: Final = Path("/dev/shm")  # labkit does not use it: its shared memory is anonymous
+WANTED: Final = 2**30  # bytes there; with a container's default of 64 MiB, NCCL and DataLoader fail
 
 
 @public_api
@@ -74,39 +71,26 @@ def _memory(memory: Memory) -> list[Finding]:
     return [Finding(f"{in_words(memory.nbytes, 'iB')}{limit}, {in_words(memory.free_nbytes, 'iB')} of it free")]
 
 
-class Gpus(NamedTuple):
-    """The NVIDIA GPUs of the machine."""
-
-    names: tuple[str, ...]  # with their memory, as the driver reports them
-    search: str  # how they were searched for
-    visible: str | None  # the value of CUDA_VISIBLE_DEVICES; None if it is not set
-
-    def missed(self, seen: int) -> bool:
-        """Whether a framework that sees so many of them should see more."""
-        return bool(self.names) and not seen and self.visible != ""
+def _find_shared_memory(_: Place) -> tuple[int, int] | None:
+    """Return the size of /dev/shm and its free part, in bytes; None where there is none, as on macOS."""
+    if not SHARED_MEMORY.is_dir():
+        return None
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return usage.total, usage.free
 
 
-def _find_gpus() -> Gpus:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    program, search = shutil.which("nvidia-smi"), "no nvidia-smi, no NVIDIA driver in /proc"
-    if program is not None:
-        query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True)
-            return Gpus(tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()), "asked nvidia-smi", visible)
-        except (OSError, subprocess.SubprocessError) as error:
-            search = f"nvidia-smi failed: {type(error).__name__}"
-    # Containers may have the driver and not nvidia-smi.
-    models = [re.search(r"^Model:(.*)", file.read_text(), re.MULTILINE) for file in sorted(DRIVER.glob("*/information"))]
-    return Gpus(tuple(model[1].strip() if model else "NVIDIA GPU" for model in models), search, visible)
-
-
-def _gpus(gpus: Gpus) -> list[Finding]:
-    if not gpus.names:
-        return [Finding(f"none ({gpus.search}): ranks compute on the CPU")]
-    models = [f"{gpus.names.count(name)} × {name}" for name in dict.fromkeys(gpus.names)]
-    visible = f"; CUDA_VISIBLE_DEVICES={gpus.visible}" if gpus.visible is not None else ""
-    return [Finding(", ".join(models) + visible)]
+def _shared_memory(memory: tuple[int, int] | None, place: Place) -> list[Finding]:
+    """Report /dev/shm, which DataLoader's workers and NCCL fill."""
+    if memory is None:
+        return []
+    nbytes, free_nbytes = memory
+    found = f"{in_words(nbytes, 'iB')} in /dev/shm"
+    free = f"{in_words(free_nbytes, 'iB')} of it free; DataLoader's workers and NCCL may need more"
+    if nbytes < WANTED:
+        return [Finding(f"only {found}, {free}", ok=False, remedy=place.shared_memory)]
+    if free_nbytes < WANTED:
+        return [Finding(f"{found}, only {free}", ok=False, remedy="du -a /dev/shm | sort -n | tail")]
+    return [Finding(found)]
 
 
 def _find_start() -> tuple[str | None, str | None]:
@@ -181,7 +165,8 @@ def _package(
             if front_end and place.has_kernel:
                 return []
             found = f"not installed; needed for {purpose}"
-            command = install_command(HOSTED if place.hosted and extra in ("course", "plot") else extra)
+            replaces_none = place.hosted and extra in ("course", "plot")  # the extra that keeps a hosted kernel's packages
+            command = install_command("hosted" if replaces_none else extra)
             return [Finding(found, ok=optional, remedy=command, pip=True)]
         if "error" in fact:
             remedy = f"pip install --force-reinstall {name.lower()}"
@@ -257,13 +242,13 @@ TABLE: Final = (
     Entry("place", find_place, place),
     Entry("cores", lambda: (os.cpu_count() or 1, usable_cores()), _cores),
     Entry("memory", usable_memory, _memory),
-    Entry("shared memory", lambda _: find_shared_memory(), shared_memory, needs=("place",)),
-    Entry("GPUs", _find_gpus, _gpus),
+    Entry("shared memory", _find_shared_memory, _shared_memory, needs=("place",)),
+    Entry("GPUs", find_gpus, gpus),
     Entry("ranks start by", _find_start, _start),
     Entry("ranks talk over", lambda _: Question(_ask_network), _network, needs=("ranks start by",)),
     _package("torch", "torch", "all PyTorch lessons", needs=("GPUs",), ask=_ask_torch, means=_torch),
     Entry("GPU types", _ask_about_gpus, gpu_types, needs=("GPUs", "torch")),
-    Entry("CUDA here", lambda _: find_cuda_here(), cuda_here, needs=("ranks start by",)),
+    Entry("CUDA here", lambda _: cuda_started(), cuda_here, needs=("ranks start by",)),
     _package("TensorFlow", "tf", "the TensorFlow lessons", needs=("GPUs",), ask=_ask_tensorflow, means=_tensorflow),
     _package("Keras", "tf", "the TensorFlow lessons"),
     _package("JupyterLab", "course", "opening the lessons", front_end=True),
@@ -275,5 +260,4 @@ TABLE: Final = (
     _package(
         "TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard", optional=True
     ),
-    Entry("pip install", find_replaced, lambda conflicts, _: replaced(conflicts), needs=("place",)),
 )  # fmt: skip

@@ -1,20 +1,23 @@
-"""What the GPUs can compute with, whether they reach each other, and whether CUDA is initialised in this process."""
+"""The GPUs of this machine: which there are, what they can compute with, and whether CUDA is initialised here."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
+import os
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from labkit.errors.lists import counted
 from labkit.errors.units import in_words
-from labkit.notebook.findings import Finding, Question
-from labkit.notebook.nccl_probe import attempt, probe, verdict
+from labkit.notebook.findings import ASK_LIMIT_S, Finding
 
+DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 # The compute capability from which on GPUs multiply matrices of a type.
 # Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html, "Datatype and hardware support
 # matrix"; "Features and Technical Specifications" in the CUDA C++ Programming Guide for float16.
@@ -24,12 +27,47 @@ DTYPES: Final = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 CUDA_SUCCESS: Final = 0
 
 
-def ask_gpus() -> dict[str, Any]:
-    """Compute on each GPU, and return what it is, which pairs have peer access, and what NCCL's attempts gave."""
-    import torch
-    from torch import distributed as dist
+class Gpus(NamedTuple):
+    """The NVIDIA GPUs of the machine."""
 
-    gpus, count = [], torch.cuda.device_count()
+    names: tuple[str, ...]  # with their memory, as the driver reports them
+    search: str  # how they were searched for
+    visible: str | None  # the value of CUDA_VISIBLE_DEVICES; None if it is not set
+
+    def missed(self, seen: int) -> bool:
+        """Whether a framework that sees so many of them should see more."""
+        return bool(self.names) and not seen and self.visible != ""
+
+
+def find_gpus() -> Gpus:
+    """Ask nvidia-smi; where there is none, the driver: containers may have the driver alone."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    program, search = shutil.which("nvidia-smi"), "no nvidia-smi, no NVIDIA driver in /proc"
+    if program is not None:
+        query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True)
+            return Gpus(tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()), "asked nvidia-smi", visible)
+        except (OSError, subprocess.SubprocessError) as error:
+            search = f"nvidia-smi failed: {type(error).__name__}"
+    models = [re.search(r"^Model:(.*)", file.read_text(), re.MULTILINE) for file in sorted(DRIVER.glob("*/information"))]
+    return Gpus(tuple(model[1].strip() if model else "NVIDIA GPU" for model in models), search, visible)
+
+
+def gpus(found: Gpus) -> list[Finding]:
+    """Report which GPUs there are."""
+    if not found.names:
+        return [Finding(f"none ({found.search}): ranks compute on the CPU")]
+    models = [f"{found.names.count(name)} × {name}" for name in dict.fromkeys(found.names)]
+    visible = f"; CUDA_VISIBLE_DEVICES={found.visible}" if found.visible is not None else ""
+    return [Finding(", ".join(models) + visible)]
+
+
+def ask_gpus() -> dict[str, Any]:
+    """Compute on each GPU, and return what it is, and how many pairs have peer access."""
+    import torch
+
+    each, count = [], torch.cuda.device_count()
     for number in range(count):
         error = ""
         try:
@@ -37,16 +75,14 @@ def ask_gpus() -> dict[str, Any]:
         except RuntimeError as failed:  # this build has no code for this GPU, or all its memory is taken
             error = str(failed).splitlines()[0]
         free_nbytes, nbytes = (0, 0) if error else torch.cuda.mem_get_info(number)
-        gpus.append([list(torch.cuda.get_device_capability(number)), nbytes, free_nbytes, error])
+        each.append([list(torch.cuda.get_device_capability(number)), nbytes, free_nbytes, error])
     pairs = [(a, b) for a in range(count) for b in range(a)]
     peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    works = count > 1 and not any(error for *_, error in gpus) and dist.is_available() and dist.is_nccl_available()
-    nccl = probe(lambda variables: attempt(variables, count)) if works else []
-    return {"gpus": gpus, "pairs": len(pairs), "peers": peers, "nccl": nccl, "amd": torch.version.hip is not None}
+    return {"gpus": each, "pairs": len(pairs), "peers": peers, "amd": torch.version.hip is not None}
 
 
 def gpu_types(facts: dict[str, Any] | None, *_: Any) -> Iterator[Finding]:
-    """Report what each kind of GPU can compute with, its memory if others use it, peer access, and NCCL."""
+    """Report what each kind of GPU can compute with, its memory if others use it, and peer access."""
     if facts is None:
         return
     if "error" in facts:
@@ -65,9 +101,6 @@ def gpu_types(facts: dict[str, Any] | None, *_: Any) -> Iterator[Finding]:
         reach = f"{facts['peers']} of {counted(facts['pairs'], 'pair')} of GPUs have peer access"
         rest = "" if facts["peers"] == facts["pairs"] else "; the others send through the host's memory"
         yield Finding(reach + rest, subject="GPU to GPU")
-    if facts["nccl"]:
-        nccl = verdict(facts["nccl"], len(facts["gpus"]))
-        yield Finding(nccl.found, nccl.ok, nccl.remedy, subject="NCCL")
 
 
 def _dtypes(capability: Sequence[int]) -> str:
@@ -78,10 +111,10 @@ def _dtypes(capability: Sequence[int]) -> str:
 
 
 def cuda_started(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether CUDA's driver has been initialised in this process, by whatever library; does not initialise it.
-
-    torch.cuda.is_initialized() knows only of torch's own initialisation.
-    """
+    """Whether CUDA's driver has been initialised in this process, by whatever library; does not initialise it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():  # it knows of torch's own calls only
+        return True
     with contextlib.suppress(OSError, AttributeError):  # no /proc; a library without the function
         files = {line.split(" ", 5)[5].strip() for line in maps.read_text().splitlines() if "/libcuda.so" in line}
         for file in files:  # loaded already: this only returns it
@@ -90,46 +123,10 @@ def cuda_started(maps: Path = Path("/proc/self/maps")) -> bool:
     return False
 
 
-def find_cuda_here() -> Question | dict[str, Any]:
-    """Return whether CUDA is initialised here, whether torch says so, and the module whose import does it."""
-    torch = sys.modules.get("torch")
-    torch_says = torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
-    if not torch_says and not cuda_started():
-        return {"started": False}
-    return Question(ask_which_import, _installed_packages(), started=True, torch_says=torch_says)
-
-
-def _installed_packages() -> list[str]:
-    """The installed packages that this process has imported, in that order, without their thousands of modules."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-        if "." not in name and not name.startswith(("_", "labkit")) and {"site-packages", "dist-packages"} & {*Path(file).parts}:
-            found.append(name)
-    return found
-
-
-def ask_which_import(packages: Sequence[str]) -> dict[str, Any]:
-    """Import packages, and return the first after which CUDA is initialised, under "module"; "" if none does it."""
-    for name in packages:
-        with contextlib.suppress(Exception):  # it needs what only the notebook has
-            importlib.import_module(name)
-        if cuda_started():
-            return {"module": name}
-    return {"module": ""}
-
-
-def cuda_here(facts: dict[str, Any], start: tuple[str | None, str | None]) -> list[Finding]:
+def cuda_here(started: bool, start: tuple[str | None, str | None]) -> list[Finding]:
     """Report that CUDA is initialised in this process; nothing if it is not."""
-    if not facts["started"]:
+    if not started:
         return []
-    if "error" in facts:
-        by = ""
-    elif facts["module"]:
-        by = f" by  import {facts['module']}"
-    else:
-        by = ", by a cell or a module of yours, or a part of a package: no  import PACKAGE  does it"
-    unknown = "" if facts["torch_says"] else " (torch.cuda.is_initialized() is False)"
     ranks = "new processes" if start[0] == "spawn" else "forked from a server that never imports your packages"
     forks = "Processes that you fork from this one cannot use CUDA"
-    return [Finding(f"initialised{by}{unknown}. Harmless for groups, because ranks are {ranks}. {forks}")]
+    return [Finding(f"initialised. Harmless for groups, because ranks are {ranks}. {forks}")]

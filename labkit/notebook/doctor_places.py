@@ -14,25 +14,15 @@ from labkit.notebook.findings import Finding
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place where notebooks run.
+    """A place where notebooks run."""
 
-    Args:
-        name: its name; "" for a plain machine.
-        variables: environment variables that exist only there.
-        files: files that exist only there.
-        limits: what is known of its limits.
-        shared_memory: what enlarges its /dev/shm.
-        hosted: whether its kernel comes with packages that an installation should not replace.
-        has_kernel: whether this process is a kernel, so that some front end is at hand.
-    """
-
-    name: str
-    variables: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    name: str  # "" for a plain machine
+    variables: tuple[str, ...] = ()  # that exist only there
+    files: tuple[str, ...] = ()  # that exist only there
     limits: str = ""
-    shared_memory: str = "it cannot be enlarged here: use DataLoader(..., num_workers=0)"
-    hosted: bool = False
-    has_kernel: bool = False
+    shared_memory: str = "it cannot be enlarged here: use DataLoader(..., num_workers=0)"  # what enlarges its /dev/shm
+    hosted: bool = False  # whether its kernel comes with packages that an installation should not replace
+    has_kernel: bool = False  # whether this process is a kernel, so that some front end is at hand
 
 
 PLAIN: Final = Place("", shared_memory="sudo mount -o remount,size=2G /dev/shm")
@@ -86,12 +76,7 @@ _PLACES: Final = (
 
 
 def find_place(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place:
-    """Return where this process runs.
-
-    Args:
-        environment: its environment variables.
-        root: the root of the file system; tests pass their own.
-    """
+    """Return where this process runs. Tests pass an environment and a root of their own."""
     found = next(
         (p for p in _PLACES if any(map(environment.get, p.variables)) or any((root / file).exists() for file in p.files)), PLAIN
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -19,53 +18,45 @@ _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px;white-space:n
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of a report.
-
-    Args:
-        found: what was found.
-        ok: False if a lesson needs something that is missing.
-        remedy: what to do about it, if possible a command.
-        pip: whether the remedy is a pip command.
-        subject: the subject of the line; "" for that of the entry.
-    """
+    """One line of a report."""
 
     found: str
-    ok: bool = True
-    remedy: str = ""
-    pip: bool = False
-    subject: str = ""
+    ok: bool = True  # False if a lesson needs something that is missing
+    remedy: str = ""  # what to do about it, if possible a command
+    pip: bool = False  # whether the remedy is a pip command
+    subject: str = ""  # of the line; "" for that of the entry
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One subject of a report: how its fact is found, and what the fact means.
 
-    Args:
-        subject: its name, which also names its fact.
-        find: returns the fact, or a `Question`, whose reply is the fact. Called with the facts of `needs`, or the
-            questions that have not been answered yet.
-        means: returns the findings, none or several; called with the fact and the facts of `needs`.
-        needs: the subjects of earlier entries whose facts these functions need.
+    `find` returns the fact, or a `Question`, whose reply is the fact. It is called with the facts of `needs`, or the
+    questions that have not been answered yet. `means` is called with the fact and the facts of `needs`.
     """
 
     subject: str
     find: Callable[..., Any]
     means: Callable[..., Iterable[Finding]]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # the subjects of earlier entries
 
 
 class Question:
     """A question to another Python process, which imports what this one must not. It starts at once.
 
     Args:
-        function: returns the reply as a dictionary; the process imports it by its name.
-        arguments: what it is called with; JSON can express them.
+        function: returns the reply, which JSON can express; the process imports it by its name.
         known: what the reply contains besides.
     """
 
-    def __init__(self, function: Callable[..., dict[str, Any]], *arguments: Any, **known: Any) -> None:
+    def __init__(self, function: Callable[[], dict[str, Any]], **known: Any) -> None:
         self._known = known
-        self._process = call_elsewhere(function, *arguments, variables={"TF_CPP_MIN_LOG_LEVEL": "3"}, stderr=subprocess.PIPE)
+        module, name = function.__module__, function.__name__
+        program = f"import sys; sys.path[:] = {sys.path!r}; import json; from {module} import {name}; print(json.dumps({name}()))"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def reply(self) -> dict[str, Any]:
         """Wait for the reply and return it; if there is none, the reason under "error"."""
@@ -78,40 +69,10 @@ class Question:
         if process.returncode == 0:
             reply: dict[str, Any] = json.loads(output.splitlines()[-1])  # the last line: frameworks print others before
             return self._known | reply
-        return self._known | {"error": why_ended(process.returncode, errors)}
-
-
-def call_elsewhere(
-    function: Callable[..., dict[str, Any]], *arguments: Any, variables: Mapping[str, str], stderr: int
-) -> subprocess.Popen[str]:
-    """Start a process that imports a function by its name, calls it, and prints the result as its last line, in JSON.
-
-    Args:
-        function: the function.
-        arguments: what it is called with; JSON can express them.
-        variables: environment variables of the process, beside those of this one.
-        stderr: what `subprocess.Popen` gets as `stderr`.
-    """
-    module, name = function.__module__, function.__name__
-    call = f"{name}(*json.loads(sys.stdin.readline()))"
-    program = f"import sys; sys.path[:] = {sys.path!r}; import json; from {module} import {name}; print(json.dumps({call}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-        text=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-        process.stdin.write(json.dumps(arguments) + "\n")
-        process.stdin.flush()
-    return process
-
-
-def why_ended(returncode: int, errors: str) -> str:
-    """Return why a process failed, given its exit code and what it wrote: a signal, the last line, or the exit code."""
-    if returncode < 0:
-        return f"ended by {signal.Signals(-returncode).name}"
-    said = [line for line in errors.splitlines() if line.strip()]
-    return said[-1] if said else f"exit code {returncode}"
+        if process.returncode < 0:
+            return self._known | {"error": f"ended by {signal.Signals(-process.returncode).name}"}
+        said = [line for line in errors.splitlines() if line.strip()]
+        return self._known | {"error": said[-1] if said else f"exit code {process.returncode}"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,21 +21,13 @@ KEY: Final = "labkit"  # in a copy's metadata: a digest of the text that was cop
 
 @dataclass(frozen=True, repr=False)
 class Copies:
-    """What `lessons` did, as names of notebooks.
+    """What `lessons` did, as names of notebooks."""
 
-    Args:
-        folder: where the copies are.
-        first: the lesson to begin with.
-        new: copied for the first time.
-        updated: copied again, because the lesson has changed and the student had not changed the copy.
-        outdated: left alone: both the lesson and the copy have changed.
-    """
-
-    folder: Path
-    first: str
-    new: tuple[str, ...] = ()
-    updated: tuple[str, ...] = ()
-    outdated: tuple[str, ...] = ()
+    folder: Path  # where the copies are
+    first: str  # the lesson to begin with
+    new: tuple[str, ...] = ()  # copied for the first time
+    updated: tuple[str, ...] = ()  # copied again: the lesson has changed, and the student had not changed the copy
+    outdated: tuple[str, ...] = ()  # left alone: both have changed
 
     def __repr__(self) -> str:
         lines = []
@@ -73,12 +65,12 @@ def lessons(folder: str | Path = "my_lessons", *, only: str | Sequence[str] = ()
     try:
         for original in chosen:
             copy = folder / original.name
-            digest = _digest(_read(original))
+            digest = _digest(json.loads(original.read_bytes()))
             if not copy.exists():
                 new.append(original.name)
             elif (copied := _copied_digest(copy)) in ("", digest):  # a notebook of the student's own; up to date
                 continue
-            elif _digest(_read(copy)) != copied:
+            elif _digest(json.loads(copy.read_bytes())) != copied:
                 outdated.append(original.name)
                 continue
             else:
@@ -127,11 +119,7 @@ def reset_lesson(lesson: str) -> str:
 
 
 def lessons_named(beginnings: Sequence[str] = ()) -> list[Path]:
-    """Return the lessons that have these numbers, or whose names begin so; all lessons if none is given.
-
-    Raises:
-        LabError: no lesson or several lessons have names that begin so, or this installation has no lessons.
-    """
+    """Return the lessons that have these numbers, or whose names begin so; all lessons if none is given."""
     return [_named(beginning) for beginning in beginnings] or _originals()
 
 
@@ -156,7 +144,7 @@ def _named(beginning: str) -> Path:
 def _fresh(original: Path) -> bytes:
     """Return a notebook without outputs, with a digest of its text."""
     content = json.loads(original.read_bytes())
-    content["metadata"][KEY] = {"digest": _digest(_sources(content))}
+    content["metadata"][KEY] = {"digest": _digest(content)}
     for cell in content["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
@@ -180,16 +168,9 @@ def _numbers(names: Sequence[str]) -> str:
     return f"lesson{'s' * (len(names) > 1)} {listed(name.partition('_')[0] for name in names)}"
 
 
-def _read(path: Path) -> list[str]:
-    return _sources(json.loads(path.read_bytes()))
-
-
-def _sources(content: Any) -> list[str]:
-    """Return the texts of a notebook's cells."""
-    return [f"{cell['cell_type']}\n{''.join(cell['source'])}" for cell in content["cells"]]
-
-
-def _digest(sources: list[str]) -> str:
+def _digest(content: Any) -> str:
+    """Return a digest of the texts of a notebook's cells."""
+    sources = [f"{cell['cell_type']}\n{''.join(cell['source'])}" for cell in content["cells"]]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 

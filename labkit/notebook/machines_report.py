@@ -23,11 +23,7 @@ PORTS: Final = (
 
 
 def machines_report(on: Engine) -> Report:
-    """Connect to machines, and report what they have.
-
-    Args:
-        on: what a group gets as `on`.
-    """
+    """Connect to machines, and report what they have."""
     if (instead := on.instead()) is not None:
         return Report((Finding(instead[1], ok=False, subject="machines"),))
     try:

@@ -211,7 +211,7 @@ def _shortest_s(timed_s: Callable[[], float]) -> float:
 
 
 def _elements(size: int, parts: int) -> int:
-    """Return how many float32 numbers each of some equal parts of a tensor of about `size` bytes has."""
+    """Return how many float32 numbers each of the equal parts of a tensor of about `size` bytes has."""
     return max(1, size // (FLOAT * parts))
 
 
@@ -225,15 +225,7 @@ def _repetitions(took_s: float) -> int:
 
 
 def _action_of(operation: str, members: list[int], group: Any, whole: Any, part: Any) -> Callable[[], object]:
-    """Return what a rank does in one repetition.
-
-    Args:
-        operation: the operation's name.
-        members: the ranks that take part.
-        group: their process group.
-        whole: a tensor of the full size.
-        part: a tensor of one rank's share of it.
-    """
+    """Return what a rank does in one repetition; `part` is a tensor of one rank's share of `whole`."""
     import torch.distributed as dist
 
     rank, first, second = dist.get_rank(), *members[:2]

@@ -31,18 +31,16 @@ def begin() -> None:
             script_recorder.begin()
         return
 
-    def ranks(line: str, cell: str) -> None:
-        from labkit.notebook import ranks_magic
+    def register(name: str) -> None:
+        def magic(line: str, cell: str) -> None:
+            from labkit.notebook import ranks_magic
 
-        ranks_magic.ranks(line, cell, shell)
+            getattr(ranks_magic, name)(line, cell, shell)
 
-    def rank(line: str, cell: str) -> None:
-        from labkit.notebook import ranks_magic
+        shell.register_magic_function(magic, "cell", name)
 
-        ranks_magic.rank(line, cell, shell)
-
-    shell.register_magic_function(ranks, "cell", "ranks")
-    shell.register_magic_function(rank, "cell", "rank")
+    register("ranks")
+    register("rank")
     hints = SpawnHints()
     shell.events.register("pre_run_cell", hints.before)
     shell.events.register("post_run_cell", hints.after)

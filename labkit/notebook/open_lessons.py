@@ -26,14 +26,7 @@ JUPYTERLAB: Final = [sys.executable, "-P", "-m", "jupyterlab"]
 
 
 def main(arguments: list[str]) -> int:
-    """Copy the lessons, and become JupyterLab's server, so that Ctrl-C reaches it.
-
-    Args:
-        arguments: options for JupyterLab.
-
-    Returns:
-        1 if JupyterLab is not installed or the lessons cannot be copied.
-    """
+    """Copy the lessons, and become JupyterLab's server, so that Ctrl-C reaches it; return 1 if one of them fails."""
     if find_spec("jupyterlab") is None:
         print(f"JupyterLab is not installed; this command installs it: {install_command('course')}", file=sys.stderr)
         return 1
@@ -50,12 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def command(arguments: list[str], lesson: Path) -> list[str]:
-    """Return the command that starts JupyterLab on a lesson.
-
-    Args:
-        arguments: options for JupyterLab, as `--name=value` or `--name value`; they replace ours.
-        lesson: the notebook.
-    """
+    """Return the command that starts JupyterLab on a lesson; the student's options replace ours."""
     given = {}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")

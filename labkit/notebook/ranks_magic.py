@@ -30,11 +30,6 @@ def ranks(line: str, cell: str, shell: Any) -> None:
     Functions, classes and values of the notebook that the cell reads are sent along; see `Group.run_cell`. Instead of a
     group, some of its ranks can be given (`some = group[1:]`).
 
-    Args:
-        line: the rest of the first line.
-        cell: the other lines.
-        shell: IPython's shell.
-
     Raises:
         LabError: there is no such group or rank, or ranks cannot run the cell.
         RankError: a rank failed.
@@ -97,11 +92,7 @@ def rank(line: str, cell: str, shell: Any) -> None:
 
 
 def _only_open_group(which: str, names: dict[str, Any]) -> str:
-    """Return the name of the notebook's only open group.
-
-    Raises:
-        LabError: none is open, or several are.
-    """
+    """Return the name of the notebook's only open group; an error if none is open, or several are."""
     found = _open_groups(names)
     if not found:
         raise LabError(f"%%rank {which}: no group is open; create one first: group = lab.Group(2)")

@@ -12,15 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from labkit.classroom import fresh_judges
-from labkit.classroom.answer_cells import OtterPlugin, only_answers
 from labkit.classroom.assign import FORMS, main
+from labkit.classroom.grader_plugins import OtterPlugin, check_afresh, only_answers
 from labkit.notebook.lessons import ORIGINALS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,12 +38,10 @@ def source(cell):
 def assigned(tmp_path, capsys, monkeypatch):
     """Hands out lesson 02, or others; returns the folder."""
     monkeypatch.setattr("labkit.classroom.for_hosted.data_uri", lambda diagram: f"data:image/png;base64,{diagram.stem}")
-    wheel = tmp_path / "labkit-1.0-py3-none-any.whl"
-    wheel.write_bytes(b"a wheel")
 
     def hand_out(form, *options, lessons=("02",)):
         folder = tmp_path / form
-        given = ["--lessons", *lessons, "--to", str(folder), "--for", form, "--wheel", str(wheel), *options]
+        given = ["--lessons", *lessons, "--to", str(folder), "--for", form, *options]
         assert main(given) == 0
         assert capsys.readouterr().out
         return folder
@@ -66,7 +62,7 @@ def solution_lines(lesson):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_students_get_no_outputs_no_solutions_and_all_diagrams(form, assigned) -> None:
+def test_students_get_the_lesson_without_outputs_and_solutions_and_all_diagrams(form, assigned) -> None:
     folder = assigned(form)
     (path,) = student_notebooks(form, folder)
     notebook = read(path)
@@ -80,12 +76,7 @@ def test_students_get_no_outputs_no_solutions_and_all_diagrams(form, assigned) -
     assert (path.parent / "AGENTS.md").exists() == (form not in ("colab", "kaggle"))
     for picture in pictures:
         assert picture.startswith("data:image/png") or (path.parent / picture).read_bytes() == (ORIGINALS / picture).read_bytes()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_lesson_is_unchanged_but_for_links(form, assigned) -> None:
-    (path,) = student_notebooks(form, assigned(form))
-    given = {cell["id"]: source(cell) for cell in read(path)["cells"]}
+    given = {cell["id"]: source(cell) for cell in notebook["cells"]}  # unchanged but for links
     for cell in read(ORIGINALS / f"{LESSON}.ipynb")["cells"]:
         if cell["cell_type"] == "code" or "](" not in source(cell):
             assert given[cell["id"]] == source(cell)
@@ -119,9 +110,15 @@ def test_every_lesson_can_be_handed_out_with_its_reference(assigned) -> None:
         assert sum(cell["metadata"]["nbgrader"]["grade"] for cell in cells) >= 2
 
 
-def test_a_second_call_writes_the_same(assigned) -> None:
+def test_with_a_seed_a_second_call_writes_the_same_and_without_other_hidden_inputs(assigned) -> None:
     first = {p: p.read_bytes() for p in assigned("nbgrader", "--seed", "7").rglob("*") if p.is_file()}
     assert {p: p.read_bytes() for p in assigned("nbgrader", "--seed", "7").rglob("*") if p.is_file()} == first
+    seeds = set()
+    for _ in range(3):
+        text = (assigned("nbgrader") / "source" / LESSON / f"{LESSON}.ipynb").read_text(encoding="utf-8")
+        seeds |= set(re.findall(r"seed=(\d+)", text))
+    assert len(seeds) == 3
+    assert "0" not in seeds
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,6 @@ def test_a_second_call_writes_the_same(assigned) -> None:
         (["--points", "average_gradients=nan"], "--points average_gradients=nan: expected a number from 0 on"),
         (["--points", "average_gradients=inf"], "--points average_gradients=inf: expected a number from 0 on"),
         (["--lessons", "77"], "77"),
-        (["--for", "gradescope"], "--wheel"),
-        (["--for", "gradescope", "--wheel", "nowhere.whl"], "no such file"),
-        (["--for", "classroom50", "--wheel", __file__, "--points", "draw_indices=0.5"], "whole numbers of points"),
     ],
 )
 def test_what_cannot_be_done_is_said(options, words, tmp_path, capsys) -> None:
@@ -176,18 +170,9 @@ def test_a_test_asserts_the_verdict_also_on_hidden_inputs(assigned) -> None:
     visible, hidden = source(test).split("### BEGIN HIDDEN TESTS\n")
     ast.parse(source(test))
     assert "seed" not in visible
-    assert 'check("draw_indices", draw_indices)\nassert verdict, verdict\n' in visible
+    assert 'check_afresh("draw_indices", draw_indices)\nassert verdict, verdict\n' in visible
     assert hidden.endswith("### END HIDDEN TESTS")
     assert "seed=4711)\nassert verdict, verdict\n" in hidden
-
-
-def test_hidden_inputs_differ_from_course_to_course(assigned) -> None:
-    seeds = set()
-    for _ in range(3):
-        text = (assigned("nbgrader") / "source" / LESSON / f"{LESSON}.ipynb").read_text(encoding="utf-8")
-        seeds |= set(re.findall(r"seed=(\d+)", text))
-    assert len(seeds) == 3
-    assert "0" not in seeds
 
 
 def test_the_reference_submission_has_the_solutions(assigned) -> None:
@@ -221,26 +206,31 @@ def run_cells(given):
     return [cell["source"] for cell in given["cells"] if "skip-execution" not in cell["metadata"].get("tags", [])]
 
 
-def test_only_cells_that_answers_need_run() -> None:
-    given = notebook(
-        code("import labkit as lab"),  # of which only the check makes use
-        code("lab.guess(x=...)"),
-        code("def helper():\n    return unit"),
-        code("unit = 1"),
-        code("while True:\n    pass"),
-        code("def f():\n    return helper()\nlab.check('draw_indices', f)"),
-    )
+@pytest.mark.parametrize(
+    ("cells", "run"),
+    [
+        (
+            [
+                "import labkit as lab",  # of which only the check makes use
+                "lab.guess(x=...)",
+                "def helper():\n    return unit",
+                "unit = 1",
+                "while True:\n    pass",
+                "def f():\n    return helper()\nlab.check('draw_indices', f)",
+            ],
+            ["def helper():\n    return unit", "unit = 1", "def f():\n    return helper()\n# lab.check('draw_indices', f)"],
+        ),
+        (  # an answer counts without its check
+            ["unit = 1", "def draw_indices():\n    return unit", "1 / 0"], ["unit = 1", "def draw_indices():\n    return unit"],
+        ),
+        (["def broken(:", "f = 1\nlab.check('draw_indices', f)"], ["f = 1\n# lab.check('draw_indices', f)"]),
+    ],
+)  # fmt: skip
+def test_only_cells_that_answers_need_run(cells, run) -> None:
+    given = notebook(*map(code, cells))
     only_answers(given)
-    assert run_cells(given) == [
-        "def helper():\n    return unit", "unit = 1",
-        "def f():\n    return helper()\n# lab.check('draw_indices', f)",
-    ]  # fmt: skip
-
-
-def test_an_answer_counts_without_its_check() -> None:
-    given = notebook(code("unit = 1"), code("def draw_indices():\n    return unit"), code("1 / 0"))
-    only_answers(given)
-    assert run_cells(given) == ["unit = 1", "def draw_indices():\n    return unit"]
+    assert run_cells(given) == run
+    assert run_cells(OtterPlugin("a path", {}, {}).before_execution(notebook(*map(code, cells)))) == run
 
 
 def test_a_second_pass_changes_nothing() -> None:
@@ -261,12 +251,6 @@ def test_a_student_cannot_have_a_test_passed_over() -> None:
         assert run_cells(given) == ["assert False"]
 
 
-def test_a_broken_cell_does_not_stop_the_others() -> None:
-    given = notebook(code("def broken(:"), code("f = 1\nlab.check('draw_indices', f)"))
-    only_answers(given)
-    assert len(run_cells(given)) == 1
-
-
 # Otter
 
 
@@ -284,9 +268,9 @@ def test_otter_gets_a_file_of_tests_for_each_exercise(assigned) -> None:
     assert getattr(importlib.import_module(module), name) is OtterPlugin
 
 
-def test_otters_plugin_passes_over_cells() -> None:
-    given = notebook(code("1 / 0"), code("f = 1\nlab.check('draw_indices', f)"))
-    assert run_cells(OtterPlugin("a path", {}, {}).before_execution(given)) == ["f = 1\n# lab.check('draw_indices', f)"]
+def test_tensorflow_lessons_install_tensorflow(assigned) -> None:
+    folder = assigned("otter", lessons=("10",)) / "10_tf_data_parallel"
+    assert (folder / "requirements.txt").read_text().startswith("labkit[torch,hosted,tf]\n")
 
 
 @pytest.mark.processes
@@ -296,47 +280,14 @@ def test_judges_are_imported_afresh(monkeypatch) -> None:
     monkeypatch.setattr(labkit.exercises.check, "check", lambda *_, **__: True)
     kept = {name: module for name, module in sys.modules.items() if name.startswith("labkit.exercises")}
     try:
-        verdict = fresh_judges.check("scaled_learning_rate", lambda base, base_batch, per_rank, ranks: 0.0)  # noqa: ARG005
-        right = fresh_judges.check("scaled_learning_rate", lambda base, batch, per_rank, ranks: base * per_rank * ranks / batch)
+        verdict = check_afresh("scaled_learning_rate", lambda base, base_batch, per_rank, ranks: 0.0)  # noqa: ARG005
+        right = check_afresh("scaled_learning_rate", lambda base, batch, per_rank, ranks: base * per_rank * ranks / batch)
     finally:
         sys.modules.update(kept)
         labkit.exercises = kept["labkit.exercises"]
     assert not verdict
     assert "scaled_learning_rate: wrong" in str(verdict)
     assert right
-
-
-# Gradescope and Classroom 50
-
-
-def test_the_zip_for_gradescope_has_executable_scripts_at_its_root(assigned) -> None:
-    folder = assigned("gradescope", "--points", "draw_indices=3", "--seed", "5", lessons=("02", "04"))
-    with zipfile.ZipFile(folder / "autograder.zip") as archive:
-        assert sorted(archive.namelist()) == ["labkit-1.0-py3-none-any.whl", "run_autograder", "setup.sh"]
-        for name in ("setup.sh", "run_autograder"):
-            assert archive.getinfo(name).external_attr >> 16 & 0o111
-        run = archive.read("run_autograder").decode()
-        setup = archive.read("setup.sh").decode()
-    assert "--lessons 02 04 --points draw_indices=3 --seed 5 --gradescope" in run
-    assert 'labkit grade "$AUTOGRADER/submission" ' in run, "a folder: of files that it names, links are followed"
-    assert "source/labkit-1.0-py3-none-any.whl[torch,hosted]" in setup
-    for script in (run, setup):
-        assert script.startswith("#!/usr/bin/env bash\n")
-
-
-def test_classroom50_gets_an_autograder_for_each_assignment(assigned) -> None:
-    folder = assigned("classroom50", "--points", "draw_indices=3", "--seed", "5")
-    text = (folder / "autograders" / "02-data-parallel" / "autograder.py").read_text()
-    ast.parse(text)
-    assert "rglob(NOTEBOOK) if not path.is_symlink()" in text
-    assert '"--lessons", "02", "--points", "draw_indices=3", "--seed", "5"' in text
-    assert (folder / "autograders" / "02-data-parallel" / "labkit-1.0-py3-none-any.whl").exists()
-    assert (folder / "templates" / "02-data-parallel" / f"{LESSON}.ipynb").exists()
-
-
-def test_tensorflow_lessons_install_tensorflow(assigned) -> None:
-    folder = assigned("classroom50", lessons=("10",))
-    assert "[torch,hosted,tf]" in (folder / "autograders" / "10-tf-data-parallel" / "autograder.py").read_text()
 
 
 # Colab and Kaggle
@@ -401,7 +352,7 @@ def test_nbgrader_releases_the_lessons_stubs_and_grades_the_reference(assigned) 
     for cell in read(ORIGINALS / f"{LESSON}.ipynb")["cells"]:
         if cell["cell_type"] == "code":
             assert given[cell["id"]] == source(cell)
-    assert not any("seed" in text and "fresh_judges" in text for text in given.values())
+    assert not any("seed" in text and "check_afresh" in text for text in given.values())
     run(python, "nbgrader", "autograde", LESSON, "--student", "reference", folder=folder)
     run(python, "nbgrader", "export", folder=folder)
     with (folder / "grades.csv").open() as file:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from labkit.classroom.grading import Graded
-from labkit.classroom.mistakes import draw_mistakes
+from labkit.classroom.grade_submission import Graded
 from labkit.classroom.results import Results
-from labkit.errors.exceptions import LabError
 
+ROOT = Path(__file__).resolve().parents[2]
 HINT = "The gradients were summed, not averaged"
 RIGHT = Graded("average_gradients", True, "passed", "Right.", seconds=1.4, score=12.5)
 WRONG = Graded("average_gradients", False, "wrong", HINT, ("on 3 ranks",))
@@ -70,7 +73,7 @@ def test_one_student_gets_whole_verdicts() -> None:
 
 
 def test_points_as_csv() -> None:
-    assert [*csv.reader(CLASS.written("csv").splitlines())] == [
+    assert [*csv.reader(CLASS.as_csv().splitlines())] == [
         ["student", "average_gradients", "bubble", "points"], ["anna", "2", "0", "2"], ["ben", "0", "0", "0"],
         ["cem", "0", "", "0"],
     ]  # fmt: skip
@@ -79,7 +82,7 @@ def test_points_as_csv() -> None:
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-h38 --json x", "@a", "\t=1", " =1", "\uff1d1"])
 def test_no_name_in_the_csv_file_is_a_formula(name: str) -> None:
     given = Results({name: {name: RIGHT}, "a;=1": {}}, {name: 1.0})
-    rows = [*csv.reader(given.written("csv").splitlines())]
+    rows = [*csv.reader(given.as_csv().splitlines())]
     shown = "'" + name.replace("\t", " ")
     assert rows == [["student", shown, "points"], [shown, "1", "1"], ["a,=1", "", "0"]]
 
@@ -94,7 +97,7 @@ def test_names_neither_break_nor_widen_the_table() -> None:
 
 
 def test_everything_as_json() -> None:
-    written = json.loads(CLASS.written("json"))
+    written = json.loads(CLASS.as_json())
     assert written["students"]["anna"]["points"] == 2
     assert written["students"]["ben"]["exercises"]["average_gradients"]["details"] == ["on 3 ranks"]
     assert written["mistakes"] == [{"exercise": "average_gradients", "message": HINT, "students": 2}]
@@ -104,36 +107,8 @@ def only(student: str) -> Results:
     return Results({student: CLASS.by_student[student]}, POINTS)
 
 
-def test_gradescope() -> None:
-    written = json.loads(only("anna").written("gradescope"))
-    assert [(t["name"], t["score"], t["max_score"], t["status"]) for t in written["tests"]] == [
-        ("average_gradients", 2, 2, "passed"), ("bubble", 0, 1, "failed"),
-    ]  # fmt: skip
-    assert written["leaderboard"] == [{"name": "average_gradients", "value": 12.5, "order": "asc"}]
-    assert json.loads(only("ben").written("gradescope"))["tests"][0]["output"] == f"{HINT}\non 3 ranks"
-
-
-def test_classroom50() -> None:
-    written = only("ben").for_classroom50({"CLASSROOM": "systems", "ASSIGNMENT": "lesson-02", "OWNER": "ben"})
-    assert (written["schema"], written["classroom"], written["assignment"]) == ("classroom50/result/v1", "systems", "lesson-02")
-    assert (written["score"], written["max-score"]) == (0, 3)
-    assert [(t["test-name"], t["passed"], t["score"], t["max-score"]) for t in written["tests"]] == [
-        ("average_gradients", False, 0, 2), ("bubble", False, 0, 1),
-    ]  # fmt: skip
-
-
-def test_classroom50_collects_only_whole_points_and_filled_fields() -> None:
-    """As `validate_result` of its collect_scores.py demands."""
-    written = only("anna").for_classroom50({"COMMIT_URL": "https://example.org/commit"})
-    numbers = [written["score"], written["max-score"], *(t[key] for t in written["tests"] for key in ("score", "max-score"))]
-    assert {type(number) for number in numbers} == {int}
-    assert written["review"] == "https://example.org/commit"
-    with pytest.raises(LabError, match=r"2\.5 points for average_gradients: Classroom 50 accepts whole"):
-        Results(only("anna").by_student, {"average_gradients": 2.5, "bubble": 1.0}).for_classroom50({})
-
-
 def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
-    ax = draw_mistakes(CLASS.mistakes(), 3)
+    ax = CLASS.draw_mistakes()
     assert [bar.get_width() for bar in ax.patches] == [2]
     [label] = ax.get_yticklabels()
     assert label.get_text().replace("\n", " ") == f"average_gradients: {HINT}"
@@ -141,4 +116,36 @@ def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
 
 
 def test_a_class_without_mistakes_has_an_empty_figure() -> None:
-    assert draw_mistakes([], 3).get_title(loc="left") == "The commonest mistakes of 3 students"
+    assert Results({"anna": {}, "ben": {}}, {}).draw_mistakes().get_title(loc="left") == "The commonest mistakes of 2 students"
+
+
+def converted(heading: str, begin: str, folder: Path) -> None:
+    """Run the Python of a section of docs/handing_out.md in a folder."""
+    section = (ROOT / "docs" / "handing_out.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    subprocess.run([sys.executable, "-c", begin + code], cwd=folder, env={"CLASSROOM": "systems"}, check=True, timeout=60)
+
+
+@pytest.mark.processes
+def test_the_python_of_the_docs_writes_what_gradescope_and_classroom50_read(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "graded.json").write_text(Results({"anna": CLASS.by_student["anna"]}, POINTS).as_json())
+    converted("Gradescope", "", tmp_path)
+    (right, _) = json.loads((tmp_path / "results" / "results.json").read_text())["tests"]
+    assert right == {
+        "name": "average_gradients", "score": 2, "max_score": 2, "output": "Right.", "output_format": "text",
+    }  # fmt: skip
+    begin = """
+import json, os
+from datetime import UTC, datetime
+from pathlib import Path
+graded = json.loads(Path("graded.json").read_text())
+(student,) = graded["students"].values()
+"""
+    converted("Classroom 50", begin, tmp_path)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert (written["schema"], written["classroom"]) == ("classroom50/result/v1", "systems")
+    assert (written["score"], written["max-score"]) == (2, 3)
+    assert [(t["test-name"], t["passed"], t["score"], t["max-score"]) for t in written["tests"]] == [
+        ("average_gradients", True, 2, 2), ("bubble", False, 0, 1),
+    ]  # fmt: skip

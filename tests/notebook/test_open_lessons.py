@@ -25,33 +25,30 @@ LESSON = "00_start_here.ipynb"
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    ("environment", "installed", "expected"),
     [
-        ({"DISPLAY": ":0"}, True),
-        ({"WAYLAND_DISPLAY": "wayland-0"}, True),
-        ({}, False),
-        ({"DISPLAY": ":0", "SSH_CONNECTION": "a b c d"}, False),
+        ({"DISPLAY": ":0"}, True, True),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, True, True),
+        ({}, True, False),
+        ({"DISPLAY": ":0", "SSH_CONNECTION": "a b c d"}, True, False),
+        ({"DISPLAY": ":0"}, False, False),
     ],
 )
-def test_whether_a_browser_can_open(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool) -> None:
+def test_whether_a_browser_can_open(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], installed: bool, expected: bool
+) -> None:
+    def get() -> None:
+        if not installed:
+            raise open_lessons.webbrowser.Error("could not locate runnable browser")
+
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(open_lessons.sys, "platform", "linux")
-    monkeypatch.setattr(open_lessons.webbrowser, "get", lambda: None)
+    monkeypatch.setattr(open_lessons.webbrowser, "get", get)
     assert has_browser() is expected
     assert ("--no-browser" in command([], Path(LESSON))) is not expected
-
-
-def test_no_browser_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get() -> None:
-        raise open_lessons.webbrowser.Error("could not locate runnable browser")
-
-    monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    monkeypatch.setenv("DISPLAY", ":0")
-    monkeypatch.setattr(open_lessons.webbrowser, "get", get)
-    assert not has_browser()
 
 
 def test_a_students_options_come_last() -> None:

@@ -83,10 +83,17 @@ def test_names_persist_and_the_last_expression_is_shown(shell: Shell, shown: Cal
     assert shown() == []
 
 
-def test_some_of_the_ranks(shell: Shell, shown: Callable[[], list[str]]) -> None:
-    for on, names in {"0,2": "ac", "b": "b", "c,0": "ac", "-1": "c", "-1,0": "ac", "1,1,b": "b", "'a, b'": "ab"}.items():
-        shell(f"group --on {on}", "'here'")
-        assert shown() == [f"[{name}] 'here'" for name in names], on
+LINES = {
+    "group --on 0,2": "ac", "group --on b": "b", "group --on c,0": "ac", "group --on -1": "c", "group --on -1,0": "ac",
+    "group --on 1,1,b": "b", "group --on 'a, b'": "ab", "group --on a # on the first": "a", "some": "bc",
+}  # fmt: skip
+
+
+def test_some_of_the_ranks(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
+    cells("some = group[1:]")
+    for line, names in LINES.items():
+        shell(line, "'here'")
+        assert shown() == [f"[{name}] 'here'" for name in names], line
 
 
 def test_one_rank(shell: Shell, shown: Callable[[], list[str]]) -> None:
@@ -108,12 +115,8 @@ def test_one_rank_of_which_group(shell: Shell, cells: in_cells.Cells, shown: Cal
             rank_magic("0 --watch", "1", shell)
     rank_magic("0", "'closed groups do not count'", shell)
     assert shown() == ["[a] 'closed groups do not count'"]
-    for line, said in (
-        ("", "which rank"),
-        ("--on 1", "which rank"),
-        ("9", "no rank 9"),
-        ("0 nothing", "'nothing' is not defined"),
-    ):
+    wrong = {"": "which rank", "--on 1": "which rank", "9": "no rank 9", "0 nothing": "'nothing' is not defined"}
+    for line, said in wrong.items():
         with pytest.raises(lab.LabError, match=said):
             rank_magic(line, "1", shell)
     del shell.user_ns["group"]
@@ -318,17 +321,6 @@ def test_a_semicolon_shows_nothing(shell: Shell, shown: Callable[[], list[str]])
 # The line: a comment, the picture, the run
 
 
-def test_a_comment_in_the_line(shell: Shell, shown: Callable[[], list[str]]) -> None:
-    shell("group --on a # on the first", "'here'")
-    assert shown() == ["[a] 'here'"]
-
-
-def test_some_ranks_may_be_given_as_a_group(shell: Shell, cells: in_cells.Cells, shown: Callable[[], list[str]]) -> None:
-    cells("some = group[1:]")
-    shell("some", "'here'")
-    assert shown() == ["[b] 'here'", "[c] 'here'"]
-
-
 def test_a_cell_leaves_its_run(shell: Shell, cells: in_cells.Cells) -> None:
     shell("group --run mine", "import labkit as lab\nwith lab.span('forward'): print('said')")
     assert cells.mine is cells.group.last_run
@@ -433,6 +425,7 @@ def test_a_syntax_error_shows_only_its_line(shell: Shell) -> None:
     assert caught.value._render_traceback_() == [
         '  File "cell 1", line 3', "    print(1 +)", "             ^", "SyntaxError: invalid syntax",
     ]  # fmt: skip
+    assert (caught.value.label, caught.value.lineno) == ("cell 1", 3)
     with pytest.raises(CellSyntaxError, match="'break' outside loop"):
         shell("group", "break")
 
@@ -446,10 +439,10 @@ def test_input_is_refused(shell: Shell, cells: in_cells.Cells) -> None:
         assert "labkit" not in caught.value.report()
 
 
-def test_a_breakpoint_shows_the_cells_lines(
+def test_a_breakpoint_shows_the_cells_lines_and_leaves_no_names(
     shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["l", "n", "c"])
+    typed = iter(["l", "n", "c", "c"])
     monkeypatch.setattr("labkit.group.breakpoints.input", lambda _: next(typed), raising=False)
     rank_magic("b", "x = 1\nbreakpoint()\ny = 2", shell)
     said = capsys.readouterr().out
@@ -457,14 +450,6 @@ def test_a_breakpoint_shows_the_cells_lines(
     listed = [line for line in said.splitlines() if line.startswith("[b]   ")]
     assert listed == ["[b]   1     x = 1", "[b]   2     breakpoint()", "[b]   3  -> y = 2"], "in columns, without tabs"
     assert cells.group._pool.members[1].made.keys() == {"x", "y"}, "pdb's own names are not the cell's"
-
-
-def test_pdbs_names_do_not_outlive_a_cell(
-    shell: Shell, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("labkit.group.breakpoints.input", lambda _: "c", raising=False)
-    rank_magic("b", "x = 1\nbreakpoint()", shell)
-    capsys.readouterr()
     rank_magic("b", "[name for name in globals() if name in ('__return__', '__exception__') or 'pdb' in name]", shell)
     assert capsys.readouterr().out == "[b] []\n"
     rank_magic("b", "y = 1\nbreakpoint()\nz = 2", shell)
@@ -500,12 +485,6 @@ def test_an_error_shows_the_cells_line(shell: Shell, cells: in_cells.Cells) -> N
         shell("group", "undefined")
 
 
-def test_invalid_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> None:
-    with pytest.raises(CellSyntaxError) as caught:
-        shell("group", "x = 1\nif x\n")
-    assert (caught.value.label, caught.value.lineno) == ("cell 1", 2)
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -522,21 +501,14 @@ def test_invalid_python_reaches_no_rank(shell: Shell, cells: in_cells.Cells) -> 
         ("group --run if", f"%%ranks: argument --run: 'if' is not a valid variable name. {USAGE}"),
         ("group --on ''", "no rank is named ''; this group has 'a', 'b', 'c'"),
         ("group --on 'a", f"%%ranks: No closing quotation. {USAGE}"),
+        ("closed", "this group is closed; make a new one"),
     ],
 )
 def test_an_invalid_line(shell: Shell, cells: in_cells.Cells, line: str, words: str) -> None:
-    cells("number = 3")
+    cells("import labkit as lab\nnumber = 3\nclosed = lab.Group(1, runtime='bare')\nclosed.close()")
     with pytest.raises(lab.LabError) as caught:
         shell(line, "1")
-    assert str(caught.value) == words
-
-
-def test_a_closed_group(shell: Shell, cells: in_cells.Cells) -> None:
-    closed = lab.Group(1, runtime="bare")
-    closed.close()
-    cells._main.__dict__["closed"] = closed
-    with pytest.raises(lab.LabError, match="this group is closed; make a new one"):
-        shell("closed", "1")
+    assert words in str(caught.value)
 
 
 def test_in_ipython_itself(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 pytest.importorskip("ipykernel", reason="needs ipykernel")
 pytest.importorskip("torch", reason="needs torch")
-from kernels import shared_kernel
+from kernels import Kernel, shared_kernel
 
 from labkit.notebook.spawn_hint import FORK, NO_RANK, SPAWN
 
@@ -17,35 +17,41 @@ pytestmark = pytest.mark.processes
 CELLS = """
 import functools, operator, os
 import labkit as lab
+import torch.distributed as dist
 import torch.multiprocessing as mp
 def train(rank): ...
 """
 
 
-def test_a_function_of_the_notebook_leads_to_group_spawn(tmp_path: Path) -> None:
-    with shared_kernel(tmp_path) as kernel:
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with shared_kernel(tmp_path_factory.mktemp("kernel")) as kernel:
         assert kernel(CELLS).error is None
-        cell = kernel("mp.spawn(train, nprocs=1)")
-        assert cell.error is not None
-        assert cell.error[0] == "ProcessExitedException"
-        assert cell.stderr.endswith(f"{SPAWN}\n")
-        assert SPAWN.count("\n") == 0
-        raised = kernel("mp.spawn(operator.truediv, args=(0,), nprocs=1)")  # found, and called: another error
-        assert raised.error is not None
-        assert raised.error[0] == "ProcessRaisedException"
-        assert SPAWN not in raised.stderr
-        assert SPAWN not in kernel("mp.spawn(os._exit, nprocs=1)").stderr  # ends with exit code 0
-        exited = kernel("mp.spawn(functools.partial(max, 3, key=os._exit), nprocs=1)")  # found, and ends with exit code 3
-        assert exited.error is not None
-        assert exited.error[0] == "ProcessExitedException"
-        assert SPAWN not in exited.stderr
-        assert kernel("1").stderr == ""
+        yield kernel
+
+
+@pytest.mark.parametrize(
+    ("cell", "error", "hint"),
+    [
+        ("mp.spawn(train, nprocs=1)", "ProcessExitedException", SPAWN),
+        ("mp.spawn(operator.truediv, args=(0,), nprocs=1)", "ProcessRaisedException", ""),  # found, and called: another error
+        ("mp.spawn(os._exit, nprocs=1)", "", ""),  # ends with exit code 0
+        ("mp.spawn(functools.partial(max, 3, key=os._exit), nprocs=1)", "ProcessExitedException", ""),  # found: exit code 3
+        ("1", "", ""),
+        ("dist.init_process_group('gloo')", "ValueError", NO_RANK),
+        ("raise ValueError('RANK')", "ValueError", ""),
+    ],
+)
+def test_what_was_written_for_a_launcher_leads_to_ranks(cell: str, error: str, hint: str, kernel: Kernel) -> None:
+    ran = kernel(cell)
+    assert (ran.error or [""])[0] == error
+    assert [words for words in (SPAWN, NO_RANK, FORK) if words in ran.stderr] == [hint] * bool(hint)
+    assert ran.stderr.endswith(f"{hint}\n" if hint else "")
+    assert "\n" not in hint
 
 
 FORKS = """
-import os, threading
-import labkit as lab
-import torch.multiprocessing as mp
+import threading
 from labkit.notebook import spawn_hint
 spawn_hint.LOOK_EVERY_S = spawn_hint.IDLE_S = 0.2
 states, looked = spawn_hint._states, []
@@ -62,25 +68,15 @@ def hang(rank):
 """
 
 
-def test_forked_processes_that_hang_lead_to_group_spawn(tmp_path: Path) -> None:
-    with shared_kernel(tmp_path) as kernel:
-        assert kernel(FORKS).error is None
-        computes = kernel("spawn_hint._states = looks\nmp.start_processes(compute, nprocs=1, start_method='fork')")
-        assert computes.error is None
-        assert computes.stderr == ""
-        cell = kernel(
-            "spawn_hint._states = states\nmp.start_processes(hang, nprocs=2, start_method='fork')",
-            when=lambda cell: FORK in cell.stderr,
-            then=kernel.manager.interrupt_kernel,
-        )
-        assert cell.stderr.count(FORK) == 2, "while it hangs, and after Stop"
-        assert FORK not in kernel("raise KeyboardInterrupt").stderr
-
-
-def test_a_cell_without_a_launchers_variables_leads_to_ranks(tmp_path: Path) -> None:
-    with shared_kernel(tmp_path) as kernel:
-        assert kernel("import labkit as lab\nimport torch.distributed as dist").error is None
-        cell = kernel("dist.init_process_group('gloo')")
-        assert cell.error is not None
-        assert cell.stderr.endswith(f"{NO_RANK}\n")
-        assert NO_RANK not in kernel("raise ValueError('RANK')").stderr
+def test_forked_processes_that_hang_lead_to_group_spawn(kernel: Kernel) -> None:
+    assert kernel(FORKS).error is None
+    computes = kernel("spawn_hint._states = looks\nmp.start_processes(compute, nprocs=1, start_method='fork')")
+    assert computes.error is None
+    assert computes.stderr == ""
+    cell = kernel(
+        "spawn_hint._states = states\nmp.start_processes(hang, nprocs=2, start_method='fork')",
+        when=lambda cell: FORK in cell.stderr,
+        then=kernel.manager.interrupt_kernel,
+    )
+    assert cell.stderr.count(FORK) == 2, "while it hangs, and after Stop"
+    assert FORK not in kernel("raise KeyboardInterrupt").stderr

@@ -309,7 +309,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "tests.log").write_text(LOG)
     (tmp_path / "timeline.png").write_bytes(b"png")
     results = {
-        "doctor": "  NCCL  all-reduces 1 MB between 2 GPUs",
+        "doctor": "  GPU to GPU  1 of 1 pair of GPUs have peer access",
         "smoke": "ok      pidfd    0.00 s",
         "tests": gpu_report.read_tests(tmp_path),
         "lessons": [
@@ -335,7 +335,7 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest
         "2 × NVIDIA X, 141 GiB",
         "groups of up to 2 ranks use NCCL between GPUs",
         "NCCL 2.28.9",
-        "```text\n  NCCL  all-reduces 1 MB between 2 GPUs\n```",
+        "```text\n  GPU to GPU  1 of 1 pair of GPUs have peer access\n```",
         "| tests | failed | 61 |",
         "| benchmark | not run | 0 |",
         "### benchmark: not run\n\n```text\npip install numpy\n",

@@ -28,7 +28,7 @@ class Patch(PrivateNames):
     """
 
     def __init__(self, *paths: str, lost: str, listed: str = "") -> None:
-        super().__init__(*paths, lost=lost, public="", versions="")
+        super().__init__(*paths, lost=lost)
         self.listed = listed
 
     def apply(self, **ours: Callable[..., object]) -> bool:

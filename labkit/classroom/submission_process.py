@@ -11,64 +11,46 @@ import inspect
 import json
 import linecache
 import os
-import platform
 import sys
 import types
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from labkit.classroom.confinement import Confinement, cover, watch
-from labkit.classroom.packed import packed
+from labkit.classroom.confined_process import Cover, go_on_in_child
+from labkit.classroom.packed_answer import packed
 from labkit.classroom.statements import Program, Statement, compiled, parsed, without_magics
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
 
 SELECTED: Final = "Only what the answer seems to need was run; --execute runs the whole notebook."
 
+Examine = Callable[[Any, types.ModuleType], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Job:
-    """What to collect from a notebook.
+    """What to collect from a notebook."""
 
-    Args:
-        cells: the sources of its code cells.
-        exercises: the names of the exercises.
-        execute: whether to run all statements, and not only those that answers need.
-        confinement: what its code must not do.
-    """
-
-    cells: tuple[str, ...]
-    exercises: tuple[str, ...]
-    execute: bool
-    confinement: Confinement
-
-    def to_json(self) -> str:
-        """Return this as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        """Return what `to_json` was given."""
-        given = json.loads(text)
-        return cls(given["cells"], given["exercises"], given["execute"], Confinement(**given["confinement"]))
+    cells: Sequence[str]  # the sources of its code cells
+    exercises: Sequence[str]  # their names
+    execute: bool  # whether to run all statements, and not only those that answers need
+    hidden: Sequence[str] = ()  # files and folders that do not exist for it
 
 
-def main(result: int, *, covered: bool) -> None:
+def main(result: int, cover: Cover) -> None:
     """Run the submission.
 
     Args:
         result: the file descriptor for what was found: a JSON object with an entry for each submitted exercise.
-        covered: whether this process has namespaces of its own.
+        cover: hides files from here on.
     """
-    adopt_orphans()
-    job = Job.from_json(sys.stdin.read())
+    job = Job(**json.load(sys.stdin))
     home, python = _namespace(job.execute)
     examine = _examiner()
-    _start_programs(job)
-    if covered:
-        cover(job.confinement)
-    watch(job.confinement)
+    cover(job.hidden)
+    go_on_in_child()  # a thread that a library has started could undo what `cover` has done; the child has none
+    adopt_orphans()
     found = _collect(job, parsed(job.cells, python), home, examine)
     with os.fdopen(result, "w") as file:
         json.dump(found, file)
@@ -83,21 +65,15 @@ def _namespace(execute: bool) -> tuple[types.ModuleType, Callable[[str], str]]:
         sys.modules["__main__"] = home
         return home, without_magics
     from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
 
-    shell = InteractiveShell.instance()
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))  # else a thread writes a file
     import labkit  # noqa: F401  # with `%%ranks`
 
     return shell.user_module, shell.transform_cell
 
 
-def _start_programs(job: Job) -> None:
-    """Let libraries start now the programs that they start once, and whose results they keep: then they may not."""
-    platform.processor()
-    if job.execute or any("matplotlib" in cell for cell in job.cells):
-        import matplotlib.font_manager  # noqa: F401  # asks for the fonts of the system
-
-
-def _examiner() -> Callable[[Any, types.ModuleType], dict[str, Any]]:
+def _examiner() -> Examine:
     """Return a function that packs an answer. All that it imports is imported now: the files will be hidden."""
     from labkit.errors.wrong_calls import one_number
     from labkit.exercises import guesses  # noqa: F401  # the submission may use it
@@ -119,9 +95,7 @@ def _examiner() -> Callable[[Any, types.ModuleType], dict[str, Any]]:
     return examine
 
 
-def _collect(
-    job: Job, program: Program, home: types.ModuleType, examine: Callable[[Any, types.ModuleType], dict[str, Any]]
-) -> dict[str, Any]:
+def _collect(job: Job, program: Program, home: types.ModuleType, examine: Examine) -> dict[str, Any]:
     for number, lines in program.lines.items():
         linecache.cache[_file(number)] = (sum(map(len, lines)), None, lines, _file(number))
     wanted = [(at, name, program.statements[at].answers[name]) for at, name in program.answers() if name in job.exercises]
@@ -147,9 +121,7 @@ def _selected(program: Program, wanted: list[tuple[int, str, ast.expr]], execute
     return {position for at, used in names for position in program.needed(at, used)}
 
 
-def _examined(
-    expression: ast.expr, home: types.ModuleType, examine: Callable[[Any, types.ModuleType], dict[str, Any]], failures: list[str]
-) -> dict[str, Any]:
+def _examined(expression: ast.expr, home: types.ModuleType, examine: Examine, failures: list[str]) -> dict[str, Any]:
     try:
         answer = eval(compile(ast.Expression(expression), "answer", "eval"), home.__dict__)
         return examine(answer, home)

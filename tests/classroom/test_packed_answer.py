@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.classroom.packed import only_trusted_pickles
+from labkit.classroom.packed_answer import only_trusted_pickles
 from labkit.exercises.judging import AnswerError
 from labkit.ipc import pickling
 from labkit.simulation.program import Wait

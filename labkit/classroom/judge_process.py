@@ -13,11 +13,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from labkit.classroom.confinement import Confinement, attempts, cover
-from labkit.classroom.packed import Packed, only_trusted_pickles
+from labkit.classroom.confined_process import Cover
+from labkit.classroom.packed_answer import Packed, only_trusted_pickles
 from labkit.errors.exceptions import LabError
 from labkit.exercises import answer_ranks, find
 from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, not_written
@@ -31,49 +32,30 @@ _JUDGES_IN_RANKS: Final = ("07_rpc", "08_rpc_hybrid", "10_tf_data_parallel", "11
 
 @dataclass(frozen=True)
 class Judging:
-    """The answers to judge.
+    """The answers to judge."""
 
-    Args:
-        answers: by exercise, what `collect` has found.
-        seed: as for `labkit.check`.
-        limit_s: seconds for one run of an answer.
-        confinement: what the answers must not do on ranks.
-        modules: the modules that have a course's own exercises.
-    """
-
-    answers: dict[str, dict[str, Any]]
-    seed: int
-    limit_s: float
-    confinement: Confinement
-    modules: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """Return this as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Judging:
-        """Return what `to_json` was given."""
-        given = json.loads(text)
-        return cls(given["answers"], given["seed"], given["limit_s"], Confinement(**given["confinement"]), given["modules"])
+    answers: dict[str, dict[str, Any]]  # by exercise, what the process of the submission has found
+    seed: int  # as for `labkit.check`
+    limit_s: float  # for one run of an answer
+    hidden: Sequence[str] = ()  # files and folders that do not exist for the answers
+    judges: Sequence[str] = ()  # those of the judges
+    modules: Sequence[str] = ()  # that have a course's own exercises
 
 
-def main(result: int, *, covered: bool) -> None:
+def main(result: int, cover: Cover) -> None:
     """Judge the answers, in their order.
 
     Args:
         result: the file descriptor for the verdicts.
-        covered: whether this process has namespaces of its own.
+        cover: hides files from here on.
     """
     adopt_orphans()
-    judging = Judging.from_json(sys.stdin.read())
+    judging = Judging(**json.load(sys.stdin))
     for module in judging.modules:
         importlib.import_module(module)
     exercises = {name: _found(name) for name in judging.answers}  # imports the judges, whose files are covered then
-    attempts(judging.confinement)  # of an answer that has ended an earlier judge
-    if covered:
-        in_ranks = any(exercise is not None and exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises.values())
-        cover(judging.confinement, judges=not in_ranks)
+    in_ranks = any(exercise is not None and exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises.values())
+    cover([*judging.hidden, *([] if in_ranks else judging.judges)])
     answer_ranks.LIMIT_S = judging.limit_s
     with os.fdopen(result, "w") as file:
         for name, exercise in exercises.items():
@@ -97,13 +79,11 @@ def _verdict(exercise: Exercise, judging: Judging) -> Verdict:
         return Verdict(name, False, str(found["refused"]))
     if "value" in found:
         return judged(exercise, found["value"], judging.seed)
-    answer = Packed.from_json(found["packed"], judging.confinement)
+    answer = Packed.from_json(found["packed"])
     if exercise.number:
         return Verdict(name, False, f"Given {answer.name}: expected a number or a text.")
     if (reason := looks_at_judge(answer.data)) is not None:
         return Verdict(name, False, reason)
     with only_trusted_pickles():
         verdict = judged(exercise, answer, judging.seed)
-    if tried := attempts(judging.confinement):
-        return Verdict(name, False, f"Refused: it {tried[0]}.")
     return dataclasses.replace(verdict, details=tuple(line for line in verdict.details if line != MORE_LATER))

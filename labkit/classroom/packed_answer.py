@@ -1,7 +1,7 @@
 """An answer on its way from the process of the submission to a rank. The judge's process never unpickles it.
 
 Unpickling runs code that whoever pickled has chosen. So the submission's process sends bytes, the judge's process hands
-them on, and the rank, which is confined first, unpickles them.
+them on, and a rank unpickles them.
 
 What ranks send back is data: messages, numbers, arrays, tensors, and what exercises return. A pickle that names
 anything else raises an error in the judge's process, before anything is called.
@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Final
 
-from labkit.classroom.confinement import Confinement, watch
-from labkit.exercises.judging import AnswerError
 from labkit.ipc.pickling import Payload, install_source, pack, shared_memory, source_of, unpack
 
 _TRUSTED: Final = {
@@ -42,10 +40,8 @@ _TRUSTED: Final = {
 
 @dataclass
 class _State:
-    """Whether the hook is installed, and whether it refuses."""
-
     installed: bool = False
-    active: bool = False
+    active: bool = False  # whether the hook refuses
 
 
 _state: Final = _State()
@@ -66,6 +62,8 @@ def only_trusted_pickles() -> Iterator[None]:
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "pickle.find_class" and _state.active and not _is_trusted(*arguments):
+        from labkit.exercises.judging import AnswerError  # ranks, which import this module, have no modules with exercises
+
         raise AnswerError(f"it sends {'.'.join(arguments)}: expected numbers, texts, or lists of them")
 
 
@@ -83,25 +81,14 @@ def _is_trusted(module: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Packed:
-    """A function or a class of a submission, pickled.
-
-    Args:
-        name: its name.
-        is_class: whether it is a class.
-        data: the pickle stream.
-        memory: the large arrays that it refers to.
-        regions: where each is in `memory`, and its size in bytes.
-        sources: the lines of the cells in which its functions are defined, by name.
-        confinement: what its code must not do.
-    """
+    """A function or a class of a submission, pickled."""
 
     name: str
     is_class: bool
-    data: bytes
-    memory: bytes
-    regions: list[tuple[int, int]]
-    sources: dict[str, list[str]]
-    confinement: Confinement
+    data: bytes  # the pickle stream
+    memory: bytes  # the large arrays that it refers to
+    regions: list[tuple[int, int]]  # where each is in `memory`, and its size in bytes
+    sources: dict[str, list[str]]  # the lines of the cells in which its functions are defined, by name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__qualname__", self.name)  # as a function has it
@@ -111,15 +98,15 @@ class Packed:
         raise TypeError(f"{self.name} runs only on ranks")
 
     def __reduce__(self) -> Any:
-        return _unpacked, (self.data, self.memory, self.regions, self.sources, self.confinement)
+        return _unpacked, (self.data, self.memory, self.regions, self.sources)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the confinement as JSON can hold it."""
+        """Return this as JSON can hold it."""
         encoded = {key: base64.b64encode(getattr(self, key)).decode() for key in ("data", "memory")}
         return {"name": self.name, "is_class": self.is_class, "regions": self.regions, "sources": self.sources, **encoded}
 
     @classmethod
-    def from_json(cls, given: dict[str, Any], confinement: Confinement) -> Packed:
+    def from_json(cls, given: dict[str, Any]) -> Packed:
         """Return what `to_json` was given.
 
         Raises:
@@ -130,15 +117,11 @@ class Packed:
         if any(at < 0 or size < 0 or at + size > len(memory) for at, size in regions):
             raise ValueError("regions outside of the memory")
         sources = {str(name): [str(line) for line in lines] for name, lines in given["sources"].items()}
-        return cls(str(given["name"]), bool(given["is_class"]), data, memory, regions, sources, confinement)
+        return cls(str(given["name"]), bool(given["is_class"]), data, memory, regions, sources)
 
 
 def packed(answer: Any, home: Any) -> Packed:
-    """Pickle a function or a class of a submission.
-
-    Args:
-        answer: the function or class.
-        home: the module in which it is defined.
+    """Pickle a function or a class of a submission, which is defined in the module `home`.
 
     Raises:
         LabError: some part of it cannot be pickled.
@@ -151,14 +134,11 @@ def packed(answer: Any, home: Any) -> Packed:
         payload.close()
     sources = {name: source_of(name) for name in payload.files}
     name = getattr(answer, "__qualname__", type(answer).__qualname__)
-    return Packed(name, isinstance(answer, type), payload.data, memory, payload.regions, sources, Confinement((), (), ""))
+    return Packed(name, isinstance(answer, type), payload.data, memory, payload.regions, sources)
 
 
-def _unpacked(
-    data: bytes, memory: bytes, regions: list[tuple[int, int]], sources: dict[str, list[str]], confinement: Confinement
-) -> Any:
-    """In a rank: confine it, and unpickle the answer."""
-    watch(confinement)
+def _unpacked(data: bytes, memory: bytes, regions: list[tuple[int, int]], sources: dict[str, list[str]]) -> Any:
+    """In a rank: unpickle the answer."""
     for name, lines in sources.items():
         install_source(name, lines)
     fd = -1

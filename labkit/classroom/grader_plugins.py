@@ -1,13 +1,19 @@
-"""Has nbgrader and Otter execute only the cells that answers need, and not the figures and long runs of a lesson.
+"""What nbgrader and Otter call when they grade: plugins that leave out cells, and judges that are imported afresh.
 
-nbclient, with which both execute notebooks, passes over cells with the tag `skip-execution`
+Only the cells are executed that answers need, and not the figures and long runs of a lesson. nbclient, with which both
+execute notebooks, passes over cells with the tag `skip-execution`
 (https://nbclient.readthedocs.io/en/latest/reference/nbclient.html). The tags are set when a submission is graded: a tag
 that a student has set does not count.
+
+A student's cell can rebind `lab.check`, by mistake or not. It can also change anything else in its kernel, and no code
+in the same kernel can prevent this: `python -m labkit grade` judges in processes in which no code of a student runs.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import sys
 from typing import Any, Final
 
 from labkit.classroom.statements import Program, parsed
@@ -19,13 +25,9 @@ DONE: Final = "labkit_only_answers"  # in the notebook's metadata: nbgrader read
 
 
 def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
-    """Tag the cells that no answer needs, and turn the checks of students' cells into comments.
+    """Tag the cells that no answer needs, and turn the checks of students' cells into comments: changes the notebook.
 
     This is a preprocessor, as nbconvert calls them. Cells that nbgrader grades are left alone, and run.
-
-    Args:
-        notebook: the submission; it is changed.
-        resources: returned as they are.
     """
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for cell in code:
@@ -52,14 +54,9 @@ def only_answers(notebook: Any, resources: Any = None) -> tuple[Any, Any]:
 
 
 class OtterPlugin:
-    """The same for Otter, which calls its plugins' methods by name.
+    """The same for Otter, which calls its plugins' methods by name."""
 
-    Args:
-        arguments: what Otter tells each plugin.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any) -> None: ...
 
     def before_execution(self, submission: Any) -> Any:
         """Return the submission with tags."""
@@ -81,3 +78,10 @@ def _needed_cells(program: Program) -> set[int]:
 
 def _is_graded(cell: Any) -> bool:
     return bool(cell["metadata"].get("nbgrader", {}).get("grade"))
+
+
+def check_afresh(name: str, answer: Any, seed: int = 0) -> Any:
+    """Judge an answer as `labkit.check` does, and return its verdict."""
+    for module in [module for module in sys.modules if module.startswith("labkit.exercises")]:
+        del sys.modules[module]
+    return importlib.import_module("labkit.exercises.check").check(name, answer, seed=seed)

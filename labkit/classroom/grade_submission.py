@@ -1,11 +1,11 @@
 """Grades one submission: one process runs its code, another judges the answers on ranks.
 
-    grade (trusted, runs nothing) ──> collect: runs the submission's statements, packs its answers
-                                  ──> judge: imports the judges, hands the packed answers on
+    grade (trusted, runs nothing) ──> submission_process: runs the submission's statements, packs its answers
+                                  ──> judge_process: imports the judges, hands the packed answers on
                                         └──> ranks: unpack and run them
 
-Both processes are confined and limited. If the judge's process ends before it has judged all answers, the exercise at
-which it ended has failed, and a new process judges the rest.
+If the judge's process ends before it has judged all answers, the exercise at which it ended has failed, and a new
+process judges the rest. Each process has a folder of its own, so that what a submission writes reaches no judge.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from labkit import exercises
-from labkit.classroom.bounded import Ended, Limits, run_bounded
-from labkit.classroom.collect import SELECTED, Job
-from labkit.classroom.confinement import Confinement, attempts
-from labkit.classroom.judge import Judging
+from labkit.classroom import judge_process, submission_process
+from labkit.classroom.confined_process import Ended, Limits, run_confined
+from labkit.classroom.judge_process import Judging
+from labkit.classroom.submission_process import SELECTED, Job
 from labkit.classroom.submissions import Submission, printable
 from labkit.errors.exceptions import LabError
 from labkit.notebook.lessons import ORIGINALS
 
-# The environment of a submission: nothing else of the teacher's is in it, such as passwords.
-_KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
-CONFINED: Final = "labkit.classroom.confined"
 _UNDEFINED: Final = ("NameError", "AttributeError", "KeyError")  # what an answer raises that lacks a statement
 MOST_FAILURES: Final = 5  # statements of the submission in one verdict
 START_S: Final = 60.0  # for the imports of a process on a busy machine
@@ -40,48 +37,29 @@ START_S: Final = 60.0  # for the imports of a process on a busy machine
 
 @dataclass(frozen=True)
 class Settings:
-    """How submissions are graded.
+    """How submissions are graded."""
 
-    Args:
-        execute: whether to run the whole notebook.
-        seed: as for `labkit.check`.
-        limit_s: seconds for one run of an answer.
-        memory_mb: megabytes of resident memory.
-        hidden: files and folders that submissions must not open.
-        judges: those of the judges.
-        modules: the modules that have a course's own exercises, by name; their folders are in `sys.path`.
-    """
-
-    execute: bool = False
-    seed: int = 1
-    limit_s: float = 60.0
-    memory_mb: float = 4000.0
-    hidden: tuple[str, ...] = ()
-    judges: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
+    execute: bool = False  # whether to run the whole notebook
+    seed: int = 1  # as for `labkit.check`
+    limit_s: float = 60.0  # for one run of an answer
+    memory_mb: float = 4000.0  # resident
+    hidden: tuple[str, ...] = ()  # files and folders that submissions must not open
+    judges: tuple[str, ...] = ()  # those of the judges
+    modules: tuple[str, ...] = ()  # that have a course's own exercises; their folders are in `sys.path`
+    confined: bool = True  # whether processes have namespaces of their own
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The verdict on an answer.
-
-    Args:
-        exercise: the exercise's name.
-        passed: whether the answer is right.
-        state: "passed", "wrong", "not written yet", or "no answer" if there is nothing to judge.
-        message: what the verdict says.
-        details: its further lines.
-        score: for the leaderboard; less is better, None without one.
-        seconds: how long it took.
-    """
+    """The verdict on an answer."""
 
     exercise: str
     passed: bool
-    state: str
+    state: str  # "passed", "wrong", "not written yet", or "no answer" if there is nothing to judge
     message: str
-    details: tuple[str, ...] = ()
-    score: float | None = None
-    seconds: float = 0.0
+    details: tuple[str, ...] = ()  # further lines
+    score: float | None = None  # for the leaderboard; less is better
+    seconds: float = 0.0  # how long it took
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exercise", printable(self.exercise))
@@ -90,12 +68,8 @@ class Graded:
 
 
 def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return what submissions must not open: the lessons with their solutions, and other submissions.
-
-    Args:
-        paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
-    """
-    return tuple(sorted({str(ORIGINALS), *map(_folder, paths)}))
+    """Return what submissions must not open: the solutions, and the submitted files with the whole folder of each."""
+    return tuple(sorted({str(ORIGINALS / "solutions"), *map(_folder, paths)}))
 
 
 def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
@@ -125,47 +99,25 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
     """Grade all exercises of a submission."""
     if submission.error:
         return [_no_answer(name, submission.error) for name in submission.exercises]
-    with tempfile.TemporaryDirectory(prefix="labkit-grade-", ignore_cleanup_errors=True) as folder:
-        log = Path(folder, "attempts")
-        work = Path(folder, "work")
-        work.mkdir()
-        Path(folder, "tmp").mkdir()
-        confinement = Confinement(settings.hidden, settings.judges, str(log))
-        job = Job(submission.cells, submission.exercises, settings.execute, confinement)
-        limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
-        collected = run_bounded([CONFINED, "labkit.classroom.collect"], job.to_json(), limits, str(work), _environment(folder))
-        found, failures = _found(collected, submission, confinement)
-        absent = {
-            name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one
-        }
-        present = {name: one for name, one in found.items() if name not in absent}
-        judged = [
-            _with_failures(one, failures, settings.execute) for one in _judged(present, settings, confinement, folder, str(work))
-        ]
-        by_name = absent | dict(zip(present, judged, strict=True))
+    hidden = (*settings.hidden, *settings.judges)
+    job = Job(submission.cells, submission.exercises, settings.execute, hidden)
+    limits = Limits(START_S + settings.limit_s * (10 if settings.execute else 1), settings.memory_mb)
+    ended = run_confined(submission_process.__name__, json.dumps(asdict(job)), limits, confined=settings.confined)
+    found, failures = _found(ended, submission)
+    absent = {name: _no_answer(name, one["missing"], one.get("failures", [])) for name, one in found.items() if "missing" in one}
+    present = {name: one for name, one in found.items() if name not in absent}
+    judged = [_with_failures(one, failures, settings.execute) for one in _judged(present, settings)]
+    by_name = absent | dict(zip(present, judged, strict=True))
     return [by_name[name] for name in submission.exercises]
 
 
-def _environment(folder: str, path: Sequence[str] = ()) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    root = str(Path(exercises.__file__).parent.parent.parent)
-    return kept | {
-        "CUDA_VISIBLE_DEVICES": "", "HOME": folder, "LABKIT_NETWORK": "shared",
-        "PYTHONPATH": os.pathsep.join([root, *path]), "PYTHONUTF8": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3", "TMPDIR": os.path.join(folder, "tmp"), "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
-
-
-def _found(ended: Ended, submission: Submission, confinement: Confinement) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _found(ended: Ended, submission: Submission) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return what the process of the submission has found, or why each exercise fails; and which statements failed."""
     try:
         found = json.loads(ended.result)
         failures = found.pop("", {}).get("failures", [])
     except (ValueError, AttributeError, TypeError, RecursionError):
         found, failures = {}, []
-    if tried := attempts(confinement):
-        why = f"Refused: the notebook {tried[0]}. No exercise counts, since this was before the answers were judged."
-        return {name: {"refused": why} for name in submission.exercises}, []
     if not all(isinstance(one, dict) and _is_shallow(one) for one in ({"failures": failures}, *found.values())):
         return {name: {"refused": "Refused: it sent something else than answers."} for name in submission.exercises}, []
     ending = f"The notebook was not run to its end: {ended.why}." if ended.why else "There is no answer in the notebook."
@@ -189,23 +141,22 @@ def _is_shallow(value: Any, levels: int = 5) -> bool:
     return levels > 0 and all(_is_shallow(one, levels - 1) for one in inner)
 
 
-def _judged(
-    found: dict[str, dict[str, Any]], settings: Settings, confinement: Confinement, folder: str, work: str
-) -> list[Graded]:
+def _judged(found: dict[str, dict[str, Any]], settings: Settings) -> list[Graded]:
     graded: list[Graded] = []
+    path = [str(_file_of(module).parent) for module in settings.modules]
     while waiting := list(found)[len(graded) :]:
         answers = {name: found[name] for name in waiting}
-        judging = Judging(answers, settings.seed, settings.limit_s, confinement, settings.modules)
+        judging = Judging(answers, settings.seed, settings.limit_s, settings.hidden, settings.judges, settings.modules)
         limits = Limits(START_S + 2 * settings.limit_s * len(waiting), settings.memory_mb)
-        path = [str(_file_of(module).parent) for module in settings.modules]
-        ended = run_bounded([CONFINED, "labkit.classroom.judge"], judging.to_json(), limits, work, _environment(folder, path))
+        ended = run_confined(judge_process.__name__, json.dumps(asdict(judging)), limits, path, confined=settings.confined)
         lines = [line for line in ended.result.split("\n")[:-1] if line]  # the last one may have no end
         verdicts = [_graded(json.loads(line)) for line in lines]
         graded += verdicts
         if len(verdicts) < len(waiting):
             reason = ended.why or "its judge ended too early"
             shown = [] if verdicts else ended.output.splitlines()[-5:]  # an earlier answer may have printed it
-            graded.append(_failed(waiting[len(verdicts)], f"Not judged to the end: {reason}.", shown))
+            message = f"Not judged to the end: {reason}."
+            graded.append(Graded(waiting[len(verdicts)], False, "wrong", message, tuple(shown)))
     return graded
 
 
@@ -217,7 +168,3 @@ def _graded(given: dict[str, Any]) -> Graded:
 
 def _no_answer(exercise: str, message: str, failures: Sequence[str] = ()) -> Graded:
     return Graded(exercise, False, "no answer", message, tuple(failures[:MOST_FAILURES]))
-
-
-def _failed(exercise: str, message: str, details: Sequence[str] = ()) -> Graded:
-    return Graded(exercise, False, "wrong", message, tuple(details))
