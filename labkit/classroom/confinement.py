@@ -29,6 +29,7 @@ from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 from labkit.errors.exceptions import LABKIT
+from labkit.notebook.lessons import JUDGES
 from labkit.worker.network_namespace import drop_capabilities, enter_new, system_call
 
 CLONE_NEWNS: Final = 0x00020000
@@ -43,7 +44,7 @@ AT_RECURSIVE: Final = 0x8000
 # Where the code of Python, of libraries and of labkit is. Libraries may be elsewhere than Python: in the user's folder.
 _LIBRARIES: Final = (
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))), sys.prefix, sys.base_prefix,
-    os.path.dirname(os.__file__), LABKIT, "<frozen "
+    os.path.dirname(os.__file__), LABKIT, str(JUDGES), "<frozen "
 )  # fmt: skip
 _OF_TWO: Final = ("os.rename", "os.link", "os.symlink")  # paths
 _CHANGES: Final = (

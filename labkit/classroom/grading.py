@@ -28,7 +28,7 @@ from labkit.classroom.confinement import Confinement, attempts
 from labkit.classroom.judge import Judging
 from labkit.classroom.submissions import Submission, printable
 from labkit.errors.exceptions import LabError
-from labkit.notebook.lessons import ORIGINALS
+from labkit.notebook.lessons import JUDGES, ORIGINALS
 
 # The environment of a submission: nothing else of the teacher's is in it, such as passwords.
 _KEPT: Final = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "VIRTUAL_ENV")
@@ -95,7 +95,8 @@ def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
     Args:
         paths: the submitted files. The whole folder of each is hidden, unless Python needs a part of it.
     """
-    return tuple(sorted({str(ORIGINALS), *map(_folder, paths)}))
+    lessons = (str(path) for path in ORIGINALS.iterdir() if path != JUDGES)  # `judges_in` has these
+    return tuple(sorted({*lessons, *map(_folder, paths)}))
 
 
 def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
@@ -104,7 +105,7 @@ def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
     Raises:
         LabError: a module cannot be found.
     """
-    return tuple(sorted({str(Path(exercises.__file__).parent), *(_folder(_file_of(module)) for module in modules)}))
+    return tuple(sorted({*exercises.__path__, *(_folder(_file_of(module)) for module in modules)}))
 
 
 def _folder(path: Path) -> str:

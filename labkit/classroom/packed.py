@@ -20,7 +20,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, Final
 
 from labkit.classroom.confinement import Confinement, watch
-from labkit.exercises.judging import AnswerError
+from labkit.exercises.comparisons import AnswerError
 from labkit.ipc.pickling import Payload, install_source, pack, shared_memory, source_of, unpack
 
 _TRUSTED: Final = {

@@ -173,7 +173,9 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(outside.parent) in hidden
     assert str(here) in hidden
     assert str(ROOT) not in hidden
-    assert judges_in() == (str(ROOT / "labkit" / "exercises"),)
+    judges = ROOT / "notebooks" / "judges"
+    assert judges_in() == (str(ROOT / "labkit" / "exercises"), str(judges))
+    assert {str(path) for path in judges.parent.iterdir()} - {*hidden} == {str(judges)}, "ranks may need the judges"
 
 
 def test_two_students_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -514,12 +516,13 @@ def test_a_system_without_root_or_namespaces(system: str, tmp_path: Path, right_
 
 
 OWN = """
-from labkit.exercises.judging import AnswerError, exercise
+from labkit.exercises.comparisons import wrong_if
+from labkit.exercises.exercise import exercise
 
-@exercise("my_lesson", "half(x) returns half of x.", "That is half.")
-def _half(answer, on):
-    if answer(3.0) != 1.5:
-        raise AnswerError("that is not half")
+@exercise("my_lesson", "That is half.")
+def half(answer):
+    'half(x) returns half of x.'
+    wrong_if(answer(3.0) != 1.5, "that is not half")
 """
 
 
@@ -541,10 +544,11 @@ def test_an_exercise_of_a_courses_own_module_which_answers_cannot_read(
 
 CHEATS = {
     # its code: what the verdict says
-    "from pathlib import Path\nsource = Path(lab.__file__).parent / 'exercises' / 'data_parallel.py'\nexec(source.read_text())": (
-        "opens data_parallel.py"
+    "from pathlib import Path\nsource = Path(lab.__file__).parent / 'exercises' / 'comparisons.py'\nexec(source.read_text())": (
+        "opens comparisons.py"
     ),
     f"open('{ROOT}/notebooks/solutions/{LESSON}.ipynb')": f"opens {LESSON}.ipynb",
+    f"exec(open('{ROOT}/notebooks/judges/data_parallel.py').read())": "opens data_parallel.py",
     "import sys\nreturn getattr(sys, '_get' + 'frame')(1)": "looks at",
     "import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=1)": "looks up the address of 192.0.2.1",
     "import subprocess\nsubprocess.run(['true'])": "starts another program",

@@ -30,9 +30,9 @@ from labkit import LabError
 from labkit.errors.exceptions import Stopped
 from labkit.exercises import answer_ranks, model_parallel
 from labkit.exercises.check import Verdict, check, is_unwritten
-from labkit.exercises.comparisons import compare, factor, listing
+from labkit.exercises.comparisons import AnswerError, compare, factor, listing
+from labkit.exercises.exercise import Exercise, Passed
 from labkit.exercises.guesses import Note
-from labkit.exercises.judging import AnswerError, Exercise, Passed
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, judge_calculation
-from labkit.exercises.comparisons import compare, differ, equal, judge_result, listing, number_of
-from labkit.exercises.data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
-from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, explaining, showing
+from labkit.exercises.comparisons import compare, differ, equal, listing, number_of
+from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, explaining, judge_result, showing
 from labkit.exercises.random_state import other_cases
 from labkit.recording.operations import type_of
+
+from .data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
 
 LESSON = "02b_what_it_costs"
 

@@ -106,7 +106,7 @@ def _messages_of(answer: Any, on: OnRanks, ranks: int, length: int, case: str) -
     try:
         outcomes = _run(answer, on, ranks, length)
     except AnswerError as error:
-        if error.deadlock and {type_of(name) for name in error.waits_in} == {SEND}:
+        if error.waits_in and {type_of(name) for name in error.waits_in} == {SEND}:
             hint = "every rank waits in send until its neighbour receives, and none does"
             raise AnswerError(f"{case}: {hint}", error.message, *error.details, cure=ISEND) from None
         raise
