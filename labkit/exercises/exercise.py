@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # ranks import this file, too, and do not need it
 NUMBER_FOR_LIST: Final = (
     "'int' object is not iterable", "object of type 'int' has no len()", "'int' object is not subscriptable"
 )  # fmt: skip
+Cases = Iterable[tuple[Any, ...]]
 WITHOUT_ARGUMENTS: Final = ((),)
 
 
@@ -79,7 +80,7 @@ class Exercise:
 def exercise(
     lesson: str,
     passed: str,
-    cases: Iterable[tuple[Any, ...]] = WITHOUT_ARGUMENTS,
+    cases: Cases | Callable[[], Cases] = WITHOUT_ARGUMENTS,
     *,
     on_ranks: Callable[..., Any] | None = None,
     ranks: Any = None,
@@ -99,7 +100,8 @@ def exercise(
     Args:
         lesson: the notebook that contains it, such as "02_data_parallel".
         passed: the message for a right answer; with a score, a format for it, such as "{score:.1f} ms".
-        cases: the arguments of each judgement. The first case tells the known mistakes apart.
+        cases: the arguments of each judgement; or a function that returns them, if some are drawn at random. The first
+            case tells the known mistakes apart.
         on_ranks: what each rank does: a function of the answer and the case.
         ranks: the number of ranks, or their names; by default the first in the case, which `on_ranks` does not get.
         call: the call in words, as verdicts show it: a format for the case with the names of the check's parameters,
@@ -136,7 +138,8 @@ def exercise(
 
         def judge(answer: Any, on: OnRanks) -> Passed:
             score = None
-            for case in (*cases, *(other_cases(other) if other is not None else ())):
+            drawn = cases() if callable(cases) else cases
+            for case in (*drawn, *(other_cases(other) if other is not None else ())):
                 with showing(in_words(case)), explaining(errors(*case) if callable(errors) else errors):
                     score = check(observed(answer, on, case), *case)
             return Passed(passed if score is None else passed.format(score=score), score)

@@ -499,7 +499,7 @@ def peeks(*_):
     while frame is not None:
         seen |= getattr(frame, own).keys() | getattr(frame, shared).keys()
         frame = getattr(frame, before)
-    oracles = seen & {"_serial_average", "_judge_participation", "_unravel", "_judge_coordinates", "right", "expected"}
+    oracles = seen & {"_serial_average", "_serial_layers", "_unravel", "_judge_coordinates", "right", "expected"}
     try:
         importlib.import_module(f"{hidden}.data_parallel")
     except ImportError:

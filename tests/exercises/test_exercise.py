@@ -180,6 +180,20 @@ def test_an_unknown_error_is_the_ranks_own() -> None:
     assert wrong(share, None, stuck) is waits
 
 
+def test_cases_can_be_drawn_at_each_judgement() -> None:
+    drawn = iter([(1,), (2,)])
+    seen = []
+
+    @exercise("w1", "Right.", lambda: [next(drawn)])
+    def any_case(answer: Any, number: int) -> None:
+        """Any case."""
+        seen.append(number)
+
+    any_case.judge(None, never)
+    any_case.judge(None, never)
+    assert seen == [1, 2]
+
+
 def test_a_check_can_give_a_score() -> None:
     @exercise("w1", "It takes {score:.1f} ms.", name="Fast")
     def fast(answer: Any) -> float:

@@ -45,8 +45,9 @@ class Answers:
     def wrong(self, exercise: str, words: str, value: Any = None, *, cure: str = "") -> Any:
         return self._take(exercise, value, words, cure)
 
-    def mutant(self, exercise: str, old: str, new: str, words: str, *, cure: str = "") -> None:
-        """A wrong answer that is the reference solution with one text replaced, which occurs once in it.
+    def mutant(self, exercise: str, old: str, new: str, words: str = "", *, cure: str = "") -> None:
+        """An answer that is the reference solution with one text replaced, which occurs once in it; without words of
+        a verdict, a right one.
 
         It is made when it is judged: ranks that import a file of tests have no judges."""
         self.all.append(Answer(exercise, None, words, cure, (old, new)))
@@ -62,7 +63,7 @@ class Answers:
         cases = []
         for answer in self.all:
             kind = "wrong" if answer.words else "right"
-            label = answer.words if answer.edits else getattr(answer.value, "__name__", str(answer.value))
+            label = (answer.words or "edited") if answer.edits else getattr(answer.value, "__name__", str(answer.value))
             cases.append(pytest.param(answer, id=f"{answer.exercise}-{kind}-{label}"))
         return cases
 
