@@ -172,7 +172,8 @@ def accumulate(results: Results) -> None:
              "gradients computed after the backward that sends stay on their rank",
              "the batch outside no_sync() must be the last",
              f"computed after it: {late[0]} of {len(SIZES[0])} losses")
-    known = [  # the weights of the micro-batches' mean losses that result, after DDP has divided by the ranks
+    # The weights of the micro-batches' mean losses that result, after DDP has divided by the ranks.
+    known: list[tuple[Any, ...]] = [
         ([[1 / len(sizes) / ranks for _ in sizes] for sizes in SIZES],
          "every batch counts the same, however few examples it has",
          "weight each loss by the number of its examples"),

@@ -266,7 +266,7 @@ def test_of_a_folder_only_regular_files_are_read(required: list[str], tmp_path: 
     seen: list[Settings] = []
     monkeypatch.setattr("labkit.classroom.grade.grade", lambda _, settings: seen.append(settings) or [])
     assert main([str(tmp_path / "class")]) == 0
-    hidden = {str(tmp_path / "class"), str(ROOT / "notebooks")}
+    hidden = {str(tmp_path / "class"), *(str(path) for path in (ROOT / "notebooks").iterdir() if path.name != "judges")}
     assert {settings.hidden for settings in seen} == {tuple(sorted(hidden))}, "libraries stay visible"
 
 
