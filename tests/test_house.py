@@ -19,6 +19,8 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "labkit").rglob("*.py"))
 }
+# The judges are beside their lessons, and modules of the package that loads them.
+FILES |= {f"labkit.exercises.{path.stem}": path for path in sorted((ROOT / "notebooks" / "judges").glob("*.py"))}
 LIMIT_LINES = 600  # about 400 is usual
 
 # Each package may import only those before it.
@@ -42,8 +44,9 @@ def imports(module: str) -> set[str]:
     """The files of labkit that a file imports, also inside functions and only for types."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            name = f"{module.rpartition('.')[0]}.{node.module}" if node.level else node.module
+            found |= {name} | {f"{name}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return (found & set(FILES)) - {module, LAZY}
@@ -112,7 +115,7 @@ def test_a_file_is_short_and_its_first_line_states_its_idea(module: str) -> None
 
 
 def test_no_name_is_a_private_metaphor() -> None:
-    paths = [path for folder in ("labkit", "bench", "tools") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in ("labkit", "bench", "notebooks", "tools") for path in (ROOT / folder).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in paths

@@ -49,6 +49,13 @@ if __name__ == "__main__":
     lab.timeline(run).figure.savefig("timeline.png")
     print(json.dumps([lab.__file__, lab.__version__, run.results]))
 """
+JUDGED = """
+import labkit as lab
+
+if __name__ == "__main__":
+    answers = (lambda base, batch, own, ranks: base * own * ranks / batch), (lambda base, batch, own, ranks: base)
+    print(*(bool(lab.check("scaled_learning_rate", answer)) for answer in answers))
+"""
 CELLS = """
 import nbformat
 from nbclient import NotebookClient
@@ -122,7 +129,9 @@ def test_a_student_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     assert (version, results) == (labkit.__version__, [3.0, 3.0])
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     copied = {str(path.relative_to(folder / "my_lessons")) for path in (folder / "my_lessons").rglob("*") if path.is_file()}
-    assert copied == {name.removeprefix("notebooks/") for name in tracked("notebooks")}
+    assert copied == {name.removeprefix("notebooks/") for name in tracked("notebooks") if "/judges/" not in name}
+    done = run("-c", JUDGED)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
     done = run("-c", CELLS)
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
     new = {
         root / "notebooks" / f"{lesson}.ipynb": "lesson.md",
         root / "notebooks" / "solutions" / f"{lesson}.ipynb": "solutions.md",
-        root / "labkit" / "exercises" / f"{topic}.py": "exercises.txt",
+        root / "notebooks" / "judges" / f"{topic}.py": "judges.txt",
         root / "tests" / "exercises" / f"test_exercises_{topic}.py": "test.txt",
     }
     if taken := [path for path in new if path.exists()]:

@@ -78,7 +78,7 @@ def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
     Raises:
         LabError: a module cannot be found.
     """
-    return tuple(sorted({str(Path(exercises.__file__).parent), *(_folder(_file_of(module)) for module in modules)}))
+    return tuple(sorted({*exercises.__path__, *(_folder(_file_of(module)) for module in modules)}))
 
 
 def _folder(path: Path) -> str:

@@ -22,7 +22,7 @@ from labkit.classroom.packed_answer import Packed, only_trusted_pickles
 from labkit.errors.exceptions import LabError
 from labkit.exercises import answer_ranks, find
 from labkit.exercises.check import MORE_LATER, Verdict, judged, looks_at_judge, not_written
-from labkit.exercises.judging import Exercise
+from labkit.exercises.exercise import Exercise
 from labkit.launch.descendants import adopt_orphans, end_children
 
 UNKNOWN: Final = "There is no exercise of this name. (For a course's own exercises: --modules.)"

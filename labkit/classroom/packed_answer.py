@@ -62,7 +62,7 @@ def only_trusted_pickles() -> Iterator[None]:
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "pickle.find_class" and _state.active and not _is_trusted(*arguments):
-        from labkit.exercises.judging import AnswerError  # ranks, which import this module, have no modules with exercises
+        from labkit.exercises.comparisons import AnswerError  # ranks, which import this module, have no modules with exercises
 
         raise AnswerError(f"it sends {'.'.join(arguments)}: expected numbers, texts, or lists of them")
 

@@ -1,4 +1,7 @@
-"""The exercises of the course: `lab.check`, and one file per lesson, imported when one of its exercises is checked."""
+"""The exercises of the course: `lab.check`, and the judges, a file per lesson, which stand beside the lessons.
+
+The file of a lesson is imported as a module of this package when one of its exercises is checked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
-from labkit.exercises.judging import Exercise
+from labkit.exercises.exercise import Exercise
+from labkit.notebook.lessons import JUDGES
 
 MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
@@ -67,3 +71,6 @@ def own_exercises() -> dict[str, list[Exercise]]:
         if not name.startswith(f"{__name__}.")
     }
     return {name: exercises for name, exercises in found.items() if exercises}
+
+
+__path__.append(str(JUDGES))  # the judges are modules of this package

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self
 
 import cloudpickle
@@ -13,12 +14,14 @@ import numpy as np
 from labkit import exercises
 from labkit.errors.exceptions import DeadlockError, RankError, RunTimeoutError
 from labkit.errors.exit_reasons import Cause
-from labkit.exercises.judging import AnswerError, Results, call, call_reporting_exit, without_judges
+from labkit.exercises.comparisons import AnswerError
+from labkit.exercises.exercise import Results
 from labkit.group.group import Group
 from labkit.recording.group_keys import DIST_BACKWARD
 
 LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
 _DATA: Final = ("builtins", "collections", "decimal", "fractions", "numpy", "torch", "tensorflow")  # whose types are data
+MOST_ITEMS: Final = 10_000  # of an iterator, which may have no end; right answers have a hundred
 MOST_SHOWN: Final = 200  # characters of a value in a verdict
 
 
@@ -63,7 +66,7 @@ class AnswerRanks:
             self._group = Group([self._name], runtime=runtime, devices="cpu", timeout_s=LIMIT_S)
         self.last_call = f"{self._name}({', '.join(map(_shown, args))})"
         try:
-            (given,) = _run(self._group, call, self.answer, *args)
+            (given,) = _run(self._group, call_answer, self.answer, *args)
         except RunTimeoutError as late:
             hint = f"not finished after {LIMIT_S:.0f} s, so it was stopped: does every loop end?"
             raise AnswerError(hint, self.last_call, *late.doings) from None
@@ -71,17 +74,34 @@ class AnswerRanks:
         return given
 
     def on(self, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-        """Run a function on new ranks; a second time if TensorFlow has crashed, which a right answer does not prevent.
+        """Run a function on new ranks, as `run_on_ranks` does; for this object, they get the answer."""
+        return run_on_ranks(ranks, function, *(self.answer if arg is self else arg for arg in args), **options)
 
-        TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
-        """
-        args = tuple(self.answer if arg is self else arg for arg in args)
-        try:
-            return _run_once(ranks, function, *args, **options)
-        except RankError as error:
-            if options.get("runtime") != "tensorflow" or error.failures[0].cause is not Cause.CRASHED:
-                raise
+
+def run_on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
+    """Run a function of a judge on new ranks; a second time if TensorFlow has crashed, which no right answer prevents.
+
+    TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
+
+    Args:
+        ranks: the number of ranks, or their names.
+        function: the function to call.
+        args: its arguments.
+        options: options of the group.
+
+    Returns:
+        the result of each rank, in rank order, and the trace of the run.
+
+    Raises:
+        RankError: it raised an exception.
+        AnswerError: the ranks waited for each other for ever, or did not finish.
+    """
+    try:
         return _run_once(ranks, function, *args, **options)
+    except RankError as error:
+        if options.get("runtime") != "tensorflow" or error.failures[0].cause is not Cause.CRASHED:
+            raise
+    return _run_once(ranks, function, *args, **options)
 
 
 def _run_once(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
@@ -110,10 +130,35 @@ def _run(group: Group, function: Callable[..., Any], *args: Any) -> Results:
                 results = Results(group.run(without_judges, modules, function, *args))
     except DeadlockError as deadlock:
         details = filter(None, (deadlock.hint, *deadlock.doings))
-        raise AnswerError(f"deadlock: {deadlock.headline}", *details, deadlock=True, waits_in=deadlock.operations) from None
-    if function is call:
+        raise AnswerError(f"deadlock: {deadlock.headline}", *details, waits_in=deadlock.operations) from None
+    if function is call_answer:
         require_data(list(results))
     return results
+
+
+def call_answer(answer: Callable[..., Any], *args: Any) -> Any:
+    """Call the student's function, on a rank, with nothing around it; a list of what an iterator gives can be sent."""
+    result = answer(*args)
+    return list(itertools.islice(result, MOST_ITEMS)) if isinstance(result, Iterator) else result
+
+
+def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on a rank, for which `exit()` would be a normal end, with None as its result.
+
+    Raises:
+        RuntimeError: it called `exit()`.
+    """
+    try:
+        return function(*args)
+    except SystemExit:
+        raise RuntimeError("it called exit(): end a function with `return`") from None
+
+
+def without_judges(modules: Iterable[str], function: Callable[..., Any], *args: Any) -> Any:
+    """`call_reporting_exit` on a rank to which the judge was sent by value: it needs no module with exercises."""
+    for name in modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # an `import` of it, or of a part of it, fails
+    return call_reporting_exit(function, *args)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from labkit.errors.exit_reasons import Cause
 from labkit.errors.wrong_calls import public_api
 from labkit.exercises import find
 from labkit.exercises.answer_ranks import AnswerRanks, require_data
-from labkit.exercises.judging import AnswerError, Exercise
+from labkit.exercises.comparisons import AnswerError
+from labkit.exercises.exercise import Exercise
 from labkit.exercises.random_state import other_inputs, unchanged_generators
 from labkit.group.output import encodable
 from labkit.ipc import pickling

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from labkit.errors.lists import listed
+from labkit.errors.lists import counted, listed
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.judging import AnswerError, Hint
 
 if TYPE_CHECKING:  # ranks import this file, too, and need no types
     from numpy.typing import NDArray
@@ -22,6 +21,47 @@ CLOSE_FACTOR: Final = 1e-3
 TOLERANCE: Final = 1e-4  # relative; another order of summation changes a float32 by 1e-6, the mistakes here by 1e-1
 EXACT: Final = 1e-6  # relative; of numbers that Python computes
 SMALLEST: Final = 1e-12  # a number below it may be the rounding error of a zero
+
+Hint = str | tuple[str, str]  # what points at a mistake, alone or with its cure
+Mistakes = Sequence[tuple[Any, ...]]  # each: the result of the mistake, its hint, and perhaps its cure
+
+
+class AnswerError(Exception):
+    """A wrong answer.
+
+    Args:
+        message: one sentence: what is wrong and where to look; or a pair of it and the cure.
+        details: further lines, such as what was given and what was expected.
+        cure: a sentence that says what to do, where the message only points at the mistake. `check` adds it to the
+            message from the second wrong answer on.
+        waits_in: the operations in which ranks waited for each other for ever.
+    """
+
+    def __init__(self, message: Hint, *details: str, cure: str = "", waits_in: tuple[str, ...] = ()) -> None:
+        if isinstance(message, tuple):
+            message, cure = message
+        super().__init__(message)
+        self.message = message
+        self.details = details
+        self.cure = cure
+        self.waits_in = waits_in
+
+
+def wrong_if(condition: object, hint: str, cure: str = "", *details: str) -> None:
+    """Judge the answer as wrong if the condition holds.
+
+    Args:
+        condition: whether the answer has this fault. An array is no condition: it has no single truth value.
+        hint: one sentence: what is wrong and where to look. Python makes it in any case, so it must not fail if the
+            condition does not hold.
+        cure: what to do; shown from the second wrong answer on.
+        details: further lines of the verdict.
+
+    Raises:
+        AnswerError: the condition holds.
+    """
+    if condition:
+        raise AnswerError(hint, *details, cure=cure)
 
 
 def equal(a: Any, b: Any, within: float = EXACT) -> bool:
@@ -43,11 +83,12 @@ def equal(a: Any, b: Any, within: float = EXACT) -> bool:
     return one.shape == other.shape and (np.array_equal(one, other) or _close(one, other, within))
 
 
-def judge_result(
+def expect(
     given: Any,
     right: Any,
-    mistakes: Mapping[Any, Any],
-    otherwise: Hint = "",
+    mistakes: Mistakes = (),
+    hint: str = "",
+    cure: str = "",
     *details: str,
     same: Callable[[Any, Any], bool] = equal,
 ) -> None:
@@ -59,19 +100,98 @@ def judge_result(
     Args:
         given: the answer's result.
         right: the oracle's.
-        mistakes: the result of each known mistake, by its hint: a sentence, or a pair of it and the cure.
-        otherwise: the hint for any other result; if empty, the caller explains it.
+        mistakes: the known ones: (result, hint) or (result, hint, cure).
+        hint: of any other result; without it, the next lines of the judge explain such a result.
+        cure: of any other result.
         details: further lines of the verdict.
         same: whether two results are equal up to rounding.
 
     Raises:
         AnswerError: the result is wrong.
     """
+    hint, cure = _explained(given, right, mistakes, (hint, cure), same)
+    wrong_if(hint, hint, cure, *details)
+
+
+def _explained(
+    given: Any, right: Any, mistakes: Mistakes, otherwise: tuple[str, str], same: Callable[[Any, Any], bool]
+) -> tuple[str, str]:
+    """Return hint and cure; without a hint, nothing is known to be wrong. A test notes here what is compared."""
     if same(given, right):
-        return
-    hint = next((hint for hint, result in mistakes.items() if same(given, result)), otherwise)
-    if hint:
-        raise AnswerError(hint, *details)
+        return "", ""
+    for result, hint, *cure in mistakes:
+        if same(given, result):
+            return hint, "".join(cure)
+    return otherwise
+
+
+def expect_numbers(
+    given: Any,
+    right: Any,
+    mistakes: Mistakes = (),
+    hint: str | Callable[[Any], Hint] = "",
+    cure: str = "",
+    *,
+    form: str = "",
+    same: Callable[[Any, Any], bool] = equal,
+) -> None:
+    """As `expect`, for a number or for numbers in a list or a dictionary; the verdict shows both results.
+
+    Args:
+        given: the answer's result, which may be anything.
+        right: the oracle's. If a list begins with an `int`, the given numbers must be whole.
+        mistakes: as for `expect`.
+        hint: as for `expect`; or a function that gives the hint, or a pair with the cure, for the given numbers.
+        cure: as for `expect`.
+        form: what the result is, in words, if it is not one number: "a list with one share per rank".
+        same: as for `expect`.
+
+    Raises:
+        AnswerError: the result is wrong, or has another form.
+    """
+    details = f"given {shown(given)}, expected {shown(right)}"
+    try:
+        numbers = _numbers(given, right, form)
+    except AnswerError as wrong:
+        wrong.details = (*wrong.details, details)
+        raise
+    otherwise = hint(numbers) if callable(hint) else hint
+    if isinstance(otherwise, tuple):
+        otherwise, cure = otherwise
+    expect(numbers, right, mistakes, otherwise, cure, details, same=same)
+
+
+def _numbers(given: Any, right: Any, form: str) -> Any:
+    """Return the numbers of a result that has the same form as the oracle's."""
+    if isinstance(right, dict):
+        if not isinstance(given, dict):
+            raise AnswerError(f"expected {form}")
+        if missing := [key for key in right if key not in given]:
+            raise AnswerError(f"{missing[0]} is missing: expected {form}")
+        if extra := [key for key in given if key not in right]:
+            raise AnswerError(f"{extra[0]} is no key here: expected {form}")
+        return {key: number_of(given[key]) for key in right}
+    if not isinstance(right, list):
+        return number_of(given)
+    try:
+        numbers = whole_numbers(given, form) if isinstance(right[0], int) else [float(number) for number in given]
+    except (TypeError, ValueError):
+        raise AnswerError(f"expected {form}") from None
+    if len(numbers) != len(right):
+        raise AnswerError(f"{counted(len(numbers), 'number')} in place of {len(right)}: expected {form}")
+    return numbers
+
+
+def shown(value: Any) -> str:
+    """Return a value as in code, with six digits of a number that is not whole."""
+    if isinstance(value, float):
+        return repr(value) if value.is_integer() else f"{value:.6g}"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(shown, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {shown(each)}" for key, each in value.items()) + "}"
+    return reprlib.repr(value)
 
 
 def number_of(given: Any) -> float:

@@ -16,6 +16,7 @@ from labkit.errors.wrong_calls import public_api
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
 _INSTALLED: Final = Path(LABKIT, "course")
 ORIGINALS: Final = _INSTALLED if _INSTALLED.exists() else Path(LABKIT).parent / "notebooks"
+JUDGES: Final = ORIGINALS / "judges"  # modules of labkit.exercises; they are not copied
 KEY: Final = "labkit"  # in a copy's metadata: a digest of the text that was copied
 
 

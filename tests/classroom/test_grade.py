@@ -106,7 +106,7 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(here) in hidden
     assert str(ROOT) not in hidden
     assert str(ROOT / "notebooks" / "solutions") in hidden
-    assert judges_in() == (str(ROOT / "labkit" / "exercises"),)
+    assert judges_in() == (str(ROOT / "labkit" / "exercises"), str(ROOT / "notebooks" / "judges"))
 
 
 def test_a_message_of_a_submission_cannot_change_the_table_or_break_a_file() -> None:
@@ -331,7 +331,7 @@ for place in [os.getcwd(), os.environ['TMPDIR'], site.getusersitepackages()]:
 planted = True
 """
 DISHONEST: Class = {
-    "reads the judges": ((rate(f"exec(open('{ROOT}/labkit/exercises/data_parallel.py').read())"),), 0, "FileNotFoundError"),
+    "reads the judges": ((rate(f"exec(open('{ROOT}/notebooks/judges/data_parallel.py').read())"),), 0, "FileNotFoundError"),
     "reads the solutions": ((rate(f"open('{ROOT}/notebooks/solutions/{LESSON}.ipynb')"),), 0, "FileNotFoundError"),
     "reads another": (("text = open('OTHER').read()", rate(f"text\n{RATE_BODY}")), 0, "line 1: FileNotFoundError"),
     "imports a judge": ((rate("import labkit.exercises.data_parallel"),), 0, "looks at the code that judges it"),
@@ -414,12 +414,13 @@ def test_a_system_without_root_or_namespaces(system: str, tmp_path: Path, right_
 
 
 OWN = """
-from labkit.exercises.judging import AnswerError, exercise
+from labkit.exercises.comparisons import wrong_if
+from labkit.exercises.exercise import exercise
 
-@exercise("my_lesson", "half(x) returns half of x.", "That is half.")
-def _half(answer, on):
-    if answer(3.0) != 1.5:
-        raise AnswerError("that is not half")
+@exercise("my_lesson", "That is half.")
+def half(answer):
+    'half(x) returns half of x.'
+    wrong_if(answer(3.0) != 1.5, "that is not half")
 """
 
 

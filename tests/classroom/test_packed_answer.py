@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from labkit.classroom.packed_answer import only_trusted_pickles
-from labkit.exercises.judging import AnswerError
+from labkit.exercises.comparisons import AnswerError
 from labkit.ipc import pickling
 from labkit.simulation.program import Wait
 

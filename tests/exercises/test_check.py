@@ -12,9 +12,10 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
@@ -28,11 +29,11 @@ from torch import nn
 import labkit.exercises.data_parallel
 from labkit import LabError
 from labkit.errors.exceptions import Stopped
-from labkit.exercises import answer_ranks, model_parallel
+from labkit.exercises import answer_ranks, find
 from labkit.exercises.check import Verdict, check, is_unwritten
-from labkit.exercises.comparisons import compare, factor, listing
+from labkit.exercises.comparisons import AnswerError, compare, factor, listing
+from labkit.exercises.exercise import Exercise, Passed
 from labkit.exercises.guesses import Note
-from labkit.exercises.judging import AnswerError, Exercise, Passed
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -235,14 +236,17 @@ def test_an_answer_that_raises_on_a_rank_is_shown_with_its_line() -> None:
     assert any("test_check.py" in line for line in verdict.details)
 
 
+def judges_best_cut(judge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = dataclasses.replace(find("best_cut"), judge=judge)
+    monkeypatch.setattr(MODULE, "find", lambda name: own if name == "best_cut" else find(name))
+
+
 def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a judge of labkit: its frames are not the student's, this test's are.
     code = compile("def judge(answer, on):\n    raise KeyError('ours')\n", labkit.exercises.__file__, "exec")
     space: dict = {}
     exec(code, space)
-    exercise = labkit.exercises.find("best_cut")
-    own = type(exercise)("best_cut", exercise.lesson, exercise.target, space["judge"])
-    monkeypatch.setattr(model_parallel, "_best_cut", own)
+    judges_best_cut(space["judge"], monkeypatch)
     with pytest.raises(KeyError, match="ours"):
         check("best_cut", lambda _: 1)
 
@@ -499,7 +503,7 @@ def peeks(*_):
     while frame is not None:
         seen |= getattr(frame, own).keys() | getattr(frame, shared).keys()
         frame = getattr(frame, before)
-    oracles = seen & {"_serial_average", "_judge_participation", "_unravel", "_judge_coordinates", "right", "expected"}
+    oracles = seen & {"_serial_average", "_serial_layers", "_unravel", "_judge_coordinates", "right", "expected"}
     try:
         importlib.import_module(f"{hidden}.data_parallel")
     except ImportError:
@@ -520,8 +524,7 @@ def test_the_random_numbers_of_the_notebook_go_on_as_if_nothing_was_judged(monke
         torch.manual_seed(0)
         raise AnswerError("wrong")
 
-    exercise = labkit.exercises.find("best_cut")
-    monkeypatch.setattr(model_parallel, "_best_cut", dataclasses.replace(exercise, judge=judge))
+    judges_best_cut(judge, monkeypatch)
     numbers = []
     for judged in (False, True):
         random.seed(5)
@@ -543,8 +546,7 @@ def test_the_second_wrong_answer_is_told_more(hint: str, more: str, monkeypatch:
             return Passed("Right.")
         raise AnswerError(hint, cure="divide by p")
 
-    exercise = labkit.exercises.find("best_cut")
-    monkeypatch.setattr(model_parallel, "_best_cut", dataclasses.replace(exercise, judge=judge))
+    judges_best_cut(judge, monkeypatch)
     monkeypatch.setattr(MODULE, "tries", MODULE._Tries())
     right = False
     pointing = check("best_cut", written)

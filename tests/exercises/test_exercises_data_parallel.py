@@ -12,29 +12,10 @@ from answers import Answers, judge
 from store_exchange import through_the_store
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # average_gradients
-
-
-def trainable(model):
-    """The parameters that take part, with zeros where this rank has no gradient."""
-    for p in model.parameters():
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            yield p
-
-
-@right("average_gradients")
-def average_gradients(model):
-    for p in model.parameters():
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
 
 
 @right("average_gradients")
@@ -47,14 +28,6 @@ def average_gradients_by_gathering(model):
             p.grad = torch.stack(every).mean(0)
 
 
-@wrong("average_gradients", "rank 0 has no gradient of experts.1.weight afterwards", cure="put zeros into p.grad")
-def average_and_skip(model):
-    for p in model.parameters():
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
 @wrong("average_gradients", "its own examples do not use it", cure="put zeros into p.grad")
 def average_and_throw_away(model):
     for p in model.parameters():
@@ -62,14 +35,6 @@ def average_and_throw_away(model):
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-
-
-@wrong("average_gradients", "trunk.bias is frozen (requires_grad is False), and now has a gradient on rank 0", cure="skip")
-def average_the_frozen_too(model):
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
 
 
 @wrong(
@@ -83,54 +48,6 @@ def average_over_users(model):
             dist.all_reduce(users)
             dist.all_reduce(p.grad)
             p.grad /= users
-
-
-@wrong("average_gradients", "The gradients were summed, not averaged: each is 3 times", cure="divide by the number of ranks")
-def sum_gradients(model):
-    for p in trainable(model):
-        dist.all_reduce(p.grad)
-
-
-@wrong("average_gradients", "divided by 2, not by the number of ranks", cure="dist.get_world_size()")
-def average_over_two(model):
-    for p in trainable(model):
-        dist.all_reduce(p.grad)
-        p.grad /= 2
-
-
-@wrong("average_gradients", "once too often")
-def average_twice(model):
-    for p in trainable(model):
-        p.grad /= dist.get_world_size()
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-@wrong("average_gradients", "each rank still has its own", cure="stored in p.grad itself")
-def average_a_copy(model):
-    for p in trainable(model):
-        total = p.grad.clone()
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-
-
-@wrong("average_gradients", "an all_reduce combines all of them")
-def broadcast_gradients(model):
-    for p in trainable(model):
-        dist.broadcast(p.grad, src=0)
-
-
-@wrong("average_gradients", "right: trunk.weight")
-def average_the_first(model):
-    first, *_ = trainable(model)
-    dist.all_reduce(first.grad)
-    first.grad /= dist.get_world_size()
-
-
-@wrong("average_gradients", "what is assigned to p.grad?", cure="returns None")
-def average_by_assignment(model):
-    for p in trainable(model):
-        p.grad = dist.all_reduce(p.grad)
 
 
 @wrong("average_gradients", "p.grad is None here. Is the parameter frozen", cure="skip a frozen parameter")
@@ -160,32 +77,42 @@ def average_through_the_store(model):
             p.grad = sum(own) / dist.get_world_size()
 
 
+MEAN = "dist.all_reduce(p.grad)\n            p.grad /= dist.get_world_size()"
+FIRST = "if p is next(model.parameters()):\n                "
+mutant(
+    "average_gradients",
+    "p.requires_grad:",
+    "p.grad is not None:",
+    "rank 0 has no gradient of experts.1.weight afterwards",
+    cure="put zeros into p.grad",
+)
+mutant(
+    "average_gradients",
+    "p.requires_grad:",
+    "True:",
+    "trunk.bias is frozen (requires_grad is False), and now has a gradient on rank 0",
+    cure="skip",
+)
+mutant(
+    "average_gradients",
+    "p.grad /= dist.get_world_size()",
+    "pass",
+    "The gradients were summed, not averaged: each is 3 times",
+    cure="divide by the number of ranks",
+)
+mutant(
+    "average_gradients", "dist.get_world_size()", "2", "divided by 2, not by the number of ranks", cure="dist.get_world_size()"
+)
+mutant("average_gradients", "dist.get_world_size()", "dist.get_world_size() ** 2", "once too often")
+mutant(
+    "average_gradients", MEAN, "dist.all_reduce(p.grad.clone())", "each rank still has its own", cure="stored in p.grad itself"
+)
+mutant("average_gradients", MEAN, "dist.broadcast(p.grad, src=0)", "an all_reduce combines all of them")
+mutant("average_gradients", MEAN, FIRST + MEAN.replace("\n", "\n    "), "right: trunk.weight")
+mutant("average_gradients", MEAN, "p.grad = dist.all_reduce(p.grad)", "what is assigned to p.grad?", cure="returns None")
+
+
 # average_in_buckets
-
-
-def packed(model, most, size=lambda p: p.grad.nbytes, order=lambda parameters: parameters[::-1]):
-    """Lists of parameters whose gradients travel together."""
-    buckets = []
-    for p in order([p for p in model.parameters() if p.requires_grad]):
-        if not buckets or sum(map(size, buckets[-1])) + size(p) > most:
-            buckets.append([])
-        buckets[-1].append(p)
-    return buckets
-
-
-def average_bucket(bucket, divide=True):
-    flat = torch.cat([p.grad.flatten() for p in bucket])
-    dist.all_reduce(flat)
-    if divide:
-        flat /= dist.get_world_size()
-    for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-        p.grad.copy_(part.view_as(p.grad))
-
-
-@right("average_in_buckets")
-def average_in_buckets(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes):
-        average_bucket(bucket)
 
 
 @right("average_in_buckets")
@@ -218,114 +145,62 @@ def average_in_buckets_while_packing(model, bucket_bytes):
             offset += p.numel()
 
 
-@right("average_in_buckets")
-def average_in_buckets_forwards(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes, order=lambda parameters: parameters):
-        average_bucket(bucket)
-
-
-@wrong("average_in_buckets", "each travelled alone", cure="put them into one tensor")
-def bucket_for_each(model, bucket_bytes):
-    for bucket in packed(model, 1):
-        average_bucket(bucket)
-
-
-@wrong("average_in_buckets", "all gradients travelled in one message")
-def one_bucket(model, bucket_bytes):
-    average_bucket([p for p in model.parameters() if p.requires_grad])
-
-
-@wrong("average_in_buckets", "numel() counts numbers", cure="p.grad.nbytes")
-def buckets_of_numbers(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes, size=lambda p: p.numel()):
-        average_bucket(bucket)
-
-
-@wrong("average_in_buckets", "a bucket of 252 bytes was sent", cure="before you add it, not after")
-def buckets_that_overflow(model, bucket_bytes):
-    bucket = []
-    for p in [p for p in model.parameters() if p.requires_grad][::-1]:
-        bucket.append(p)
-        if sum(p.grad.nbytes for p in bucket) >= bucket_bytes:
-            average_bucket(bucket)
-            bucket = []
-    if bucket:
-        average_bucket(bucket)
-
-
-@wrong("average_in_buckets", "The last bucket is rarely full", cure="after the loop")
-def all_buckets_but_the_last(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes)[:-1]:
-        average_bucket(bucket)
-
-
-@wrong("average_in_buckets", "a bucket is a copy", cure="p.grad.copy_(part.view_as(p.grad))")
-def buckets_thrown_away(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes):
-        flat = torch.cat([p.grad.flatten() for p in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-
-
-@wrong("average_in_buckets", "in the wrong places", cure="in the order in which you packed them")
-def buckets_unpacked_backwards(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes):
-        flat = torch.cat([p.grad.flatten() for p in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for p, part in zip(bucket[::-1], flat.split([p.numel() for p in bucket[::-1]]), strict=True):
-            p.grad.copy_(part.view_as(p.grad))
-
-
-@wrong("average_in_buckets", "were summed, not averaged", cure="divide by the number of ranks")
-def summed_buckets(model, bucket_bytes):
-    for bucket in packed(model, bucket_bytes):
-        average_bucket(bucket, divide=False)
-
-
-@wrong("average_in_buckets", "once too often")
-def buckets_divided_twice(model, bucket_bytes):
-    average_in_buckets(model, bucket_bytes)
-    for bucket in packed(model, bucket_bytes):
-        for p in bucket:
-            p.grad /= dist.get_world_size()
-
-
-@wrong("average_in_buckets", "has no gradient, p.grad is None", cure="leave it out of the buckets")
-def buckets_with_the_frozen(model, bucket_bytes):
-    average_bucket(list(model.parameters()))
-
-
-@wrong("average_in_buckets", "0.bias is frozen (requires_grad is False), and now has a gradient")
-def buckets_that_thaw(model, bucket_bytes):
-    average_in_buckets(model, bucket_bytes)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-
-
-@wrong("average_in_buckets", "8 messages where 4 are enough")
-def buckets_reduced_and_broadcast(model, bucket_bytes):
-    average_in_buckets(model, bucket_bytes)
-    for bucket in packed(model, bucket_bytes):
-        dist.broadcast(torch.cat([p.grad.flatten() for p in bucket]), 0)
-
-
 @wrong("average_in_buckets", "the ranks have not exchanged them")
 def buckets_through_the_store(model, bucket_bytes):
     average_through_the_store(model)
 
 
+mutant("average_in_buckets", "[::-1]", "")  # right: from the first parameter to the last
+FULL = "sum(g.nbytes for g in buckets[-1]) + grad.nbytes > bucket_bytes"
+BUCKETS = "for bucket in buckets_of(model, bucket_bytes):"
+THAW = "for p in model.parameters():\n        p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n    "
+PARTS = "zip(bucket, flat.split([grad.numel() for grad in bucket])"
+mutant("average_in_buckets", FULL, "True", "each travelled alone", cure="put them into one tensor")
+mutant("average_in_buckets", FULL, "False", "all gradients travelled in one message")
+mutant("average_in_buckets", FULL, FULL.replace("nbytes", "numel()"), "numel() counts numbers", cure="p.grad.nbytes")
+mutant(
+    "average_in_buckets",
+    FULL,
+    "sum(g.nbytes for g in buckets[-1]) >= bucket_bytes",
+    "a bucket of 252 bytes was sent",
+    cure="before you add it, not after",
+)
+mutant("average_in_buckets", BUCKETS, BUCKETS.replace("):", ")[:-1]:"), "The last bucket is rarely full", cure="after the loop")
+mutant(
+    "average_in_buckets",
+    "grad.copy_(part.view_as(grad))",
+    "pass",
+    "a bucket is a copy",
+    cure="p.grad.copy_(part.view_as(p.grad))",
+)
+mutant(
+    "average_in_buckets",
+    PARTS,
+    PARTS.replace("bucket", "bucket[::-1]"),
+    "in the wrong places",
+    cure="in the order in which you packed them",
+)
+mutant(
+    "average_in_buckets",
+    "flat /= dist.get_world_size()",
+    "pass",
+    "were summed, not averaged",
+    cure="divide by the number of ranks",
+)
+mutant("average_in_buckets", "dist.get_world_size()", "dist.get_world_size() ** 2", "once too often")
+mutant("average_in_buckets", " if p.requires_grad]", "]", "has no gradient, p.grad is None", cure="leave it out of the buckets")
+mutant("average_in_buckets", BUCKETS, THAW + BUCKETS, "0.bias is frozen (requires_grad is False), and now has a gradient")
+mutant(
+    "average_in_buckets",
+    "dist.all_reduce(flat)",
+    "dist.all_reduce(flat)\n        dist.broadcast(flat, 0)",
+    "8 messages where 4 are enough",
+)
+
+
 # draw_indices
 
 _calls = itertools.count()
-
-
-@right("draw_indices")
-def draw_indices(examples, rank, ranks, epoch):
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
-    each = -(-examples // ranks)
-    order += order[: each * ranks - examples]
-    return order[rank::ranks]
 
 
 @right("draw_indices")
@@ -335,58 +210,10 @@ def draw_indices_in_blocks(examples, rank, ranks, epoch):
     return order[rank * each : (rank + 1) * each]
 
 
-@wrong("draw_indices", "as when set_epoch is forgotten", cure="part of the seed")
-def draw_the_same(examples, rank, ranks, epoch):
-    return draw_indices(examples, rank, ranks, 0)
-
-
-@wrong("draw_indices", "shuffle with the same seed")
-def draw_by_own_seed(examples, rank, ranks, epoch):
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(1000 * rank + epoch)).tolist()
-    return order[rank::ranks]
-
-
-@wrong("draw_indices", "different numbers of examples", cure="repeat a few examples")
-def draw_unequal(examples, rank, ranks, epoch):
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
-    return order[rank::ranks]
-
-
-@wrong("draw_indices", "left out", cure="round up and repeat some")
-def draw_too_few(examples, rank, ranks, epoch):
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
-    return order[rank::ranks][: examples // ranks]
-
-
 @wrong("draw_indices", "two calls for epoch 0 give two orders", cure="seed with the epoch")
 def draw_unseeded(examples, rank, ranks, epoch):
     calls = next(_calls)  # represents a seed from the clock: the same epoch, another order
-    return [(index + calls // ranks) % examples for index in draw_indices(examples, rank, ranks, epoch)]
-
-
-@wrong("draw_indices", "there is no example")
-def draw_from_one(examples, rank, ranks, epoch):
-    return [index + 1 for index in draw_indices(examples, rank, ranks, epoch)]
-
-
-@wrong("draw_indices", "each rank has 12 examples, 4 are enough")
-def draw_everything(examples, rank, ranks, epoch):
-    return torch.randperm(examples, generator=torch.Generator().manual_seed(epoch)).tolist()
-
-
-@wrong("draw_indices", "`examples` is a number, not a list")
-def draw_from_a_list(examples, rank, ranks, epoch):
-    return examples[rank::ranks]
-
-
-@wrong("draw_indices", "draw_indices failed: TypeError: unsupported operand")
-def draw_and_fail(examples, rank, ranks, epoch):
-    return range(examples + "1")
-
-
-@wrong("draw_indices", "is not a whole number")
-def draw_halves(examples, rank, ranks, epoch):
-    return [index + 0.5 for index in draw_indices(examples, rank, ranks, epoch)]
+    return [(index + calls // ranks) % examples for index in draw_indices_in_blocks(examples, rank, ranks, epoch)]
 
 
 @wrong("draw_indices", "left out", cure="round up and repeat some")
@@ -395,12 +222,19 @@ def draw_the_nearest_number(examples, rank, ranks, epoch):
     return draw_indices_in_blocks(examples, rank, ranks, epoch)[:each]
 
 
+SEED, PADDING, SHARE = "manual_seed(epoch)", "order += order[: -examples % ranks]", "order[rank::ranks]"
+mutant("draw_indices", SEED, "manual_seed(0)", "as when set_epoch is forgotten", cure="part of the seed")
+mutant("draw_indices", SEED, "manual_seed(1000 * rank + epoch)", "shuffle with the same seed")
+mutant("draw_indices", PADDING, "pass", "different numbers of examples", cure="repeat a few examples")
+mutant("draw_indices", SHARE, f"{SHARE}[: examples // ranks]", "left out", cure="round up and repeat some")
+mutant("draw_indices", SHARE, f"[index + 1 for index in {SHARE}]", "there is no example")
+mutant("draw_indices", SHARE, "order", "each rank has 12 examples, 4 are enough")
+mutant("draw_indices", SHARE, "examples[rank::ranks]", "`examples` is a number, not a list")
+mutant("draw_indices", SHARE, "range(examples + '1')", "draw_indices failed: TypeError: unsupported operand")
+mutant("draw_indices", SHARE, f"[index + 0.5 for index in {SHARE}]", "is not a whole number")
+
+
 # scaled_learning_rate
-
-
-@right("scaled_learning_rate")
-def scaled_learning_rate(base, base_batch, per_rank, ranks):
-    return base * per_rank * ranks / base_batch
 
 
 @right("scaled_learning_rate")
@@ -409,39 +243,14 @@ def scaled_per_example(base, base_batch, per_rank, ranks):
     return sum(per_example * per_rank for _ in range(ranks))
 
 
-@wrong("scaled_learning_rate", "square-root rule")
-def scaled_by_the_root(base, base_batch, per_rank, ranks):
-    return base * (per_rank * ranks / base_batch) ** 0.5
-
-
-@wrong("scaled_learning_rate", "the number of ranks is not what counts")
-def scaled_by_ranks(base, base_batch, per_rank, ranks):
-    return base * ranks
-
-
-@wrong("scaled_learning_rate", "that is the batch of one rank")
-def scaled_by_one_rank(base, base_batch, per_rank, ranks):
-    return base * per_rank / base_batch
-
-
-@wrong("scaled_learning_rate", "// rounds down")
-def scaled_in_whole_numbers(base, base_batch, per_rank, ranks):
-    return base * (per_rank * ranks // base_batch)
-
-
-@wrong("scaled_learning_rate", "not the linear rule", cure="multiply by the batch of all ranks together")
-def scaled_up_only(base, base_batch, per_rank, ranks):
-    return base * max(1, per_rank * ranks / base_batch)
-
-
-@wrong("scaled_learning_rate", "not a smaller one")
-def scaled_down(base, base_batch, per_rank, ranks):
-    return base / (per_rank * ranks / base_batch)
-
-
-@wrong("scaled_learning_rate", "not the linear rule", cure="multiply by the batch of all ranks together")
-def not_scaled(base, base_batch, per_rank, ranks):
-    return base
+RATE, WHOLE_BATCH = "base * per_rank * ranks / base_batch", "multiply by the batch of all ranks together"
+mutant("scaled_learning_rate", RATE, "base * (per_rank * ranks / base_batch) ** 0.5", "square-root rule")
+mutant("scaled_learning_rate", RATE, "base * ranks", "the number of ranks is not what counts")
+mutant("scaled_learning_rate", RATE, "base * per_rank / base_batch", "that is the batch of one rank")
+mutant("scaled_learning_rate", RATE, "base * (per_rank * ranks // base_batch)", "// rounds down")
+mutant("scaled_learning_rate", RATE, "base * max(1, per_rank * ranks / base_batch)", "not the linear rule", cure=WHOLE_BATCH)
+mutant("scaled_learning_rate", RATE, "base / (per_rank * ranks / base_batch)", "not a smaller one")
+mutant("scaled_learning_rate", RATE, "base", "not the linear rule", cure=WHOLE_BATCH)
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

@@ -9,16 +9,10 @@ from answers import Answers, judge
 from store_exchange import through_the_store
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # link_from_times
-
-
-@right("link_from_times")
-def link_from_times(n1, t1, n2, t2):
-    bandwidth = (n2 - n1) / (t2 - t1)
-    return t1 - n1 / bandwidth, bandwidth
 
 
 @right("link_from_times")
@@ -26,52 +20,17 @@ def link_by_elimination(n1, t1, n2, t2):
     return [(t1 * n2 - t2 * n1) / (n2 - n1), 1 / ((t2 - t1) / (n2 - n1))]
 
 
-@wrong("link_from_times", "in the other order")
-def link_in_the_other_order(n1, t1, n2, t2):
-    return link_from_times(n1, t1, n2, t2)[::-1]
-
-
-@wrong("link_from_times", "in bits per second")
-def link_in_bits(n1, t1, n2, t2):
-    latency, bandwidth = link_from_times(n1, t1, n2, t2)
-    return latency, 8 * bandwidth
-
-
-@wrong("link_from_times", "the time per byte", cure="its inverse")
-def link_with_time_per_byte(n1, t1, n2, t2):
-    latency, bandwidth = link_from_times(n1, t1, n2, t2)
-    return latency, 1 / bandwidth
-
-
-@wrong("link_from_times", "the bandwidth comes from the second time alone", cure="divide the difference of the sizes")
-def link_without_latency(n1, t1, n2, t2):
-    return t1, n2 / t2
-
-
-@wrong("link_from_times", "the bandwidth is right", cure="what is left of a time")
-def link_with_a_short_message_as_latency(n1, t1, n2, t2):
-    return t2, link_from_times(n1, t1, n2, t2)[1]
-
-
-@wrong("link_from_times", "expected two numbers")
-def link_of_one_number(n1, t1, n2, t2):
-    return (n2 - n1) / (t2 - t1)
+LINK = "t1 - n1 / bandwidth, bandwidth"
+mutant("link_from_times", LINK, "bandwidth, t1 - n1 / bandwidth", "in the other order")
+mutant("link_from_times", LINK, "t1 - n1 / bandwidth, 8 * bandwidth", "in bits per second")
+mutant("link_from_times", LINK, "t1 - n1 / bandwidth, 1 / bandwidth", "the time per byte", cure="its inverse")
+SECOND, SIZES = "the bandwidth comes from the second time alone", "divide the difference of the sizes"
+mutant("link_from_times", LINK, "t1, n2 / t2", SECOND, cure=SIZES)
+mutant("link_from_times", LINK, "t2, bandwidth", "the bandwidth is right", cure="what is left of a time")
+mutant("link_from_times", LINK, "bandwidth", "expected two numbers")
 
 
 # ring_all_reduce
-
-
-@right("ring_all_reduce")
-def ring_all_reduce(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    parts = x.tensor_split(p)
-    for step in range(2 * p - 2):
-        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
-        part = parts[(rank - step - 1) % p]
-        incoming = torch.empty_like(part)
-        dist.recv(incoming, (rank - 1) % p)
-        sending.wait()
-        part.copy_(part + incoming if step < p - 1 else incoming)
 
 
 @right("ring_all_reduce")
@@ -95,40 +54,11 @@ def ring_by_the_collective(x):
     dist.all_reduce(x)
 
 
-@wrong("ring_all_reduce", "x is unchanged")
-def ring_that_returns_a_copy(x):
-    total = x.clone()
-    ring_all_reduce(total)
-    return total
-
-
 @wrong("ring_all_reduce", "waits in send until its neighbour receives", cure="dist.isend starts a message")
 def ring_of_blocking_sends(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     dist.send(x, (rank + 1) % p)
     dist.recv(x, (rank - 1) % p)
-
-
-def add_round_the_ring(x, rounds):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    parts = x.tensor_split(p)
-    for step in range(rounds):
-        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
-        part = parts[(rank - step - 1) % p]
-        incoming = torch.empty_like(part)
-        dist.recv(incoming, (rank - 1) % p)
-        sending.wait()
-        part += incoming
-
-
-@wrong("ring_all_reduce", "only a part is complete", cure="come p-1 rounds of copying")
-def ring_without_its_second_half(x):
-    add_round_the_ring(x, dist.get_world_size() - 1)
-
-
-@wrong("ring_all_reduce", "added more than once", cure="replaces the part and is not added")
-def ring_that_adds_in_both_halves(x):
-    add_round_the_ring(x, 2 * dist.get_world_size() - 2)
 
 
 @wrong("ring_all_reduce", "whole tensors go round")
@@ -161,24 +91,45 @@ def ring_of_equal_chunks(x):
         part.copy_(part + incoming if step < p - 1 else incoming)
 
 
-@wrong("ring_all_reduce", "that is the mean")
-def ring_of_means(x):
-    ring_all_reduce(x)
-    x /= dist.get_world_size()
+def known_input(rank, x):
+    """The input of any rank, which no rank could know outside of an exercise."""
+    return torch.randint(-9, 10, x.shape, generator=torch.Generator().manual_seed(100 * len(x) + rank)).float()
+
+
+@wrong("ring_all_reduce", "right, but not by messages")
+def ring_without_messages(x):
+    x.copy_(sum(known_input(rank, x) for rank in range(dist.get_world_size())))
+
+
+@wrong("ring_all_reduce", "right, but not by messages")
+def ring_through_the_store(x):
+    x.copy_(sum(through_the_store(x)))
+
+
+@wrong("ring_all_reduce", "too many messages")
+def ring_of_single_numbers(x):
+    p, rank = dist.get_world_size(), dist.get_rank()
+    parts = x.tensor_split(p)
+    for step in range(2 * (p - 1)):
+        sent, received = parts[(rank - step) % p], parts[(rank - step - 1) % p]
+        works = [dist.isend(number.clone(), dst=(rank + 1) % p) for number in sent.split(1)]
+        for number in received.split(1) if len(received) else []:
+            arrived = torch.empty_like(number)
+            dist.recv(arrived, src=(rank - 1) % p)
+            number.copy_(number + arrived if step < p - 1 else arrived)
+        for work in works:
+            work.wait()
+
+
+COPIED = "part.copy_(part + incoming if step < p - 1 else incoming)"
+PARTS = "parts = x.tensor_split(p)"
+mutant("ring_all_reduce", PARTS, "parts = x.clone().tensor_split(p)", "x is unchanged")
+mutant("ring_all_reduce", "range(2 * p - 2)", "range(p - 1)", "only a part is complete", cure="come p-1 rounds of copying")
+mutant("ring_all_reduce", COPIED, "part += incoming", "added more than once", cure="replaces the part and is not added")
+mutant("ring_all_reduce", COPIED, COPIED + "\n    x /= p", "that is the mean")
 
 
 # tree_broadcast
-
-
-@right("tree_broadcast")
-def tree_broadcast(x):
-    rank, p, distance = dist.get_rank(), dist.get_world_size(), 1
-    while distance < p:
-        if rank < distance and rank + distance < p:
-            dist.send(x, rank + distance)
-        elif distance <= rank < 2 * distance:
-            dist.recv(x, rank - distance)
-        distance *= 2
 
 
 @right("tree_broadcast")
@@ -211,61 +162,25 @@ def tree_as_a_chain(x):
         dist.send(x, rank + 1)
 
 
-@wrong("tree_broadcast", "3 is not a power of two", cure="only to ranks below the world size")
-def tree_of_powers_of_two(x):
-    rank, p, distance = dist.get_rank(), dist.get_world_size(), 1
-    while distance < p:
-        if rank < distance:
-            dist.send(x, rank + distance)
-        elif rank < 2 * distance:
-            dist.recv(x, rank - distance)
-        distance *= 2
-
-
-@wrong("tree_broadcast", "no rank has in its x what rank 0 has", cure="receive into x itself")
-def tree_into_a_copy(x):
-    copy = x.clone()
-    tree_broadcast(copy)
-
-
 @wrong("tree_broadcast", "broadcast does the work")
 def tree_by_the_collective(x):
     dist.broadcast(x, 0)
 
 
-def known_input(rank, x):
-    """The input of any rank, which no rank could know outside of an exercise."""
-    return torch.randint(-9, 10, x.shape, generator=torch.Generator().manual_seed(100 * len(x) + rank)).float()
-
-
-@wrong("ring_all_reduce", "right, but not by messages")
-def ring_without_messages(x):
-    x.copy_(sum(known_input(rank, x) for rank in range(dist.get_world_size())))
-
-
-@wrong("ring_all_reduce", "right, but not by messages")
-def ring_through_the_store(x):
-    x.copy_(sum(through_the_store(x)))
-
-
-@wrong("ring_all_reduce", "too many messages")
-def ring_of_single_numbers(x):
-    p, rank = dist.get_world_size(), dist.get_rank()
-    parts = x.tensor_split(p)
-    for step in range(2 * (p - 1)):
-        sent, received = parts[(rank - step) % p], parts[(rank - step - 1) % p]
-        works = [dist.isend(number.clone(), dst=(rank + 1) % p) for number in sent.split(1)]
-        for number in received.split(1) if len(received) else []:
-            arrived = torch.empty_like(number)
-            dist.recv(arrived, src=(rank - 1) % p)
-            number.copy_(number + arrived if step < p - 1 else arrived)
-        for work in works:
-            work.wait()
-
-
 @wrong("tree_broadcast", "right, but not by messages")
 def tree_without_messages(x):
     x.copy_(known_input(0, x))
+
+
+mutant(
+    "tree_broadcast",
+    "if rank < distance and rank + distance < p:",
+    "if rank < distance:",
+    "3 is not a power of two",
+    cure="only to ranks below the world size",
+)
+RANK = "rank, p, distance ="
+mutant("tree_broadcast", RANK, f"x = x.clone()\n    {RANK}", "no rank has in its x what rank 0 has", cure="receive into x itself")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

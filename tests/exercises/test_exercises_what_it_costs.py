@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import pytest
@@ -14,21 +13,10 @@ from store_exchange import through_the_store
 import labkit
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # The bandwidth that is needed: break_even
-
-
-def solved(saved_ms, nbytes, ranks, rounds, latency_us, share=None):
-    share = 2 * (ranks - 1) / ranks if share is None else share
-    left_s = saved_ms / 1e3 - rounds * latency_us * 1e-6
-    return share * 8 * nbytes / left_s / 1e9 if left_s > 0 else math.inf
-
-
-@right("break_even")
-def break_even(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us)
 
 
 @right("break_even")
@@ -46,75 +34,26 @@ def break_even_by_bisection(alone_ms, shared_ms, nbytes, ranks, latency_us):
     return high
 
 
-@wrong("break_even", "a byte has 8 bits")
-def break_even_in_bytes(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) / 8
-
-
-@wrong("break_even", "the latency is missing", cure="2(p−1) rounds")
-def break_even_without_latency(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(alone_ms, shared_ms, nbytes, ranks, 0)
-
-
-@wrong("break_even", "α was counted once", cure="2(p−1) rounds")
-def break_even_with_one_latency(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return solved(alone_ms - shared_ms, nbytes, ranks, 1, latency_us)
-
-
-@wrong("break_even", "sends the gradients once; only for two ranks", cure="2(p−1)/p times the gradients")
-def break_even_for_two(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=1)
-
-
-@wrong("break_even", "sends the gradients twice", cure="2(p−1)/p times the gradients")
-def break_even_for_many(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=2)
-
-
-@wrong("break_even", "each round carries all gradients", cure="a p-th of them in each of 2(p−1) rounds")
-def break_even_with_all_in_each_round(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return solved(alone_ms - shared_ms, nbytes, ranks, 2 * (ranks - 1), latency_us, share=2 * (ranks - 1))
-
-
-@wrong("break_even", "as long as the step of one process", cure="alone_ms − shared_ms")
-def break_even_of_the_step(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(alone_ms, 0, nbytes, ranks, latency_us)
-
-
-@wrong("break_even", "as long as a rank computes", cure="alone_ms − shared_ms")
-def break_even_of_the_computing(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(shared_ms, 0, nbytes, ranks, latency_us)
-
-
-@wrong("break_even", "upside down")
-def break_even_upside_down(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return 1 / break_even(alone_ms, shared_ms, nbytes, ranks, latency_us)
-
-
-@wrong("break_even", "that is in bit/s")
-def break_even_in_bits(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) * 1e9
-
-
-@wrong("break_even", "milliseconds are not seconds")
-def break_even_without_units(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return break_even(alone_ms, shared_ms, nbytes, ranks, latency_us) / 1e3
-
-
-@wrong("break_even", "a negative bandwidth")
-def break_even_of_a_loss(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    left_s = (alone_ms - shared_ms) / 1e3 - 2 * (ranks - 1) * latency_us * 1e-6
-    return 2 * (ranks - 1) / ranks * 8 * nbytes / left_s / 1e9
-
-
-@wrong("break_even", "return float('inf')")
-def break_even_at_least(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return min(1e4, break_even(alone_ms, shared_ms, nbytes, ranks, latency_us))
-
-
-@wrong("break_even", "what the ranks save by computing less", cure="equal to what is saved, and solve for B")
-def break_even_by_guessing(alone_ms, shared_ms, nbytes, ranks, latency_us):
-    return 2.0
+BANDWIDTH, SAVED = "rounds / ranks * 8 * nbytes / left_s / 1e9", "(alone_ms - shared_ms) / 1e3"
+ALPHA, SHARE = "rounds * latency_us / 1e6", "rounds / ranks * 8"
+mutant("break_even", BANDWIDTH, "rounds / ranks * nbytes / left_s / 1e9", "a byte has 8 bits")
+mutant("break_even", f" - {ALPHA}", "", "the latency is missing", cure="2(p−1) rounds")
+mutant("break_even", ALPHA, "latency_us / 1e6", "α was counted once", cure="2(p−1) rounds")
+TWO = "sends the gradients once; only for two ranks"
+mutant("break_even", SHARE, "8", TWO, cure="2(p−1)/p times the gradients")
+mutant("break_even", SHARE, "2 * 8", "sends the gradients twice", cure="2(p−1)/p times the gradients")
+EACH = "a p-th of them in each of 2(p−1) rounds"
+mutant("break_even", SHARE, "rounds * 8", "each round carries all gradients", cure=EACH)
+STEP = "as long as the step of one process"
+mutant("break_even", SAVED, "alone_ms / 1e3", STEP, cure="alone_ms − shared_ms")
+mutant("break_even", SAVED, "shared_ms / 1e3", "as long as a rank computes", cure="alone_ms − shared_ms")
+mutant("break_even", BANDWIDTH, f"1 / ({BANDWIDTH})", "upside down")
+mutant("break_even", BANDWIDTH, f"{BANDWIDTH} * 1e9", "that is in bit/s")
+mutant("break_even", BANDWIDTH, f"{BANDWIDTH} / 1e3", "milliseconds are not seconds")
+mutant("break_even", ' if left_s > 0 else float("inf")', "", "a negative bandwidth")
+mutant("break_even", 'float("inf")', "1e4", "return float('inf')")
+GUESS = "what the ranks save by computing less"
+mutant("break_even", BANDWIDTH, "2.0", GUESS, cure="equal to what is saved, and solve for B")
 
 
 # accumulate
@@ -124,19 +63,6 @@ def examples_of_all_ranks(batches):
     examples = torch.tensor(sum(len(inputs) for inputs, _ in batches))
     dist.all_reduce(examples)
     return examples
-
-
-def accumulate_with(weight, model, batches, loss_function):
-    """All micro-batches, sent once; `weight(size)` is what each one's mean loss is multiplied by."""
-    for i, (inputs, targets) in enumerate(batches):
-        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
-            (weight(len(inputs)) * loss_function(model(inputs), targets)).backward()
-
-
-@right("accumulate")
-def accumulate(model, batches, loss_function):
-    share = dist.get_world_size() / examples_of_all_ranks(batches)
-    accumulate_with(lambda size: share * size, model, batches, loss_function)
 
 
 @right("accumulate")
@@ -151,77 +77,6 @@ def accumulate_with_sums(model, batches, loss_function):
     for p in model.parameters():
         if p.grad is not None:
             p.grad *= dist.get_world_size() / examples
-
-
-@wrong("accumulate", "every batch counts the same, however few examples it has", cure="weight each loss")
-def accumulate_as_in_the_lesson(model, batches, loss_function):
-    accumulate_with(lambda _: 1 / len(batches), model, batches, loss_function)
-
-
-@wrong("accumulate", "every rank counts the same, however few examples it has", cure="of all ranks together")
-def accumulate_by_own_examples(model, batches, loss_function):
-    own = sum(len(inputs) for inputs, _ in batches)
-    accumulate_with(lambda size: size / own, model, batches, loss_function)
-
-
-@wrong("accumulate", "DDP averages over the ranks: it divides already")
-def accumulate_and_forget_that_ddp_divides(model, batches, loss_function):
-    examples = examples_of_all_ranks(batches)
-    accumulate_with(lambda size: size / examples, model, batches, loss_function)
-
-
-@wrong("accumulate", "but not divided by that of all ranks")
-def accumulate_undivided(model, batches, loss_function):
-    accumulate_with(lambda size: size, model, batches, loss_function)
-
-
-@wrong("accumulate", "the mean losses of the batches were added up", cure="by its share of the examples")
-def accumulate_the_sum(model, batches, loss_function):
-    accumulate_with(lambda _: 1, model, batches, loss_function)
-
-
-@wrong("accumulate", "were sent 3 times; once is enough", cure="inside `with model.no_sync():`")
-def accumulate_and_send_always(model, batches, loss_function):
-    share = dist.get_world_size() / examples_of_all_ranks(batches)
-    for inputs, targets in batches:
-        (share * len(inputs) * loss_function(model(inputs), targets)).backward()
-
-
-@wrong("accumulate", "DDP decides in the forward pass", cure="forward and backward of all batches but the last")
-def accumulate_with_the_forward_outside(model, batches, loss_function):
-    share = dist.get_world_size() / examples_of_all_ranks(batches)
-    for i, (inputs, targets) in enumerate(batches):
-        loss = share * len(inputs) * loss_function(model(inputs), targets)
-        with contextlib.nullcontext() if i == len(batches) - 1 else model.no_sync():
-            loss.backward()
-
-
-@wrong("accumulate", "No rank sent its gradients", cure="must run outside it")
-def accumulate_and_send_never(model, batches, loss_function):
-    with model.no_sync():
-        for inputs, targets in batches:
-            (loss_function(model(inputs), targets) / len(batches)).backward()
-
-
-@wrong("accumulate", "stay on their rank", cure="the batch outside no_sync() must be the last")
-def accumulate_and_send_the_first(model, batches, loss_function):
-    share = dist.get_world_size() / examples_of_all_ranks(batches)
-    for number, (inputs, targets) in enumerate(batches):
-        with model.no_sync() if number % len(batches) else contextlib.nullcontext():
-            (share * len(inputs) * loss_function(model(inputs), targets)).backward()
-
-
-@wrong("accumulate", "no parameter has a gradient afterwards")
-def accumulate_and_clear(model, batches, loss_function):
-    accumulate(model, batches, loss_function)
-    model.zero_grad()
-
-
-@wrong("accumulate", "not those of one process with the whole batch")
-def accumulate_the_last(model, batches, loss_function):
-    for inputs, targets in batches:
-        model.zero_grad()
-        loss_function(model(inputs), targets).backward()
 
 
 def accumulate_locally(model, batches, loss_function):
@@ -247,6 +102,36 @@ def accumulate_through_the_store(model, batches, loss_function):
     trained = accumulate_locally(model, batches, loss_function)
     for p, *parts in zip(trained, *through_the_store([p.grad for p in trained]), strict=True):
         p.grad = sum(parts)
+
+
+WEIGHT = "len(inputs) * dist.get_world_size() / examples"
+LESSON, OWN = "1 / len(batches)", "len(inputs) / sum(len(part) for part, _ in batches)"
+BATCHES = "every batch counts the same, however few examples it has"
+mutant("accumulate", WEIGHT, LESSON, BATCHES, cure="weight each loss")
+RANKS = "every rank counts the same, however few examples it has"
+mutant("accumulate", WEIGHT, OWN, RANKS, cure="of all ranks together")
+mutant("accumulate", WEIGHT, "len(inputs) / examples", "DDP averages over the ranks: it divides already")
+mutant("accumulate", WEIGHT, "len(inputs)", "but not divided by that of all ranks")
+SUM = "the mean losses of the batches were added up"
+mutant("accumulate", WEIGHT, "1", SUM, cure="by its share of the examples")
+SYNC = "contextlib.nullcontext() if number == len(batches) else model.no_sync()"
+ALWAYS = "were sent 3 times; once is enough"
+mutant("accumulate", SYNC, "contextlib.nullcontext()", ALWAYS, cure="inside `with model.no_sync():`")
+mutant("accumulate", SYNC, "model.no_sync()", "No rank sent its gradients", cure="must run outside it")
+FIRST = "the batch outside no_sync() must be the last"
+mutant("accumulate", "number == len(batches)", "number == 1", "stay on their rank", cure=FIRST)
+LOSS = "weight * loss_function(model(inputs), targets)"
+mutant(
+    "accumulate",
+    f"with {SYNC}:\n            ({LOSS})",
+    f"loss = {LOSS}\n        with {SYNC}:\n            loss",
+    "DDP decides in the forward pass",
+    cure="forward and backward of all batches but the last",
+)
+BACKWARD = f"({LOSS}).backward()"
+mutant("accumulate", BACKWARD, f"{BACKWARD}\n    model.zero_grad()", "no parameter has a gradient afterwards")
+OTHERS = "not those of one process with the whole batch"
+mutant("accumulate", BACKWARD, f"model.zero_grad()\n            {BACKWARD}", OTHERS)
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

@@ -13,15 +13,14 @@ import torch.distributed as dist
 
 from labkit import LabError, check
 from labkit.exercises import find
-from labkit.exercises.judging import exercise
+from labkit.exercises.exercise import exercise
 
 COURSE = '''
 """The exercises of a course."""
 import torch.distributed as dist
 
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import judge_result
-from labkit.exercises.judging import exercise
+from labkit.exercises.comparisons import expect, expect_numbers
+from labkit.exercises.exercise import exercise
 
 LESSON = "w3_reductions"
 
@@ -34,22 +33,17 @@ def on_rank(answer):
     return answer(float(dist.get_rank()))
 
 
-@exercise(LESSON, "largest(own) returns the largest number of all ranks.", "The largest, on each rank.")
-def _largest(answer, on):
-    given = list(on(3, on_rank, answer))
-    mistakes = {"that is this rank's own number": [0.0, 1.0, 2.0], ("that is the sum", "op=MAX"): [3.0] * 3}
-    judge_result(given, expected(3), mistakes, "not the largest number of all ranks")
+@exercise(LESSON, "The largest, on each rank.", [(3,)], on_ranks=on_rank)
+def largest(given, ranks):
+    """largest(own) returns the largest number of all ranks."""
+    mistakes = [([0.0, 1.0, 2.0], "that is this rank's own number"), ([3.0] * 3, "that is the sum", "op=MAX")]
+    expect(given, expected(ranks), mistakes, "not the largest number of all ranks")
 
 
-@calculation(
-    LESSON,
-    "rounds(ranks) is the number of rounds of a ring all-reduce.",
-    "Two rounds for each other rank.",
-    [(4,)],
-    other=lambda random: (random.randint(2, 64),),
-)
-def _rounds(ranks):
-    return Expected(2 * (ranks - 1), {"one all-gather": ranks - 1}, "draw the ring")
+@exercise(LESSON, "Two rounds for each other rank.", [(4,)], other=lambda random: (random.randint(2, 64),))
+def rounds(answer, ranks):
+    """rounds(ranks) is the number of rounds of a ring all-reduce."""
+    expect_numbers(answer(ranks), 2 * (ranks - 1), [(ranks - 1, "one all-gather")], "draw the ring")
 '''
 
 
@@ -88,7 +82,7 @@ def search_the_course(own):
 def oracle_of_the_course(ranks):
     import my_course
 
-    return my_course.__dict__["_rounds"].judge(ranks)
+    return my_course.__dict__["rounds"].judge(ranks)
 
 
 @pytest.mark.processes
@@ -118,11 +112,12 @@ def test_a_similar_name_of_an_own_exercise_is_offered(course: ModuleType) -> Non
 
 
 def test_an_exercise_of_a_notebook_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    @exercise("w3", "halves(x) is x / 2.", "Half of it.")
-    def _halves(answer, on): ...
+    @exercise("w3", "Half of it.")
+    def halves(answer):
+        """halves(x) is x / 2."""
 
-    monkeypatch.setattr(sys.modules["__main__"], "_halves", _halves, raising=False)
-    assert find("halves") is _halves
+    monkeypatch.setattr(sys.modules["__main__"], "halves", halves, raising=False)
+    assert find("halves") is halves
 
 
 def test_no_module_replaces_an_exercise_of_labkit(monkeypatch: pytest.MonkeyPatch) -> None:

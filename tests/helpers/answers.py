@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+import json
+import linecache
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,11 +16,14 @@ import pytest
 from processes import kept
 
 import labkit.exercises
+from labkit.exercises import comparisons
 from labkit.exercises.check import check, tries
-from labkit.exercises.comparisons import equal, judge_result
-from labkit.exercises.judging import AnswerError, Hint, Passed
+from labkit.exercises.comparisons import AnswerError
+from labkit.exercises.exercise import Passed
 from labkit.group.group import Group
 from labkit.worker.runtimes.registry import RUNTIMES
+
+SOLUTIONS = Path(__file__).resolve().parents[2] / "notebooks" / "solutions"
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Answer:
     value: Any
     words: str  # that the verdict must contain; "" for a right answer
     cure: str  # words that the verdict contains only after another wrong answer; "" if it says all at once
+    edits: tuple[str, ...] = ()  # of the reference solution: old text, new text, and so on; then there is no value
 
 
 class Answers:
@@ -38,6 +45,13 @@ class Answers:
     def wrong(self, exercise: str, words: str, value: Any = None, *, cure: str = "") -> Any:
         return self._take(exercise, value, words, cure)
 
+    def mutant(self, exercise: str, old: str, new: str, words: str = "", *, cure: str = "") -> None:
+        """An answer that is the reference solution with one text replaced, which occurs once in it; without words of
+        a verdict, a right one.
+
+        It is made when it is judged: ranks that import a file of tests have no judges."""
+        self.all.append(Answer(exercise, None, words, cure, (old, new)))
+
     def _take(self, exercise: str, value: Any, words: str, cure: str) -> Callable[[Any], Any]:
         def keep(answer: Any) -> Any:
             self.all.append(Answer(exercise, answer, words, cure))
@@ -49,7 +63,7 @@ class Answers:
         cases = []
         for answer in self.all:
             kind = "wrong" if answer.words else "right"
-            label = getattr(answer.value, "__name__", str(answer.value))
+            label = (answer.words or "edited") if answer.edits else getattr(answer.value, "__name__", str(answer.value))
             cases.append(pytest.param(answer, id=f"{answer.exercise}-{kind}-{label}"))
         return cases
 
@@ -69,8 +83,9 @@ def judge(answer: Answer) -> None:
     known mistakes apart. Wrong answers share their ranks.
     """
     groups = mock.patch("labkit.exercises.answer_ranks.Group", kept_groups) if answer.words else contextlib.nullcontext()
-    with comparisons(answer.exercise) as cases, first_try(answer.exercise) as cures, groups:
-        verdict = check(answer.exercise, answer.value)
+    value = edited_solution(answer.exercise, *answer.edits) if answer.edits else answer.value
+    with compared() as cases, first_try(answer.exercise) as cures, groups:
+        verdict = check(answer.exercise, value)
     assert verdict.written
     if answer.words:
         assert not verdict.passed
@@ -85,6 +100,24 @@ def judge(answer: Answer) -> None:
     else:
         assert verdict.passed, str(verdict)
         assert confused(cases) == []
+
+
+def edited_solution(exercise: str, old: str, new: str) -> Any:
+    """The reference solution of an exercise, after a text is replaced in it or in the functions just before it."""
+    path = SOLUTIONS / f"{labkit.exercises.find(exercise).lesson}.ipynb"
+    cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    end = 1 + next(number for number, cell in enumerate(cells) if f'lab.check("{exercise}"' in cell)
+    begin = max((number + 1 for number, cell in enumerate(cells[: end - 1]) if "lab.check(" in cell), default=0)
+    own = "\n\n".join(cells[begin:end])
+    assert own.count(old) == 1, f"{own.count(old)} times in the solution: {old}"
+    source = "\n\n".join([*cells[:begin], own.replace(old, new)])
+    file = f"solution of {exercise}"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # TensorFlow reads it
+    defined = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    body = [statement for statement in ast.parse(source).body if isinstance(statement, defined)]
+    names: dict[str, Any] = {"__name__": "solution"}  # no module of this name exists, so it is sent by value
+    exec(compile(ast.Module(body, []), file, "exec"), names)
+    return names[exercise]
 
 
 class KeptGroup(Group):
@@ -143,44 +176,43 @@ def first_try(exercise: str) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Case:
-    """What `judge_result` compares an answer with."""
+    """What `expect` compares an answer with."""
 
     right: Any
-    mistakes: dict[Hint, Any]
+    mistakes: Sequence[tuple[Any, ...]]
     same: Callable[[Any, Any], bool]
 
-    def is_wrong(self, hint: Hint) -> bool:
-        return hint in self.mistakes and not self.same(self.mistakes[hint], self.right)
+    def wrong(self, hint: tuple[str, ...]) -> list[Any]:
+        """The results of the mistake with this hint and cure that are wrong here."""
+        return [result for result, *own in self.mistakes if tuple(own) == hint and not self.same(result, self.right)]
+
+    def told(self, given: Any) -> tuple[str, ...]:
+        """The hint and cure that a result gets."""
+        return next(tuple(hint) for result, *hint in self.mistakes if self.same(given, result))
 
 
 @contextlib.contextmanager
-def comparisons(exercise: str) -> Iterator[list[Case]]:
-    """Collect the calls of `judge_result`, in order."""
-    labkit.exercises.find(exercise)  # imports the judge
+def compared() -> Iterator[list[Case]]:
+    """Collect what `expect` compares, in order."""
+    explained = comparisons._explained
     cases: list[Case] = []
 
-    def compared(
-        given: Any, right: Any, mistakes: Any, otherwise: Hint, *details: str, same: Callable[[Any, Any], bool] = equal
-    ) -> None:
-        cases.append(Case(right, dict(mistakes), same))
-        judge_result(given, right, mistakes, otherwise, *details, same=same)
+    def noted(given: Any, right: Any, mistakes: Any, otherwise: Any, same: Any) -> Any:
+        cases.append(Case(right, mistakes, same))
+        return explained(given, right, mistakes, otherwise, same)
 
-    with contextlib.ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("labkit.exercises.") and getattr(module, "judge_result", None) is judge_result:
-                patches.enter_context(mock.patch.object(module, "judge_result", compared))
+    with mock.patch.object(comparisons, "_explained", noted):
         yield cases
 
 
 def confused(cases: list[Case]) -> list[str]:
     """Describe the mistakes that are never wrong, or that get another's hint in the first case in which they are."""
     found = []
-    for hint in dict.fromkeys(hint for case in cases for hint in case.mistakes):
-        first = next((case for case in cases if case.is_wrong(hint)), None)
+    for hint in dict.fromkeys(tuple(hint) for case in cases for _, *hint in case.mistakes):
+        first = next((case for case in cases if case.wrong(hint)), None)
         if first is None:
-            found.append(f"never wrong: {hint}")
+            found.append(f"never wrong: {hint[0]}")
             continue
-        given = next(other for other, result in first.mistakes.items() if first.same(first.mistakes[hint], result))
-        if given != hint:
-            found.append(f"the mistake of {hint!r} is told {given!r}")
+        others = [told for told in map(first.told, first.wrong(hint)) if told != hint]
+        found += [f"the mistake of {hint[0]!r} is told {told[0]!r}" for told in others]
     return found

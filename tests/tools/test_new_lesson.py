@@ -36,7 +36,7 @@ test_course = module_of(ROOT / "tests" / "test_course.py")
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
-    for folder in ("notebooks/solutions", "labkit/exercises", "tests/exercises"):
+    for folder in ("notebooks/solutions", "notebooks/judges", "labkit/exercises", "tests/exercises"):
         (root / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "notebooks" / "images", root / "notebooks" / "images")
     shutil.copy(ROOT / "notebooks" / "01_messages_and_collectives.ipynb", root / "notebooks")
@@ -48,7 +48,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exercises(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(repository / "labkit" / "exercises")
+    monkeypatch.syspath_prepend(repository / "notebooks" / "judges")
     importlib.import_module("my_topic")
     yield
     del sys.modules["my_topic"]
@@ -79,7 +79,9 @@ def test_the_tables_have_its_rows(repository: Path) -> None:
     place = rows.index(f"| [15 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | WRITE: what you will be able to do |")
     assert rows[place - 1].startswith("| [14 ")
     table: dict[str, object] = {}
-    exec((repository / "labkit" / "exercises" / "__init__.py").read_text(), {"__name__": "labkit.exercises"}, table)
+    exec(
+        (repository / "labkit" / "exercises" / "__init__.py").read_text(), {"__name__": "labkit.exercises", "__path__": []}, table
+    )
     assert isinstance(table["LESSONS"], dict)
     assert table["LESSONS"]["my_topic"] == ("my_topic_mean",)
 
@@ -116,5 +118,5 @@ def test_another_name_is_refused(name: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_topic_that_exists_is_refused(repository: Path) -> None:
-    with pytest.raises(ValueError, match=r"labkit/exercises/my_topic\.py exists"):
+    with pytest.raises(ValueError, match=r"notebooks/judges/my_topic\.py exists"):
         make_lesson("16_my_topic", repository)

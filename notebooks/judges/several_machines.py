@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import judge_result, listing
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.comparisons import listing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, differ, equal, judge_result, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, reject, showing
+from labkit.exercises.comparisons import compare, differ, equal, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, reject, showing
 from labkit.exercises.random_state import other_cases
 from labkit.recording.operations import type_of
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from labkit.comm.torch_internals import DISPATCH
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, factor, judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.exercises.comparisons import compare, factor
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
 
 LESSON = "06_tensor_parallel"
 BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4

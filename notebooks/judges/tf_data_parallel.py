@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import equal, judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.exercises.comparisons import equal
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, reject, showing
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2

@@ -17,8 +17,19 @@ import numpy as np
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.exit_reasons import Cause
-from labkit.exercises.comparisons import equal, judge_result, listing, whole_number
-from labkit.exercises.judging import NUMBER_FOR_LIST, AnswerError, Hint, OnRanks, Results, exercise, explaining, reject, showing
+from labkit.exercises.comparisons import equal, listing, whole_number
+from labkit.exercises.judging import (
+    NUMBER_FOR_LIST,
+    AnswerError,
+    Hint,
+    OnRanks,
+    Results,
+    exercise,
+    explaining,
+    judge_result,
+    reject,
+    showing,
+)
 
 LESSON = "12_tf_hybrid"
 TOLERANCE = 1e-9  # relative, in double precision

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from labkit.costs.link import Link
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import judge_result, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, Results, exercise, showing
+from labkit.exercises.comparisons import whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, Results, exercise, judge_result, showing
 from labkit.exercises.random_state import case_seed
 
 LESSON = "13_find_the_bottleneck"

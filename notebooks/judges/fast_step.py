@@ -19,13 +19,14 @@ from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, RankError
 from labkit.exercises.answer_ranks import by_value
-from labkit.exercises.comparisons import TOLERANCE, differ, judge_result
-from labkit.exercises.data_parallel import Gradients, gradients_of
-from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, showing
+from labkit.exercises.comparisons import TOLERANCE, differ
+from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, judge_result, showing
 from labkit.exercises.random_state import case_seed
 from labkit.recording.record import steps
 from labkit.simulation.simulate import Simulation, simulate
 from labkit.tracing.trace import Trace
+
+from .data_parallel import Gradients, gradients_of
 
 LESSON = "02b_what_it_costs"
 RANKS: Final = 4  # not two: there, factors coincide

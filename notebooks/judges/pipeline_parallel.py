@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, differ, judge_result, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.exercises.comparisons import compare, differ, whole_numbers
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
 from labkit.exercises.random_state import case_seed
 
 LESSON = "05_pipeline_parallel"
@@ -390,7 +390,7 @@ def _judge_one_f_one_b(answer: Any, on: OnRanks, case: _Case, seed: int) -> None
     try:
         steps = _run(answer, on, case, seed)
     except AnswerError as wrong:
-        if not wrong.deadlock:
+        if not wrong.waits_in:
             raise
         raise AnswerError(
             f"{wrong.message}. In the steady state a rank sends an activation while its neighbour sends a gradient: if both "

@@ -6,8 +6,18 @@ import reprlib
 from typing import Any
 
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.comparisons import judge_result, listing, whole_numbers
-from labkit.exercises.judging import NUMBER_FOR_LIST, AnswerError, OnRanks, call, exercise, explaining, reject, showing
+from labkit.exercises.comparisons import listing, whole_numbers
+from labkit.exercises.judging import (
+    NUMBER_FOR_LIST,
+    AnswerError,
+    OnRanks,
+    call,
+    exercise,
+    explaining,
+    judge_result,
+    reject,
+    showing,
+)
 
 LESSON = "00_start_here"
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
 from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import equal, judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.exercises.comparisons import equal
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
 from labkit.exercises.random_state import case_seed
 
 LESSON = "09_hybrid_mesh"

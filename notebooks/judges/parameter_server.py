@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.calls_and_references import MISTAKES
-from labkit.exercises.comparisons import judge_result
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
 from labkit.exercises.rpc_waits import happens_within
+
+from .calls_and_references import MISTAKES
 
 LESSON = "07_rpc"
 SIZE = 4
