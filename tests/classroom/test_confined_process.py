@@ -103,7 +103,7 @@ found = {
     "connects": of(lambda: socket.create_connection(("192.0.2.1", 80), timeout=1)),
     "interfaces": [name for _, name in socket.if_nameindex()],
     "kills": of(lambda: os.kill(parent, 0)),
-    "kills all": of(lambda: os.kill(-1, 9)),
+    "kills all": of(lambda: os.kill(-1, 0)),  # no signal is sent, whatever goes wrong here
     "sees": sorted(name for name in os.listdir("/proc") if name.isdigit()) == sorted(map(str, {1, os.getpid()})),
     "capabilities": {line.split()[1] for line in open("/proc/self/status") if line.startswith("Cap")} == {"0" * 16},
     "uncovers": remount(),

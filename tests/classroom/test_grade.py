@@ -338,6 +338,7 @@ DISHONEST: Class = {
     "imports it by a hidden name": ((rate("__import__('labkit.' + 'exercises.data_parallel')"),), 0, "ModuleNotFoundError"),
     "looks": ((rate(f"import sys\nsys._getframe(1)\n{RATE_BODY}"),), 0, "looks at the code that judges it"),
     "connects": ((rate("import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=1)"),), 0, "Network is unreachable"),
+    "ends its parent": ((rate("import os\nos.kill(os.getppid(), 9)\nwhile True: pass"),), 0, ""),
     "sends code": (
         (rate("class P:\n    def __reduce__(self):\n        return eval, ('1',)\nreturn P()"),),
         0,
