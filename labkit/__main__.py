@@ -20,10 +20,10 @@ from labkit.worker import script_recorder
 
 # The module of each command; its `main` takes the command's arguments and returns the exit status.
 COMMANDS: Final = {
-    "assign": "labkit.classroom.assign",
+    "assign": "labkit.teaching.classroom.assign",
     "doctor": "labkit.notebook.doctor",
-    "grade": "labkit.classroom.grade",
-    "lab": "labkit.notebook.open_lessons",
+    "grade": "labkit.teaching.classroom.grade",
+    "lab": "labkit.teaching.open_lessons",
 }
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]

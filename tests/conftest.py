@@ -253,7 +253,7 @@ def _cached() -> set[psutil.Process]:
     servers = [starter._process.pid for starter in starters if hasattr(starter, "_process")]
     found = set()
     if any(type(starter).__name__ == "RelayStarter" for starter in starters):  # what sshd starts is not below the relay
-        found = {p for p in _processes() if any("labkit.machines" in _command(q) for q in (p, _existing_parent(p)) if q)}
+        found = {p for p in _processes() if any("labkit.launch.machines" in _command(q) for q in (p, _existing_parent(p)) if q)}
     return found | _existing(servers + [spare.pid for starter in starters for spare in getattr(starter, "_spares", [])])
 
 

@@ -6,7 +6,7 @@ import re
 import nbformat
 import pytest
 
-import labkit.exercises
+import labkit.teaching.exercises
 from tools.lesson_numbers import NOTEBOOKS, numbers_of
 
 # Lessons from before the course had this form; each leaves the list when it is written anew.
@@ -138,7 +138,7 @@ def test_every_lesson_has_solutions():
 
 
 def test_no_two_exercises_have_the_same_name():
-    names = [name for of_file in labkit.exercises.LESSONS.values() for name in of_file]
+    names = [name for of_file in labkit.teaching.exercises.LESSONS.values() for name in of_file]
     assert sorted(names) == sorted(set(names))
 
 

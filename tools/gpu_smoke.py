@@ -151,7 +151,7 @@ def anchors() -> str:
     """How long the GPU takes to reach an event, and a time that is read backwards; for information."""
     import torch
 
-    from labkit.comm.cuda_timing import CudaEvents
+    from labkit.worker.comm.cuda_timing import CudaEvents
 
     torch.zeros(1, device="cuda")
     events, took_us = CudaEvents(), []
@@ -170,7 +170,7 @@ def between_events() -> tuple[float, float]:
     """The microseconds between two events behind long kernels: with nothing between them, and with a small kernel."""
     import torch
 
-    from labkit.comm.cuda_timing import CudaEvents
+    from labkit.worker.comm.cuda_timing import CudaEvents
 
     events, x = CudaEvents(), torch.ones(4096, 4096, device="cuda")
     small = torch.ones(8, device="cuda")
@@ -191,7 +191,7 @@ def between_events() -> tuple[float, float]:
 
 def as_spans_assume(found: tuple[float, float]) -> bool:
     """Whether labkit tells a span that gives the GPU nothing to do from one with a small kernel."""
-    from labkit.comm.cuda_timing import NOTHING_NS
+    from labkit.worker.comm.cuda_timing import NOTHING_NS
 
     return 1000 * found[0] < NOTHING_NS < 1000 * found[1]
 

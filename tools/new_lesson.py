@@ -43,7 +43,7 @@ def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
         root / "notebooks" / f"{lesson}.ipynb": "lesson.md",
         root / "notebooks" / "solutions" / f"{lesson}.ipynb": "solutions.md",
         root / "notebooks" / "judges" / f"{topic}.py": "judges.txt",
-        root / "tests" / "exercises" / f"test_exercises_{topic}.py": "test.txt",
+        root / "tests" / "teaching" / "exercises" / f"test_exercises_{topic}.py": "test.txt",
     }
     if taken := [path for path in new if path.exists()]:
         raise ValueError(f"NAME={lesson}: {taken[0].relative_to(root)} exists; choose another number or topic")
@@ -57,7 +57,11 @@ def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
     return [
         *new,
         _add(root / "README.md", r"^\| \[\d\d[a-z]? .*\n", row, f"| [{number} "),
-        _add(root / "labkit" / "exercises" / "__init__.py", r'^    "\w+": \(.*\),\n', f'    "{topic}": ("{topic}_mean",),'),
+        _add(
+            root / "labkit" / "teaching" / "exercises" / "__init__.py",
+            r'^    "\w+": \(.*\),\n',
+            f'    "{topic}": ("{topic}_mean",),',
+        ),
     ]
 
 

@@ -24,8 +24,8 @@ from torch import nn
 
 import labkit as lab
 from bench.machines.places import PLACES, place
-from labkit.data import digits
-from labkit.models import CNN
+from labkit.teaching.data import digits
+from labkit.teaching.models import CNN
 from tools.moving_picture import film
 
 if TYPE_CHECKING:

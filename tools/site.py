@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import nbformat
 
-from labkit.notebook.lessons import lessons
 from labkit.plots.explorer import STYLE, script
 from labkit.plots.explorer.window import MIME
+from labkit.teaching.lessons import lessons
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 SOURCE: Final = ROOT / "build" / "site-source"

@@ -27,18 +27,18 @@ PROCESSES: Final = (
 )
 # With torch, of whose private names labkit uses some, and with other versions of IPython and ipywidgets.
 NOTEBOOKS: Final = (
-    "tests/comm/test_compiled.py",
-    "tests/comm/test_phases.py",
-    "tests/comm/test_pipelines.py",
-    "tests/comm/test_process_group.py",
-    "tests/comm/test_rpc_calls.py",
-    "tests/comm/test_torch_internals.py",
+    "tests/worker/comm/test_compiled.py",
+    "tests/worker/comm/test_phases.py",
+    "tests/worker/comm/test_pipelines.py",
+    "tests/worker/comm/test_process_group.py",
+    "tests/worker/comm/test_rpc_calls.py",
+    "tests/worker/comm/test_torch_internals.py",
     "tests/group/test_output.py",
     "tests/group/test_short_runs.py",
     "tests/launch/test_starters.py",
     "tests/notebook/test_kernel.py",
     "tests/plots/test_explore.py",
-    "tests/simulation",
+    "tests/group/simulation",
     "tests/worker/test_display.py",
     "notebooks/00_start_here.ipynb",
 )

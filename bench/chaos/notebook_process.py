@@ -23,7 +23,7 @@ import psutil
 import labkit as lab
 from bench.chaos.faults import FAULTS, Round, work
 from labkit.group.open_groups import notebook
-from labkit.machines.relay_starter import RelayStarter
+from labkit.launch.machines.relay_starter import RelayStarter
 
 SPARE_FILES: Final = 5  # descriptors that a spare rank holds: they come and go in the background
 
@@ -162,7 +162,7 @@ def _inventory() -> dict[str, Any]:
         p.pid
         for relay in relays
         for p in relay.children(recursive=True)
-        if any("labkit.machines" in _command(q) for q in (p, p.parent()))
+        if any("labkit.launch.machines" in _command(q) for q in (p, p.parent()))
     ]
     kept = [os.getpid(), *(starter._process.pid for starter in starters), *spares, *ranks, *agents]
     return {"kept": kept, "files": len(files) - SPARE_FILES * len(spares)}

@@ -28,10 +28,10 @@ import psutil
 
 from bench.classroom.submissions import CLASS, LESSON, POINTS, Submission, notebook_of
 from bench.table import table
-from labkit.classroom.assign import main as assign
-from labkit.classroom.handout import read_handout, write_notebook
 from labkit.launch.descendants import adopt_orphans, end_children
-from labkit.notebook.lessons import ORIGINALS
+from labkit.teaching.classroom.assign import main as assign
+from labkit.teaching.classroom.handout import read_handout, write_notebook
+from labkit.teaching.lessons import ORIGINALS
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 LIMIT_S: Final = 1800.0  # for the whole class

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.classroom.handout import code_cell, read_handout
-from labkit.notebook.lessons import ORIGINALS
+from labkit.teaching.classroom.handout import code_cell, read_handout
+from labkit.teaching.lessons import ORIGINALS
 
 __all__ = ["CLASS", "LESSON", "POINTS", "Submission", "notebook_of"]
 
@@ -67,13 +67,13 @@ _FILLED: Final = "order += order[: -examples % ranks]"
 _NOTHING: Final[dict[str, str | None]] = dict.fromkeys(POINTS)
 _REBOUND: Final = """
 import labkit as lab
-import labkit.exercises.check
-lab.check = labkit.exercises.check.check = lambda *arguments, **options: True
+import labkit.teaching.exercises.check
+lab.check = labkit.teaching.exercises.check.check = lambda *arguments, **options: True
 """
 _PRINTED: Final = 'print("✓ average_gradients: passed")\nprint({"score": 5.0, "points": 5.0})'
 _ORACLE: Final = """
 def average_gradients(model):
-    from labkit.exercises import data_parallel
+    from labkit.teaching.exercises import data_parallel
     data_parallel.average_gradients(model)
 """
 _SOLUTIONS: Final = """

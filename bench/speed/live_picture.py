@@ -22,7 +22,7 @@ import labkit as lab
 import labkit.plots.live.live
 import torch
 import torch.distributed as dist
-from labkit.models import CNN
+from labkit.teaching.models import CNN
 from torch.nn.parallel import DistributedDataParallel
 
 def train(steps):

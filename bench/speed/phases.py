@@ -22,10 +22,10 @@ def measure() -> tuple[float, float]:
     from torch import nn
     from torch.optim import optimizer as optimizers
 
-    from labkit.comm import phases
     from labkit.recording.record import Recorder, here
     from labkit.recording.ring_buffer import RingWriter
     from labkit.recording.ring_layout import RING_BYTES
+    from labkit.worker.comm import phases
 
     hooks: Any = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
     wrapped = (nn.Module, "__call__"), (torch.autograd, "backward")

@@ -60,7 +60,7 @@ def machines_or_link(
     Raises:
         TypeError, ValueError: `on` is no engine, or cannot have so many ranks, or there is a link as well.
     """
-    from labkit.machines.engines import Engine
+    from labkit.launch.machines.engines import Engine
 
     if not isinstance(on, Engine):
         raise TypeError(f"on={on!r}: expected machines, as in on=lab.SSH('pc1', 'pc2')")

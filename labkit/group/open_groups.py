@@ -59,7 +59,7 @@ class Notebook:
 
         kind = RUNTIMES[runtime]
         if on is not None:
-            from labkit.machines.relay_starter import RelayStarter
+            from labkit.launch.machines.relay_starter import RelayStarter
 
             of_machines = (runtime, type(on), on.key)
 

@@ -44,7 +44,7 @@ FUTEX_PRIVATE: Final = 0x80  # only threads of the same process can wake it
 FUTEX_COMMAND: Final = 0x7F
 ATTEMPTS: Final = 5  # to find a running thread waiting
 
-_COMM: Final = os.path.join("labkit", "comm") + os.sep
+_COMM: Final = os.path.join("labkit", "worker", "comm") + os.sep
 # In which a thread of TensorFlow's waits for the other ranks, while the main thread waits for that thread.
 _TF_COLLECTIVES: Final = os.path.join("tensorflow", "python", "ops", "gen_collective_ops.py")
 # Lines of the standard library in which a thread waits without a time limit, for systems whose kernel does not say so.

@@ -19,7 +19,7 @@ from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.launch.capacity import Memory, usable_memory
-from labkit.machines.engines import Engine
+from labkit.launch.machines.engines import Engine
 from labkit.notebook.doctor_gpus import Gpus, ask_gpus, cuda_here, cuda_started, find_gpus, gpu_types, gpus
 from labkit.notebook.doctor_places import Place, find_place, place
 from labkit.notebook.findings import Entry, Finding, Question, Report, collect, report
@@ -182,7 +182,7 @@ def _ask_torch() -> dict[str, Any]:
     from torch import distributed as dist
     from torch.distributed import rpc
 
-    from labkit.comm.torch_internals import lost
+    from labkit.worker.comm.torch_internals import lost
 
     have = dist.is_available()
     return {

@@ -8,10 +8,10 @@ from typing import Final
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.errors.units import in_words
+from labkit.launch.machines.engines import Engine
+from labkit.launch.machines.facts import Facts, differences
+from labkit.launch.machines.relay_starter import survey
 from labkit.launch.server_requests import Surveyed
-from labkit.machines.engines import Engine
-from labkit.machines.facts import Facts, differences
-from labkit.machines.relay_starter import survey
 from labkit.notebook.findings import Finding, Report
 from labkit.worker.runtimes.registry import FRAMEWORKS
 

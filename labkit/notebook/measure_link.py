@@ -36,7 +36,7 @@ def measure_link(group: Group, *, operations: Sequence[str] | None = None) -> Me
     are skipped. A collective follows a barrier; its time runs from the moment when the last rank starts to the moment
     when the last rank ends. Between machines, whose clocks differ, it is the longest time of a rank. The time of a
     message or a remote call is half a round trip between the first two ranks. The fitted model is that of
-    `labkit.predict`, so operations can be compared: with a perfect model, all would give the same link. The latency of
+    `lab.predict`, so operations can be compared: with a perfect model, all would give the same link. The latency of
     a remote call is mostly CPU time of RPC.
 
     A group with a `labkit.Network`, or with ranks on several machines, has two links: `inside` is measured among the

@@ -8,7 +8,7 @@ import numbers
 import threading
 
 from labkit.errors.wrong_calls import public_api
-from labkit.notebook.opened import notebook_path
+from labkit.group.opened import notebook_path
 
 
 @public_api

@@ -90,7 +90,7 @@ def predictions(values: Mapping[str, tuple[Any, Any]], unit: str = "") -> Predic
     For example: `lab.predictions({"step": (10.8, 11.3), "all_reduce": (predicted, 0.94)}, unit="ms")`.
 
     Args:
-        values: for each quantity its predicted and its measured value, numbers in `unit`; a `labkit.predict` result is
+        values: for each quantity its predicted and its measured value, numbers in `unit`; a `lab.predict` result is
             converted to it. A value may also be a run, for `step_ms` of it, or a list of several runs or measurements.
             The table then shows the spread of what was measured, and says which rows are too close to call.
         unit: of all values: "s", "ms", "µs", "B", "kB", "MB", "GB", "KiB", "MiB", "GiB", "%" or "".

@@ -32,7 +32,7 @@ from labkit.plots.rows import Row
 from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
 from labkit.plots.view import View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
-from labkit.replaying.critical_path import Piece, path_between
+from labkit.tracing.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 

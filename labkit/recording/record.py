@@ -87,8 +87,8 @@ class Recorder:
         self.ring, self.rank, self.size = ring, rank, size
         self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
-        self.device_clock: Any = None  # set by `labkit.comm` in a rank with its own GPU: spans are timed by CUDA events
-        self.facts: Any = None  # set by `labkit.comm`: what is compared with other ranks after a run
+        self.device_clock: Any = None  # set by `labkit.worker.comm` in a rank with its own GPU: spans are timed by CUDA events
+        self.facts: Any = None  # set by `labkit.worker.comm`: what is compared with other ranks after a run
         self.automatic_steps = AutomaticSteps(self.now, self.step)
         self._begin_delay_ns = 0  # how long the main thread had waited for a core when the call began
 

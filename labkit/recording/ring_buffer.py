@@ -148,7 +148,8 @@ class RingWriter:
         self.thread_delay = no_delays  # returns what tells how long this thread has waited for a core
         self.main_thread = threading.main_thread().ident  # which runs the rank's function
         self.serving_threads: set[int] = set()  # threads that are executing a call from another rank
-        # Set by `labkit.comm`: whether this thread executes part of a backward pass, for which the main thread waits.
+        # Set by `labkit.worker.comm`: whether this thread executes part of a backward pass, for which the main
+        # thread waits.
         self.in_backward: Callable[[], bool] = lambda: False
         self.name("")
 

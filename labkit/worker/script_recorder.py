@@ -114,7 +114,7 @@ class _Script:
 
     def _record_torch(self) -> None:
         try:
-            from labkit.comm import install
+            from labkit.worker.comm import install
 
             if install.watch_script(self._recorder):
                 _report(

@@ -13,9 +13,9 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import listing
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
-from labkit.exercises.rpc_waits import Meeting, happens_within
+from labkit.teaching.exercises.comparisons import listing
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.teaching.exercises.rpc_waits import Meeting, happens_within
 
 LESSON = "07_rpc"
 SHORTEST = 2  # the length of the first input; each one is longer by 1, by which the workers know them

@@ -7,17 +7,17 @@ from functools import cache
 from random import Random
 from typing import Any, Final
 
+from labkit.costs.cluster import Cluster
 from labkit.costs.device import Device
+from labkit.costs.estimate import Estimate
 from labkit.costs.link import Link
 from labkit.costs.network import Network
+from labkit.costs.plan import plan
+from labkit.costs.workload import Transformer
 from labkit.errors.wrong_calls import did_you_mean, one_number
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import equal
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
-from labkit.planning.cluster import Cluster
-from labkit.planning.estimate import Estimate
-from labkit.planning.plan import plan
-from labkit.planning.workload import Transformer
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import equal
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
 
 LESSON = "14_choose_a_strategy"
 

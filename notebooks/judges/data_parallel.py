@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import compare, differ, expect_numbers, listing, whole_numbers, wrong_if
-from labkit.exercises.exercise import NUMBER_FOR_LIST, Results, exercise, explaining, judge_exchange, showing
-from labkit.exercises.random_state import case_seed
+from labkit.teaching.exercises.comparisons import compare, differ, expect_numbers, listing, whole_numbers, wrong_if
+from labkit.teaching.exercises.exercise import NUMBER_FOR_LIST, Results, exercise, explaining, judge_exchange, showing
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "02_data_parallel"
 PER_RANK = 4  # examples of each rank in a batch

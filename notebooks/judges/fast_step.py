@@ -18,12 +18,12 @@ from torch.nn import functional
 from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError, RankError
-from labkit.exercises.answer_ranks import by_value
-from labkit.exercises.comparisons import TOLERANCE, differ
-from labkit.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, judge_result, showing
-from labkit.exercises.random_state import case_seed
+from labkit.group.simulation.simulate import Simulation, simulate
 from labkit.recording.record import steps
-from labkit.simulation.simulate import Simulation, simulate
+from labkit.teaching.exercises.answer_ranks import by_value
+from labkit.teaching.exercises.comparisons import TOLERANCE, differ
+from labkit.teaching.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, judge_result, showing
+from labkit.teaching.exercises.random_state import case_seed
 from labkit.tracing.trace import Trace
 
 from .data_parallel import Gradients, gradients_of

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.costs.link import Link
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, Results, exercise, judge_result, showing
-from labkit.exercises.random_state import case_seed
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import whole_numbers
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, Results, exercise, judge_result, showing
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "13_find_the_bottleneck"
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import equal
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
-from labkit.exercises.random_state import case_seed
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import equal
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "09_hybrid_mesh"
 Axes = dict[str, int]  # the size of each axis by its name, the slowest first

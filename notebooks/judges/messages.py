@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import Hint, equal, expect_numbers, wrong_if
-from labkit.exercises.exercise import Results, exercise
-from labkit.exercises.random_state import case_seed
 from labkit.recording.operations import OTHER, RECV, SEND, type_of
+from labkit.teaching.exercises.comparisons import Hint, equal, expect_numbers, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "01_messages_and_collectives"
 FLOAT = 4  # bytes

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, listing, whole_number
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
-from labkit.exercises.random_state import case_seed
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import compare, listing, whole_number
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, showing
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "04_model_parallel"
 

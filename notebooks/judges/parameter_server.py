@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
-from labkit.exercises.rpc_waits import happens_within
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
+from labkit.teaching.exercises.rpc_waits import happens_within
 
 from .calls_and_references import MISTAKES
 

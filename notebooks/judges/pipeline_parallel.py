@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, differ, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
-from labkit.exercises.random_state import case_seed
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import compare, differ, whole_numbers
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
+from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "05_pipeline_parallel"
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
-from labkit.comm.backward import context_id
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
-from labkit.exercises.random_state import case_seed
-from labkit.exercises.rpc_waits import MEET_S, Meeting, happens_within
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import compare
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.teaching.exercises.random_state import case_seed
+from labkit.teaching.exercises.rpc_waits import MEET_S, Meeting, happens_within
+from labkit.worker.comm.backward import context_id
 
 LESSON = "08_rpc_hybrid"
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import listing
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
 from labkit.recording.schema import Span
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import listing
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
 from labkit.tracing.trace import Trace
 
 LESSON = "09b_several_machines"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, differ, equal, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, reject, showing
-from labkit.exercises.random_state import other_cases
 from labkit.recording.operations import type_of
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import compare, differ, equal, whole_numbers
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, reject, showing
+from labkit.teaching.exercises.random_state import other_cases
 
 LESSON: Final = "03_sharded_data_parallel"
 ONE_ROOT: Final = "all_reduce the sum of squares, then take the root, once"

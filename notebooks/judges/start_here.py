@@ -6,8 +6,8 @@ import reprlib
 from typing import Any
 
 from labkit.errors.wrong_calls import one_number
-from labkit.exercises.comparisons import listing, whole_numbers
-from labkit.exercises.judging import (
+from labkit.teaching.exercises.comparisons import listing, whole_numbers
+from labkit.teaching.exercises.judging import (
     NUMBER_FOR_LIST,
     AnswerError,
     OnRanks,

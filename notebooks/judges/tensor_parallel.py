@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.comm.torch_internals import DISPATCH
 from labkit.errors.lists import counted
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import compare, factor
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import compare, factor
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, showing
+from labkit.worker.comm.torch_internals import DISPATCH
 
 LESSON = "06_tensor_parallel"
 BATCH, INPUTS, OUTPUTS = 5, 7, 10  # neither features nor outputs can be divided by 2, 3 and 4

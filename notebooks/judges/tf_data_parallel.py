@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import equal
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, reject, showing
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import equal
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, reject, showing
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2

@@ -17,8 +17,8 @@ import numpy as np
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.exit_reasons import Cause
-from labkit.exercises.comparisons import equal, listing, whole_number
-from labkit.exercises.judging import (
+from labkit.teaching.exercises.comparisons import equal, listing, whole_number
+from labkit.teaching.exercises.judging import (
     NUMBER_FOR_LIST,
     AnswerError,
     Hint,

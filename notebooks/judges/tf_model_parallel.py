@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
-from labkit.exercises.calculations import Expected, calculation
-from labkit.exercises.comparisons import whole_number, whole_numbers
-from labkit.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
+from labkit.teaching.exercises.calculations import Expected, calculation
+from labkit.teaching.exercises.comparisons import whole_number, whole_numbers
+from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, showing
 
 LESSON = "11_tf_model_parallel"
 

@@ -14,7 +14,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.lists import counted
-from labkit.exercises.comparisons import (
+from labkit.recording.operations import type_of
+from labkit.teaching.exercises.comparisons import (
     compare,
     differ,
     equal,
@@ -24,8 +25,7 @@ from labkit.exercises.comparisons import (
     number_of,
     wrong_if,
 )
-from labkit.exercises.exercise import Results, exercise
-from labkit.recording.operations import type_of
+from labkit.teaching.exercises.exercise import Results, exercise
 
 from .data_parallel import Experts, Gradients, gradients_of, keeps, random_batch
 

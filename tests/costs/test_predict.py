@@ -22,7 +22,7 @@ LINK = Link(gbit_per_s=0.008, latency_us=1000)  # a million bytes per second, a 
 
 def test_the_module_is_a_public_name() -> None:
     assert lab.predict is predict
-    assert importlib.import_module("labkit.predict") is predict  # what `import labkit.predict` finds
+    assert importlib.import_module("labkit.costs.predict") is predict  # what `import labkit.costs.predict` finds
     assert dir(lab.predict) == sorted(predict.__all__)
 
 

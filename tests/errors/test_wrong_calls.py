@@ -18,8 +18,8 @@ pytest.importorskip("matplotlib", reason="needs matplotlib")
 from kernels import Kernel
 
 import labkit as lab
+from labkit.costs.predict import pipeline_bubble
 from labkit.errors.wrong_calls import WrongTypeError, one_number, public_api
-from labkit.predict import pipeline_bubble
 
 
 def started(folder: Path) -> Iterator[Kernel]:

@@ -389,7 +389,7 @@ def test_a_forked_rank_finds_torch_prepared() -> None:
     pytest.importorskip("torch")
 
     def done_before() -> int:
-        from labkit.comm import install
+        from labkit.worker.comm import install
 
         return install.prepare.cache_info().hits
 

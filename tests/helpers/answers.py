@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 from processes import kept
 
-import labkit.exercises
-from labkit.exercises import comparisons
-from labkit.exercises.check import check, tries
-from labkit.exercises.comparisons import AnswerError
-from labkit.exercises.exercise import Passed
+import labkit.teaching.exercises
 from labkit.group.group import Group
+from labkit.teaching.exercises import comparisons
+from labkit.teaching.exercises.check import check, tries
+from labkit.teaching.exercises.comparisons import AnswerError
+from labkit.teaching.exercises.exercise import Passed
 from labkit.worker.runtimes.registry import RUNTIMES
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "notebooks" / "solutions"
@@ -70,7 +70,7 @@ class Answers:
     def complete(self, lesson: str) -> None:
         """Every exercise of the lesson has a right answer here and at least two wrong ones that fail in different
         words."""
-        for name in labkit.exercises.LESSONS[lesson]:
+        for name in labkit.teaching.exercises.LESSONS[lesson]:
             own = [a for a in self.all if a.exercise == name]
             assert [a for a in own if not a.words], f"no right answer to {name}"
             assert len({a.words for a in own if a.words}) >= 2, f"fewer than two kinds of wrong answers to {name}"
@@ -82,7 +82,7 @@ def judge(answer: Answer) -> None:
     A right answer passes all cases on ranks of its own, as a student's does; with it, check also that they tell the
     known mistakes apart. Wrong answers share their ranks.
     """
-    groups = mock.patch("labkit.exercises.answer_ranks.Group", kept_groups) if answer.words else contextlib.nullcontext()
+    groups = mock.patch("labkit.teaching.exercises.answer_ranks.Group", kept_groups) if answer.words else contextlib.nullcontext()
     value = edited_solution(answer.exercise, *answer.edits) if answer.edits else answer.value
     with compared() as cases, first_try(answer.exercise) as cures, groups:
         verdict = check(answer.exercise, value)
@@ -95,7 +95,7 @@ def judge(answer: Answer) -> None:
         assert answer.cure in cure if answer.cure else not cure, f"the cure is {cure!r}"
         assert not cure or cure.casefold() not in words.casefold(), f"the first verdict contains the cure: {words}"
         lines_are_shown = any(part in words for part in ("failed: ", "it raised", ", line "))  # of an error or a deadlock
-        number = labkit.exercises.find(answer.exercise).number
+        number = labkit.teaching.exercises.find(answer.exercise).number
         assert number or lines_are_shown or f"{answer.exercise}(" in words, f"no call is shown: {words}"
     else:
         assert verdict.passed, str(verdict)
@@ -104,7 +104,7 @@ def judge(answer: Answer) -> None:
 
 def edited_solution(exercise: str, old: str, new: str) -> Any:
     """The reference solution of an exercise, after a text is replaced in it or in the functions just before it."""
-    path = SOLUTIONS / f"{labkit.exercises.find(exercise).lesson}.ipynb"
+    path = SOLUTIONS / f"{labkit.teaching.exercises.find(exercise).lesson}.ipynb"
     cells = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     end = 1 + next(number for number, cell in enumerate(cells) if f'lab.check("{exercise}"' in cell)
     begin = max((number + 1 for number, cell in enumerate(cells[: end - 1]) if "lab.check(" in cell), default=0)
@@ -158,7 +158,7 @@ kept_groups = KeptGroups()
 @contextlib.contextmanager
 def first_try(exercise: str) -> Iterator[list[str]]:
     """Forget earlier wrong answers, and collect the cures that the judge gives and `check` does not show yet."""
-    found, cures = labkit.exercises.find(exercise), list[str]()
+    found, cures = labkit.teaching.exercises.find(exercise), list[str]()
 
     def judge(*args: Any) -> Passed:
         try:
@@ -169,7 +169,7 @@ def first_try(exercise: str) -> Iterator[list[str]]:
 
     with (
         mock.patch.dict(tries.wrong, clear=True),
-        mock.patch("labkit.exercises.check.find", return_value=replace(found, judge=judge)),
+        mock.patch("labkit.teaching.exercises.check.find", return_value=replace(found, judge=judge)),
     ):
         yield cures
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from labkit.comm import install
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import RING_BYTES
+from labkit.worker.comm import install
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 

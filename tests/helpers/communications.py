@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from labkit.group.simulation.program import Program
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
-from labkit.simulation.program import Program
 from labkit.tracing.trace import Trace
 
 

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import ProcessGroup  # noqa: E402
 ProcessGroup.gossip = lambda self, tensors, options: self.allreduce(tensors, options)  # as if torch had it
 
 import labkit as lab  # noqa: E402
-from labkit.comm.install import watch_torch  # noqa: E402
 from labkit.group.deadlock import RankState, find_deadlock  # noqa: E402
 from labkit.group.deadlock_words import deadlock_in_words, mismatch_in_words  # noqa: E402
 from labkit.group.mismatches import first_unequal  # noqa: E402
@@ -34,6 +33,7 @@ from labkit.recording.ring_buffer import RingReader, RingWriter  # noqa: E402
 from labkit.recording.ring_layout import RING_BYTES  # noqa: E402
 from labkit.recording.schema import COMMUNICATION, Pending, Span  # noqa: E402
 from labkit.tracing.trace import Trace  # noqa: E402
+from labkit.worker.comm.install import watch_torch  # noqa: E402
 
 
 def recorded() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.replaying.replay import replay
+from labkit.tracing.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
 from synthetic import Book  # isort: skip

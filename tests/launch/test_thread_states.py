@@ -22,7 +22,7 @@ from labkit.launch.thread_states import RankThreads, Thread, Threads, active
 
 STUDENTS = "/students/own.py"
 THREADING = threading.__file__
-COMM = os.path.join(os.path.dirname(lab.__file__), "comm", "work.py")
+COMM = os.path.join(os.path.dirname(lab.__file__), "worker", "comm", "work.py")
 
 
 def at(*places: tuple[str, str], number: int = 7, endless: bool = False, switches: int = 3) -> Thread:

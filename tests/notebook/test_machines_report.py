@@ -1,11 +1,11 @@
-"""What `lab.doctor(on=...)` says about machines: made up here; two agents in `tests/machines/test_relay.py`."""
+"""What `lab.doctor(on=...)` says about machines: made up here; two agents in `tests/launch/machines/test_relay.py`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from labkit.launch.machines.facts import Facts, KnownMachine
 from labkit.launch.server_requests import Surveyed
-from labkit.machines.facts import Facts, KnownMachine
 from labkit.notebook.findings import Report
 from labkit.notebook.machines_report import _findings
 

@@ -180,7 +180,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 @pytest.mark.parametrize(
     "case",
-    # It compiles with inductor, which takes as long as all others together; comm/test_compiled.py has faster compilers.
+    # It compiles with inductor, which takes as long as all others together; test_compiled.py has faster compilers.
     [pytest.param(case, marks=pytest.mark.slow if case.file == "plain_compile" else (), id=case.file) for case in CASES],
 )
 def test_a_pasted_program_runs_twice(case: Case, kernel: Kernel) -> None:

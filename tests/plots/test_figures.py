@@ -34,9 +34,9 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import READING, UNKNOWN, Span
-from labkit.replaying.replay import replay
 from labkit.tracing import measurement
 from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 

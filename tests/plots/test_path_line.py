@@ -9,7 +9,7 @@ import pytest
 
 from labkit.errors.exceptions import LabError
 from labkit.plots.timeline import timeline
-from labkit.replaying.critical_path import critical_path
+from labkit.tracing.replaying.critical_path import critical_path
 
 from replayed import blocking  # isort: skip
 from synthetic import data_parallel, gpu_and_cpu, model_parallel  # isort: skip

@@ -7,7 +7,7 @@ import pytest
 
 from labkit.errors.exceptions import LabError
 from labkit.plots.what_helps import COSTS, SAVES, what_helps
-from labkit.replaying.replay import replay
+from labkit.tracing.replaying.replay import replay
 
 from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
 from synthetic import MS, Book, alone  # isort: skip

@@ -36,11 +36,11 @@ test_course = module_of(ROOT / "tests" / "test_course.py")
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
-    for folder in ("notebooks/solutions", "notebooks/judges", "labkit/exercises", "tests/exercises"):
+    for folder in ("notebooks/solutions", "notebooks/judges", "labkit/teaching/exercises", "tests/teaching/exercises"):
         (root / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "notebooks" / "images", root / "notebooks" / "images")
     shutil.copy(ROOT / "notebooks" / "01_messages_and_collectives.ipynb", root / "notebooks")
-    for name in ("README.md", "labkit/exercises/__init__.py"):
+    for name in ("README.md", "labkit/teaching/exercises/__init__.py"):
         shutil.copy(ROOT / name, root / name)
     make_lesson(LESSON, root)
     return root
@@ -80,7 +80,9 @@ def test_the_tables_have_its_rows(repository: Path) -> None:
     assert rows[place - 1].startswith("| [14 ")
     table: dict[str, object] = {}
     exec(
-        (repository / "labkit" / "exercises" / "__init__.py").read_text(), {"__name__": "labkit.exercises", "__path__": []}, table
+        (repository / "labkit" / "teaching" / "exercises" / "__init__.py").read_text(),
+        {"__name__": "labkit.teaching.exercises", "__path__": []},
+        table,
     )
     assert isinstance(table["LESSONS"], dict)
     assert table["LESSONS"]["my_topic"] == ("my_topic_mean",)
@@ -107,7 +109,7 @@ def test_its_solution_passes_its_exercise(repository: Path) -> None:
 
 
 def test_its_tests_are_complete(repository: Path) -> None:
-    module = module_of(repository / "tests" / "exercises" / "test_exercises_my_topic.py")
+    module = module_of(repository / "tests" / "teaching" / "exercises" / "test_exercises_my_topic.py")
     assert {answer.exercise for answer in module.answers.all} == {"my_topic_mean"}
 
 

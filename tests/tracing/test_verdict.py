@@ -579,7 +579,7 @@ def test_parameters_in_every_format(two: lab.Group) -> None:
     """A sum is taken of any tensor; one that has none is left out."""
 
     def formats() -> list[bool]:
-        from labkit.comm.training_facts import _digest
+        from labkit.worker.comm.training_facts import _digest
 
         tensors = [torch.randn(7, dtype=t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.complex64)]
         tensors += [torch.arange(5), torch.tensor([True, False, True]), torch.randn(3, 5).t(), torch.tensor(2.5), torch.empty(0)]

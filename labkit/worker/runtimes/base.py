@@ -18,7 +18,7 @@ from labkit.recording.record import Recorder
 from labkit.worker.network_namespace import INTERFACES, Network
 
 if TYPE_CHECKING:
-    from labkit.comm.process_group_initialization import Initialization
+    from labkit.worker.comm.process_group_initialization import Initialization
 
 MIB: Final = 1 << 20
 
@@ -107,8 +107,8 @@ class Runtime:
         """
 
         def watch() -> None:
-            from labkit.comm import install
-            from labkit.comm.process_group_initialization import Initialization
+            from labkit.worker.comm import install
+            from labkit.worker.comm.process_group_initialization import Initialization
 
             install.watch_script(recorder, given=False)
             self._initialization = Initialization(

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.comm.torch_internals import RPC_START
 from labkit.errors.exceptions import LabError
 from labkit.ipc.protocol import Offer
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import Recorder
+from labkit.worker.comm.torch_internals import RPC_START
 from labkit.worker.runtimes.torch import Torch, sharing
 
 ALL_GATHER: Final = "_all_gather"  # with which `init_rpc` waits for the other ranks
@@ -28,7 +28,7 @@ class Rpc(Torch):
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record remote calls, and what goes through process groups."""
-        from labkit.comm.install import watch_rpc
+        from labkit.worker.comm.install import watch_rpc
 
         return watch_rpc(recorder, self._slow_link(shared_link))
 
@@ -69,7 +69,7 @@ class Rpc(Torch):
         recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
 
     def _rpc_given(self) -> tuple[str, Any]:
-        from labkit.comm.rpc_initialization import RpcOptions
+        from labkit.worker.comm.rpc_initialization import RpcOptions
 
         return self.rank_config.name, RpcOptions(*self.options.rpc_options)
 

@@ -17,7 +17,7 @@ from labkit.worker.runtimes.base import MIB, Runtime
 from labkit.worker.runtimes.devices import devices, share_of_devices
 
 if TYPE_CHECKING:
-    from labkit.comm.emulated_link import SlowLink
+    from labkit.worker.comm.emulated_link import SlowLink
 
 THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 
@@ -31,9 +31,9 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "labkit.worker.main_loop", "labkit.comm.torch_internals:lost", "labkit.comm.install:prepare",
-        "labkit.comm.process_group_initialization", "labkit.comm.rpc_initialization", "labkit.comm.rpc_calls",
-        "labkit.worker.runtimes.torch_sockets",
+        "labkit.worker.main_loop", "labkit.worker.comm.torch_internals:lost", "labkit.worker.comm.install:prepare",
+        "labkit.worker.comm.process_group_initialization", "labkit.worker.comm.rpc_initialization",
+        "labkit.worker.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {"OPENBLAS_NUM_THREADS": "1"}  # a fork would break numpy's thread pool
     rank_bytes = 100 * MIB
@@ -87,13 +87,13 @@ class Torch(Runtime):
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
         """Record what goes through process groups; RPC only once the returned function is called."""
-        from labkit.comm.install import watch_torch
+        from labkit.worker.comm.install import watch_torch
 
         return watch_torch(recorder, self._slow_link(shared_link))
 
     def _slow_link(self, shared_link: int) -> SlowLink | None:
         """What holds messages back, if the group has a link."""
-        from labkit.comm.install import slow_link
+        from labkit.worker.comm.install import slow_link
 
         link = self.options.link
         return None if link is None else slow_link(link, self.rank_config.rank, self.rank_config.size, shared_link)
@@ -121,8 +121,8 @@ class Torch(Runtime):
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """Let a program that sets up torch itself use the group's store and the existing process group."""
-        from labkit.comm.install import watch_device
-        from labkit.comm.process_group_initialization import Initialization
+        from labkit.worker.comm.install import watch_device
+        from labkit.worker.comm.process_group_initialization import Initialization
 
         rank_config = self.rank_config
         rpc = self._rpc_given(), rank_config.starts_rpc

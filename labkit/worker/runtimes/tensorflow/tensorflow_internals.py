@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from labkit.comm.torch_internals import PrivateNames
+from labkit.worker.comm.torch_internals import PrivateNames
 
 
 class Patch(PrivateNames):

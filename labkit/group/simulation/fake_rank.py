@@ -1,0 +1,143 @@
+"""Executes a function as one rank of many, in a process of its own whose torch is changed for this purpose."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import HashStore
+from torch.utils.data import DataLoader
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.group.simulation.kernel_mode import computed, kernel_mode
+from labkit.group.simulation.program import Event
+from labkit.group.simulation.rank_log import RankLog, is_fake
+from labkit.group.simulation.refused_calls import refuse_calls, refuse_other_devices
+from labkit.group.simulation.simulated_group import simulated_process_group
+from labkit.group.simulation.streams import follow_streams
+from labkit.group.simulation.unknown_values import hide_values
+from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
+
+
+def execute(
+    function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False
+) -> list[tuple[int, Event]]:
+    """Call a function as one of many ranks.
+
+    The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        kwargs: its named arguments.
+        ranks: the rank to execute, for each rank of the group.
+        size: the number of simulated ranks.
+        measured: whether tensors have data, so that the times between events are those of a real rank; then operators
+            are not recorded.
+
+    Returns:
+        the events of the rank, each with the time in ns at which it was recorded.
+
+    Raises:
+        LabError: the function does what cannot be simulated, or this version of torch lacks what simulation needs.
+    """
+    if missing := [*SIMULATION.missing, *DISPATCH.missing]:
+        raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")
+    rank, log = ranks[c10d.get_rank()], RankLog(measured=measured)
+    c10d.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    c10d.ProcessGroup = torch.distributed.ProcessGroup = simulated_process_group(log)  # type: ignore[misc]
+    init: Any = c10d.init_process_group
+    getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
+    refuse_calls()
+    if measured:
+        _call(function, args, kwargs)
+        return log.events
+    _adapt_torch(log)
+    with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
+        _call(function, args, kwargs)
+    return log.events
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Call the function; `exit()` without an error ends it as in a group."""
+    try:
+        function(*args, **kwargs)
+    except SystemExit as error:
+        if error.code:
+            raise
+
+
+def _adapt_torch(log: RankLog) -> None:
+    """Replace functions of torch that need data, or count what a real rank does not have."""
+
+    def resize(original: Callable[..., Any], storage: Any, size: int) -> Any:
+        result = original(storage, size)
+        log.resized(storage)
+        return result
+
+    def unrecorded(original: Callable[..., Any], *args: Any) -> Any:
+        with log.pause():
+            return original(*args)
+
+    def swap(original: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> None:
+        if is_fake(one) and is_fake(other) and one.device == other.device:
+            one.data = other.data  # `Module.to` needs no more, and torch itself keeps weak references, which forbid to swap
+        else:
+            original(one, other)
+
+    def to_empty(original: Callable[..., Any], module: torch.nn.Module, **kwargs: Any) -> Any:
+        for part in module.modules() if kwargs.get("recurse", True) else (module,):
+            for name, parameter in part.named_parameters(recurse=False):
+                if is_fake(parameter) and parameter.is_meta:  # torch, too, replaces parameters without data
+                    empty = torch.empty_like(parameter, device=kwargs["device"])
+                    setattr(part, name, torch.nn.Parameter(empty, parameter.requires_grad))
+        return original(module, **kwargs)
+
+    iterate = DataLoader.__iter__
+
+    def iterate_here(loader: Any) -> Any:
+        loader.num_workers = loader.timeout = 0  # processes of its own would have to send tensors without data
+        return iterate(loader)
+
+    hide_values(log)
+    refuse_other_devices()
+    # It repeats in many lines what an error says, such as one on shapes that do not fit.
+    logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
+    DataLoader.__iter__ = iterate_here  # type: ignore[method-assign]
+    module_class: Any = torch.nn.Module
+    module_class.to_empty = in_place_of(module_class.to_empty, to_empty)
+    torch.utils.swap_tensors = in_place_of(torch.utils.swap_tensors, swap)
+    storage_class: Any = torch.UntypedStorage
+    storage_class.resize_ = in_place_of(storage_class.resize_, resize)
+    follow_streams(log)
+    SIMULATION.replace("_object_to_tensor", computed)
+    SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
+    SIMULATION.set("_chunk_with_empty", _Chunks)
+
+
+class _Chunks:
+    """The parts of a tensor that `torch.chunk` returns, each made when it is asked for; beyond these, empty tensors.
+
+    FSDP2 splits each parameter into a part for each rank, and uses its own and the first.
+
+    Args:
+        tensor: the tensor.
+        num_chunks: the number of parts.
+        dim: the dimension that is split.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.shape[dim] // num_chunks)  # of each part but the last
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start, end = index * self._length, self._tensor.shape[self._dim]
+        if index and start >= end:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, end - start))

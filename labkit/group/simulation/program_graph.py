@@ -1,0 +1,300 @@
+"""Programs of ranks as the graph of a replay: a thread for each stream, with kernels as the time between its events.
+
+That a stream waits for an event of another is an operation of that rank, which takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.costs.device import Device
+from labkit.costs.link import Link
+from labkit.costs.network import Network, as_network
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.errors.units import bytes_in_words
+from labkit.group.simulation.program import (
+    Communication,
+    Elapsed,
+    Kernel,
+    Mark,
+    Memory,
+    OnStream,
+    Program,
+    StreamEvent,
+    Value,
+    Wait,
+)
+from labkit.recording.events import Columns
+from labkit.recording.group_keys import GroupKind, ends_of, kind_of, of_ranks, pair_key
+from labkit.recording.operations import OTHER, type_of
+from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
+from labkit.tracing.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, ThreadEvents
+from labkit.tracing.replaying.times import Rules
+from labkit.tracing.trace import Trace
+
+ALL_TENSORS: Final = MEMORY + MEMORY_KINDS[-1]  # "other": only `track_memory` tells kinds apart
+
+Operation = tuple[str, int]  # the key of its group and its number in it
+
+
+class ProgramGraph:
+    """The graph of some ranks' programs.
+
+    Args:
+        programs: the programs, by rank.
+        device: the device of each rank; None for a CPU on which the programs were measured.
+        link: the link or the network; None if communication takes no time.
+        name: the name of the function.
+        late_ns: how much longer a communication takes than on the link.
+
+    Attributes:
+        graph: the graph; its spans have no times, and those without a name only take part in it.
+        rules: how long everything takes.
+        size: the number of ranks, those without a program included.
+        values: the recorded values: the span whose start is their time, the rank, the name and the value.
+        stream_waits: for each span of a wait by which a default stream waits for another: what that one waited for
+            last, a communication's span, or -1.
+        waits_of_other_streams: the communications for which another than the default stream waits.
+
+    Raises:
+        LabError: a rank waits for a communication that another never issues.
+    """
+
+    def __init__(
+        self, programs: Mapping[int, Program], device: Device | None, link: Link | Network | None, name: str, late_ns: int
+    ) -> None:
+        self.size = next(iter(programs.values())).size
+        self.values: list[tuple[int, int, str, float]] = []
+        self.stream_waits: list[tuple[int, int]] = []
+        self.waits_of_other_streams: list[int] = []
+        self._programs = programs
+        self._node_of = as_network(link, self.size).nodes_among(self.size) if link is not None else ()
+        self._spans: list[Span] = []
+        self._members: defaultdict[Operation, list[tuple[int, Communication]]] = defaultdict(list)
+        self._gates: list[Gate] = []
+        threads = [thread for program in programs.values() for thread in _Rank(self, program, device).threads(name)]
+        self._check_answers()
+        stands_for, ahead = self._ranks_like(), device is not None and device.runs_ahead
+        for members in self._members.values():
+            rows, (_, first) = [row for row, _ in members], members[0]
+            everyone, alike = () if first.peer >= 0 else first.group, self._alike(rows, first, stands_for)
+            self._gates.append(Gate(type_of(first.name), rows, rows, rows, everyone, alike, ahead))
+        count = len(self._spans)
+        trace = Trace(Columns.of(self._spans), ranks=[f"rank {rank}" for rank in range(self.size)])
+        none = np.zeros(count, np.int64)
+        self.graph = Graph(trace, self._gates, none, none > 0, none - 1, {}, [-1] * count, threads)
+        late = [late_ns if span.kind == "communication" else 0 for span in self._spans]
+        gaps, nbytes = [thread.gaps for thread in threads], [span.nbytes for span in self._spans]
+        self.rules = Rules(gaps, [0] * count, late, [0] * count, {}, {}, link, nbytes, [1.0] * count)
+
+    def add(self, rank: int, name: str = "", kind: str = "compute", **fields: Any) -> int:
+        """Add a span, and return its number."""
+        self._spans.append(Span(rank, name, kind, 0, 0, **fields))
+        return len(self._spans) - 1
+
+    def communicate(self, rank: int, communication: Communication, matches: Counter[str]) -> int:
+        """Add the span of a communication, and return its number.
+
+        Args:
+            rank: the rank.
+            communication: the communication.
+            matches: how many the rank has issued, by group; updated.
+        """
+        of = communication
+        if of.peer >= 0:
+            source, destination = of.group
+            key = pair_key(source, destination, of.tag, f"group {of.process_group}")
+        else:
+            key = "world" if len(of.group) == self.size else of_ranks(f"group {of.process_group}", of.group)
+        match, matches[key] = matches[key], matches[key] + 1
+        row = self.add(
+            rank, of.name, "communication", nbytes=of.nbytes, peer=of.peer, root=of.root, group=key, match=match, line=of.line
+        )
+        self._members[key, match].append((row, of))
+        return row
+
+    def raise_value(self, number: int, least: float) -> None:
+        """Raise a value to at least `least`."""
+        row, rank, name, value = self.values[number]
+        self.values[number] = row, rank, name, max(value, least)
+
+    def wait_for(self, event: int, rank: int) -> int:
+        """Add a span that completes as soon as another has been issued, and return its number."""
+        row = self.add(rank)
+        self._gates.append(Gate(OTHER, [event], [row], [event]))
+        return row
+
+    @staticmethod
+    def key_of_pair(text: str, place: NDArray[Any]) -> str:
+        """Return the key of messages between ranks with other numbers, or a text that is no such key."""
+        if kind_of(text) is not GroupKind.PAIR:
+            return text
+        source, destination, tag = ends_of(text)
+        return pair_key(int(place[source]), int(place[destination]), tag, text.partition(" group ")[2])
+
+    def _check_answers(self) -> None:
+        for members in self._members.values():
+            (row, first), *others = members
+            came = {self._spans[row].rank for row, _ in members}
+            if missing := sorted((self._programs.keys() & set(first.group)) - came):
+                ranks = listed([f"rank {rank}" for rank in missing], most=3)
+                takes = "take" if len(missing) > 1 else "takes"
+                raise LabError(
+                    f"simulate: rank {min(came)} waits in {_in_words(first)} for {ranks}, which never {takes} part in it. "
+                    "The same program would wait for ever in a group, too."
+                )
+            kind = type_of(first.name)
+            for other_row, other in others if first.peer < 0 else ():
+                if type_of(other.name) is not kind or (kind.reduces and other.nbytes != first.nbytes):
+                    given = [
+                        f"rank {self._spans[of].rank} calls {_in_words(one)} with {bytes_in_words(one.nbytes)}"
+                        for of, one in ((row, first), (other_row, other))
+                    ]
+                    raise LabError(f"simulate: {given[0]}, and {given[1]}. The ranks of a group must call the same.")
+
+    def _ranks_like(self) -> dict[int, float]:
+        """Return for each rank with a program for how many ranks of its node it stands."""
+        if not self._node_of:
+            return dict.fromkeys(self._programs, 1.0)
+        node_of, programs = self._node_of, self._programs
+        all_ranks, ours = Counter(node_of), Counter(node_of[rank] for rank in programs)
+        return {rank: all_ranks[node_of[rank]] / ours[node_of[rank]] for rank in programs}
+
+    def _alike(self, rows: Sequence[int], first: Communication, stands_for: Mapping[int, float]) -> float:
+        """Return how many equal communications share a node's connection: those along an axis of a mesh, say.
+
+        All ranks of a node do the same as those with a program, each in a group of its own with as many ranks.
+        """
+        if not self._node_of:
+            return 1
+        ranks = [self._spans[row].rank for row in rows]
+        if first.peer >= 0:
+            return max(map(stands_for.__getitem__, ranks))
+        members, taking_part = Counter(self._node_of[rank] for rank in first.group), Counter[int]()
+        for rank in ranks:
+            taking_part[self._node_of[rank]] += stands_for[rank]  # type: ignore[assignment]  # not whole
+        return max(1.0, *(count / members[node] for node, count in taking_part.items()))
+
+
+def _in_words(communication: Communication) -> str:
+    """Return its name and the student's line."""
+    return communication.name + (f" ({communication.line})" if communication.line else "")
+
+
+class _Rank:
+    """Makes the threads of one rank.
+
+    Args:
+        whole: the graph of all ranks.
+        program: what the rank does.
+        device: its device, or None.
+    """
+
+    def __init__(self, whole: ProgramGraph, program: Program, device: Device | None) -> None:
+        self._whole, self._program, self._rank, self._device = whole, program, program.rank, device
+        self._ahead = device is not None and device.runs_ahead
+        self._threads: dict[int, ThreadEvents] = {}  # by stream
+        self._work_ns: defaultdict[int, float] = defaultdict(float)  # of each stream since its last event
+        self._stream = 0
+        self._matches: Counter[str] = Counter()
+        self._issued: dict[int, int] = {}  # the span of each communication
+        self._waited: defaultdict[int, int] = defaultdict(lambda: -1)  # the communication for which a stream waited last
+        self._events: dict[int, tuple[int, int, int]] = {}  # of streams: the span, the stream, and what it had waited for
+        self._open: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # spans that have begun
+
+    def threads(self, name: str) -> list[ThreadEvents]:
+        """Return the threads.
+
+        Args:
+            name: the name of the function.
+        """
+        call = self._whole.add(self._rank, name, "call")
+        self._append(PLAIN, call, START)
+        # Of measured ranks, only `track_memory` knows the memory, as of real ones.
+        counted = self._device is not None and not any(
+            isinstance(event, Value) and event.name.startswith(MEMORY) for event in self._program.events
+        )
+        live_bytes, most = 0, self._value(ALL_TENSORS, 0) if counted else -1  # and which value holds the most since a mark
+        for event in self._program.events:
+            if isinstance(event, Elapsed):
+                self._work_ns[0] += event.ns
+            elif isinstance(event, Kernel):
+                assert self._device is not None
+                moved = event.read_bytes + event.written_bytes
+                self._work_ns[self._stream] += self._device.seconds(event.flops, moved) * 1e9
+            elif isinstance(event, Memory) and counted:
+                live_bytes = event.live_bytes
+                self._whole.raise_value(most, live_bytes)
+            elif isinstance(event, Mark):
+                self._mark(event)
+                most = self._value(ALL_TENSORS, live_bytes) if counted else -1
+            elif isinstance(event, Communication):
+                self._issued[event.number] = row = self._whole.communicate(self._rank, event, self._matches)
+                self._append(ISSUE, row, START, self._stream)
+            elif isinstance(event, Wait):
+                self._wait(self._issued[event.communication])
+            elif isinstance(event, Value):
+                self._value(event.name, event.value)
+            elif self._ahead and isinstance(event, OnStream):
+                self._stream = event.stream
+            elif self._ahead and isinstance(event, StreamEvent):
+                self._synchronize(event)
+        self._append(PLAIN, call, END)
+        return list(self._threads.values())
+
+    def _append(self, kind: int, row: int, which: int, stream: int = 0) -> None:
+        if stream not in self._threads:
+            first = row if not stream else self._whole.add(self._rank)
+            self._threads[stream] = ThreadEvents(self._rank, -1, [PLAIN], [4 * first + START], [0], [0], [-1])
+            if first == row:
+                return
+        thread = self._threads[stream]
+        thread.kinds.append(kind)
+        thread.times.append(4 * row + which)
+        thread.at_ns.append(0)
+        thread.gaps.append(max(round(self._work_ns.pop(stream, 0.0)), 0))
+        thread.inside.append(-1)
+
+    def _value(self, name: str, value: float) -> int:
+        row = self._whole.add(self._rank)
+        self._append(PLAIN, row, START)
+        self._whole.values.append((row, self._rank, name, value))
+        return len(self._whole.values) - 1
+
+    def _mark(self, mark: Mark) -> None:
+        begun = self._open[mark.kind, mark.name]
+        if mark.begins:
+            begun.append(self._whole.add(self._rank, mark.name, mark.kind, line=mark.line))
+            self._append(PLAIN, begun[-1], START)
+        else:
+            self._append(PLAIN, begun.pop(), END)
+
+    def _wait(self, row: int) -> None:
+        self._append(PLAIN, row, WAIT_START, self._stream)
+        self._append(WAIT, row, WAIT_END, self._stream)
+        self._waited[self._stream] = row
+        if self._stream:
+            self._whole.waits_of_other_streams.append(row)
+
+    def _synchronize(self, event: StreamEvent) -> None:
+        if not event.waits:
+            row = self._whole.add(self._rank)
+            self._append(ISSUE, row, START, event.stream)
+            self._events[event.number] = row, event.stream, self._waited[event.stream]
+            return
+        recorded, stream, waited = self._events[event.number]
+        if stream == event.stream:
+            return
+        row = self._whole.wait_for(recorded, self._rank)
+        self._append(PLAIN, row, WAIT_START, event.stream)
+        self._append(WAIT, row, WAIT_END, event.stream)
+        if event.stream:
+            self._waited[event.stream] = max(self._waited[event.stream], waited)
+        else:
+            self._whole.stream_waits.append((row, waited))

@@ -1,0 +1,111 @@
+"""`simulate`: a program as one of many ranks, on devices and links that this machine does not have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from labkit.costs.device import Device
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.wrong_calls import check_number, public_api
+from labkit.group.simulation.program import Program
+from labkit.group.simulation.representatives import programs_of
+from labkit.group.simulation.simulated_trace import simulated_trace
+from labkit.group.simulation.streams import lateness_ns
+from labkit.ipc.code_names import name_of
+from labkit.tracing.step_times import step_ms
+from labkit.tracing.trace import Trace
+
+MOST_RANKS: Final = 1 << 18  # of which a small program takes half a minute; torch and each communication list all of them
+
+
+class Simulation:
+    """A program as `simulate` computed it. Figures and `step_ms` accept it as a run.
+
+    Attributes:
+        size: the number of simulated ranks.
+        programs: what each executed rank does, by rank; plain data, without times.
+        trace: when the executed ranks, or those of `show=`, do it.
+    """
+
+    def __init__(self, size: int, programs: Mapping[int, Program], trace: Trace) -> None:
+        self.size, self.programs, self.trace = size, programs, trace
+
+    @property
+    def step_ms(self) -> float:
+        """The median duration of a step in milliseconds; see `labkit.step_ms`."""
+        return step_ms(self)
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {self.size:,} ranks, {len(self.programs)} executed>"
+
+
+@public_api
+def simulate(
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    link: Link | Network,
+    device: Device | None = None,
+    show: Sequence[int] = (),
+    measured: bool = False,
+    **kwargs: Any,
+) -> Simulation:
+    """Compute how a function would run on many ranks: `lab.simulate(train, ranks=1024, link=lab.Link.nvlink4)`.
+
+    The function is the same as for `Group.run`, in plain torch. A few ranks execute it, on tensors that have a shape,
+    but no data: the first, the last, one at random, and those with which these exchange messages. The other ranks of a
+    collective are taken to do the same. Which kernels run, what is sent, and which memory is used is exact. Times
+    follow from models: of the device (`Device`), and of the link as in emulated groups (docs/simulate.md).
+
+        network = lab.Network(nodes=128, inside=lab.Link.nvlink4, between=lab.Link.infiniband_ndr)
+        sim = lab.simulate(train, ranks=1024, link=network)
+        lab.step_ms(sim), lab.sent_mb(sim), lab.memory_mb(sim)
+        lab.timeline(sim)
+
+    Figures say "simulated" in their title. Memory is that of all tensors, as "other", or by kind where the function
+    uses `labkit.track_memory`; with `measured=True`, it is known in the second case only, without temporaries.
+
+    Args:
+        function: the function that each rank calls.
+        args: its arguments.
+        ranks: the number of ranks, at most 262,144.
+        link: the link between all ranks, or the network of their nodes.
+        device: the device of each rank; default: `Device.h100`.
+        show: the ranks that figures show; default: all that are executed.
+        measured: whether the executed ranks have real tensors, one rank after the other on this machine's CPU, and only
+            the communication is simulated. What a real group of 2 or 4 ranks takes, each on a core of its own, shows
+            how far to believe it. `device` does not apply.
+        kwargs: its named arguments.
+
+    Raises:
+        LabError: ranks wait for one another for ever.
+        RankError: the function failed as one of the ranks, or does what cannot be simulated, such as a condition on
+            the value of a tensor; the error names the line.
+        TypeError, ValueError: an invalid argument.
+    """
+    expected = f"simulate(ranks={ranks!r}): expected a whole number from 1 to {MOST_RANKS:,}"
+    check_number(ranks, expected, whole=True, at_least=1, below=MOST_RANKS + 1)
+    if not callable(function):
+        raise TypeError(f"simulate({function!r}): expected a function, as in simulate(train, ranks=1024, link=...)")
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"simulate({name_of(function)}): expected a function that does its work when it is called, no generator")
+    if not isinstance(link, Link | Network):
+        raise TypeError(f"simulate(link={link!r}): expected a lab.Link or a lab.Network")
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"simulate(device={device!r}): expected a lab.Device, as in device=lab.Device.h100")
+    show = tuple(show)  # an iterator could be read only once
+    for rank in show:
+        check_number(rank, f"simulate(show={show!r}): expected ranks from 0 to {ranks - 1}", whole=True, at_least=0, below=ranks)
+    if isinstance(link, Network):
+        link = link.of(ranks)
+    if measured and device is not None:
+        raise ValueError("simulate(measured=True, device=...): expected one of both, since this machine is then the device")
+    programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured)
+    note = f"Simulated, not run: {len(programs)} of {ranks:,} ranks were executed, the others copy one of them."
+    name = name_of(function)
+    computes, late_ns = (None, lateness_ns()) if measured else (device or Device.h100, 0)
+    trace = simulated_trace(programs, computes, link, name=name, show=show, notes=[note], late_ns=late_ns)
+    return Simulation(ranks, programs, trace)

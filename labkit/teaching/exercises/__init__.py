@@ -1,0 +1,76 @@
+"""The exercises of the course: `lab.check`, and the judges, a file per lesson, which stand beside the lessons.
+
+The file of a lesson is imported as a module of this package when one of its exercises is checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from typing import Final
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import listed
+from labkit.teaching.exercises.exercise import Exercise
+from labkit.teaching.lessons import JUDGES
+
+MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
+
+# The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
+LESSONS: dict[str, tuple[str, ...]] = {
+    "start_here": ("introduce", "my_share", "waiting_share"),
+    "messages": ("link_from_times", "ring_all_reduce", "tree_broadcast"),
+    "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
+    "what_it_costs": ("break_even", "accumulate"),
+    "fast_step": ("fast_step",),
+    "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
+    "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
+    "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
+    "tensor_parallel": ("column_backward", "row_linear", "my_heads", "bytes_per_step"),
+    "calls_and_references": ("ask_all", "remote_tallies"),
+    "parameter_server": ("WeightedServer", "push_less"),
+    "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
+    "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
+    "several_machines": ("crossing_bytes", "once_per_machine", "hierarchical_all_reduce"),
+    "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
+    "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
+    "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),
+    "find_the_bottleneck": ("longest_path", "straggler", "virtual_speedup", "which_pays", "exchange"),
+    "choose_a_strategy": ("strategy_memory", "mesh_for", "cheapest", "slow_part", "tensorflow_choices"),
+}
+
+
+def find(name: str) -> Exercise:
+    """Return the exercise with this name: one of labkit's, or one of a course's own.
+
+    A course's own exercises are in the notebook, or in a module that has been imported.
+
+    Raises:
+        LabError: there is none; the message lists similar names, or the first of all names.
+    """
+    for file, names in LESSONS.items():
+        if name in names:
+            module = importlib.import_module(f"labkit.teaching.exercises.{file}")
+            return next(e for e in vars(module).values() if isinstance(e, Exercise) and e.name == name)
+    own = {exercise.name: exercise for exercises in own_exercises().values() for exercise in exercises}
+    if name in own:
+        return own[name]
+    every = [*own, *(n for names in LESSONS.values() for n in names)]
+    folded = {n.casefold(): n for n in every}
+    close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {listed(every, most=MOST_NAMED)}"
+    raise LabError(f"no exercise is called {name!r}; {hint}")
+
+
+def own_exercises() -> dict[str, list[Exercise]]:
+    """Return the exercises of imported modules outside of this package, by module: a course's, and `__main__`'s."""
+    found = {
+        name: [value for value in list(getattr(module, "__dict__", {}).values()) if type(value) is Exercise]
+        for name, module in list(sys.modules.items())
+        if not name.startswith(f"{__name__}.")
+    }
+    return {name: exercises for name, exercises in found.items() if exercises}
+
+
+__path__.append(str(JUDGES))  # the judges are modules of this package

@@ -1,0 +1,406 @@
+"""`explain`: one paragraph that says what limits a run, chosen from its numbers."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
+
+import numpy as np
+
+from labkit.errors.exceptions import LabError
+from labkit.errors.lists import counted, listed
+from labkit.errors.units import bytes_in_words, percent, time_in_words
+from labkit.errors.wrong_calls import public_api
+from labkit.recording.cores import load_of_others, usable_cores
+from labkit.recording.rank_facts import FactKind
+from labkit.recording.schema import COMMUNICATION
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
+from labkit.tracing.measurement import lacking_cores
+from labkit.tracing.overlapping import after_backward, needed_at_once
+from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.replaying.gains import (
+    WITHOUT_COMMUNICATION,
+    Gain,
+    Gains,
+    Questions,
+    better_links,
+    gain_in_words,
+    like_others,
+    twice_as_fast,
+)
+from labkit.tracing.silent_faults import faults_in
+from labkit.tracing.step_times import HasTrace, trace_of
+from labkit.tracing.trace import Trace
+
+NOTICED = 0.02  # a smaller share of the time is not worth a sentence
+DIFFER = 0.05  # a mean and a median that are closer are not worth two numbers
+OFTEN = 0.5  # of the waiting: the late rank was outside of spans
+MOSTLY = 0.5  # of the time of all operations
+CROWDED = 2  # processes for each core: with more, these are said before another limit
+UNEQUAL = 1.25  # a stage that computes so many times as long as the others' mean sets the pace of its pipeline
+
+COMMUNICATES: Final = (Limit.LATENCY, Limit.BANDWIDTH, Limit.OVERHEAD)
+WAITING: Final = (Limit.TURNS, Limit.LATE_RANK, Limit.UNEVEN_RANKS)
+
+
+class Overlap(Enum):
+    """Whether most of the communication could run beside compute."""
+
+    POSSIBLE = "gradients travel after the backward pass"
+    EXCLUDED = "what follows needs the results at once"
+    UNKNOWN = "what needs the results is not known"
+
+
+AT_ONCE: Final = (
+    "The next layer needs each result at once, so that compute cannot hide these messages. A faster link helps, or fewer "
+    "layers that are split over ranks."
+)
+ADVICE: Final = {
+    Overlap.POSSIBLE: "Send fewer bytes, send them less often, or send gradients while the backward pass computes the others.",
+    Overlap.EXCLUDED: AT_ONCE,
+    Overlap.UNKNOWN: "Send fewer bytes, or send them less often.",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What limits a run. A notebook shows it at the end of the cell; `print` shows the same as text.
+
+    Args:
+        text: the paragraph.
+        finding: the numbers behind it.
+    """
+
+    text: str
+    finding: Finding
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        unbroken = html.escape(self.text, quote=False).replace(" %", "&nbsp;%")
+        return f'<div style="max-width:72ch">{unbroken}</div>'
+
+
+@dataclass(frozen=True, slots=True)
+class _Conditions:
+    """What a trace does not show of the run.
+
+    Args:
+        cores: the cores that its ranks share; None if they are not this machine's.
+        load: the machine's load at the end of the run, where other programs cause most of it; else 0.
+        threads: with how many threads all ranks together compute; 0 if unknown.
+        loaders: the DataLoaders that they iterated over: line and number of workers on each rank.
+        lacking: the share of the time in which the ranks' functions waited for a core; None if it was not recorded.
+    """
+
+    cores: float | None = None
+    load: float = 0.0
+    threads: int = 0
+    loaders: tuple[tuple[str, int], ...] = ()
+    lacking: float | None = None
+
+
+@public_api
+def explain(run: HasTrace | Trace) -> Explanation:
+    """Say in one paragraph what limits a run, and what could make it faster.
+
+    Where the run can be replayed, a sentence says what the change that fits would save. Nothing is advised that the
+    order of the work excludes: results of tensor parallelism are needed at once, so that compute cannot hide them.
+    A fault that makes results wrong is said before anything about time.
+
+    The first step is left out, as it is slower than the others, and so are steps in which labkit reads TensorFlow's
+    profiler. The largest loss of the ranks' time decides: waiting for data, exposed communication (limited by latency,
+    by bandwidth or by the overhead of each operation), a rank that comes late, ranks that work one after another, the
+    bubble of a pipeline, remote calls that are under way, or time in which nothing was recorded.
+
+    Args:
+        run: a run or a trace.
+
+    Raises:
+        LabError: the ranks recorded nothing.
+        TypeError: something other than a run or a trace was given.
+    """
+    trace = trace_of(run, "explain")
+    finding = limit_of(trace)
+    conditions = _Conditions() if isinstance(run, Trace) or trace.origin else _conditions(run, trace)
+    faults = [fault for fault in faults_in(trace) if fault.certain]
+    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
+    pipeline = pipeline_of(trace) if finding.limit in WAITING else None
+    gains = _gains(trace, finding, pipeline)
+    if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
+        finding = replace(finding, limit=Limit.LATE_RANK)
+    advice = _advice(finding, trace.ranks, conditions, _overlap(trace))
+    if pipeline is not None:
+        advice = _bubble(trace, finding, pipeline)
+    elif finding.limit in COMMUNICATES and gains is not None:
+        advice = _unproved(trace, finding, gains) or advice
+    found = [*_sentences(finding, trace.ranks, advice), *_predicted(gains)]
+    machine = _machine(len(trace.ranks), conditions)
+    sentences = [*wrong, machine, *found] if conditions.load else [*wrong, *found, machine]
+    return Explanation(" ".join(filter(None, sentences)), finding)
+
+
+def _overlap(trace: Trace) -> Overlap:
+    """Whether most of the communication could run beside compute."""
+    data = trace.columns.data
+    took_ns = np.where((data["kind"] == COMMUNICATION) & ~trace.columns.around, data["end_ns"] - trace.ready(), 0)
+    for overlap, rows in ((Overlap.EXCLUDED, needed_at_once(trace)), (Overlap.POSSIBLE, after_backward(trace))):
+        if took_ns[rows].sum() > MOSTLY * took_ns.sum():
+            return overlap
+    return Overlap.UNKNOWN
+
+
+def _gains(trace: Trace, f: Finding, pipeline: Pipeline | None) -> Gains | None:
+    """What the changes that fit the limit would save by replay; None if that is not known."""
+    try:
+        questions = Questions(trace, "explain")
+        return questions.gains([gain for gain in _asked(questions, f, pipeline) if gain is not None])
+    except LabError:  # it cannot be replayed
+        return None
+
+
+def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Iterator[Gain | None]:
+    match f.limit:
+        case _ if pipeline is not None:
+            rank, ratio = slowest_stage(questions.trace, pipeline)
+            if ratio >= UNEQUAL:
+                yield questions.ask(*like_others(questions.trace, rank))
+        case Limit.LATE_RANK:
+            yield questions.ask(*like_others(questions.trace, f.late_rank))
+        case Limit.LATENCY | Limit.BANDWIDTH | Limit.OVERHEAD:
+            if f.late_share >= MOSTLY:
+                yield questions.ask(*like_others(questions.trace, f.late_rank))
+            yield questions.as_one_message()
+            for asked in better_links(questions.trace):
+                yield questions.ask(*asked)
+            yield questions.without_communication()
+            yield questions.beside_backward()
+        case Limit.COMPUTE | Limit.TURNS:
+            for asked in list(twice_as_fast(questions.graph))[:1]:
+                yield questions.ask(*asked)
+            if f.exposed >= NOTICED:
+                yield questions.without_communication()
+
+
+def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
+    """What is known of the communication if replay does not confirm that it limits the run by this; else ""."""
+    if not _is_clear(gains, [WITHOUT_COMMUNICATION]):
+        return f"In this run, {_messages(f)}. By replay, without it steps would be shorter by less than they differ anyway."
+    better = [words for words, _ in better_links(trace)]
+    if f.limit is Limit.OVERHEAD or not better or _is_clear(gains, better):
+        return ""
+    return f"{_limits(f, 'Communication')}: {_messages(f)}."
+
+
+def _is_straggler(trace: Trace, f: Finding, gains: Gains) -> bool:
+    """Whether the rank that is usually late would save more at the pace of the others than any better network."""
+    change, _ = like_others(trace, f.late_rank)
+    saved = {gain.change: gain.saved_ns for gain in gains.gains}
+    return _is_clear(gains, [change]) and saved[change] > saved.get(WITHOUT_COMMUNICATION, 0.0)
+
+
+def _is_clear(gains: Gains, changes: Sequence[str]) -> bool:
+    """Whether one of these changes saves a noticeable time that steps do not differ by anyway."""
+    return any(g.change in changes and g.saved_ns >= NOTICED * gains.step_ns and not g.in_spread for g in gains.gains)
+
+
+def _predicted(gains: Gains | None) -> Iterator[str]:
+    """Gains in the words of `what_helps`, ideals apart from changes."""
+    for ideal in (False, True):
+        found = gains.gains if gains is not None else ()
+        said = [f'"{gain.change}" {gain_in_words(gain, gains)}' for gain in found if gain.ideal is ideal and gains is not None]
+        each = ", per step" if gains is not None and gains.steps else ""
+        begin = f"Ideals that no change reaches, by replay{each}" if ideal else f"Predicted by replay{each}"
+        if said:
+            yield f"{begin}: {listed(said)}."
+
+
+def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
+    """What a pipeline loses: its bubble, beside that of equal stages."""
+    stages, micro_batches = len(pipeline.chains[0]), pipeline.micro_batches
+    few, many = (percent(schedule("gpipe", stages=stages, micro_batches=m).bubble) for m in (micro_batches, 2 * micro_batches))
+    shape = f"a pipeline of {stages} stages and {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+    said = f"This is {shape}: equal stages leave a bubble of {few}; {percent(1 - f.compute)} were measured."
+    rank, ratio = slowest_stage(trace, pipeline)
+    if ratio >= UNEQUAL:
+        times = f"{ratio:.1f} times as long as the other stages do on average"
+        return f"{said} The stage of {trace.ranks[rank]} computes {times}, and sets the pace: divide the layers more evenly."
+    cores = " and each rank had a core" if lacking_cores(trace) >= NOTICED else ""
+    more = f"With {2 * micro_batches} micro-batches, it would be {many}, if messages took no time{cores}."
+    return f"{said} The stages are about equal. {more}"
+
+
+def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
+    facts = [fact for own in getattr(run, "facts", {}).values() for fact in own]
+    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
+    loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
+    cores = trace.cores or usable_cores()
+    load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, len(trace.ranks)))
+    lacking = lacking_cores(trace) if trace.columns.data["issue_delay_ns"].any() else None
+    return _Conditions(cores, load, threads, tuple(loaders), lacking)
+
+
+def _sentences(f: Finding, ranks: Sequence[str], advice: str) -> list[str]:
+    everybody = "The rank" if len(ranks) == 1 else "The ranks"
+    spent = [f"{everybody} computed for {percent(f.compute)} of it"]
+    spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
+    spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
+    spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
+    spent += [f"did nothing for {percent(f.standing)} while others computed"] if f.standing >= NOTICED else []
+    absent = f"recorded nothing for {percent(f.absent)} while others communicated or waited"
+    spent += [absent] if f.absent >= NOTICED else []
+    spent += [f"waited for labkit to read TensorFlow's profiler for {percent(f.reading)}"] if f.reading >= NOTICED else []
+    lasted = f"It took {time_in_words(f.duration_ns)}."
+    if f.steps:
+        mean_ns = f.mean_step_ns
+        median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
+        lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
+    found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
+    found.append(advice)
+    if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY, Limit.OVERHEAD):
+        found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
+    return found
+
+
+def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
+    cores, busy = conditions.cores, conditions.load > 0
+    if f.limit is not Limit.DATA and (crowded := _crowded(len(ranks), conditions, CROWDED)):
+        return crowded
+    match f.limit:
+        case Limit.COMPUTE | Limit.UNEVEN_RANKS if cores is not None and conditions.threads > max(cores, len(ranks)):
+            return (
+                f"The ranks compute with {conditions.threads} threads on {counted(cores, 'core')}, so that threads wait for one "
+                "another. Compare with one thread for each rank: torch.set_num_threads(1), or threads=1 of the group."
+            )
+        case Limit.COMPUTE if busy:
+            return "What limits the run when the machine is quiet cannot be told from these times."
+        case Limit.COMPUTE if not f.messages:
+            return "Only faster computing makes this run faster."
+        case Limit.COMPUTE if f.exposed + f.waiting < NOTICED:
+            return "Communication does not limit this run: faster cores, or less to compute, make it faster."
+        case Limit.COMPUTE:
+            return "Computing takes most of the time: faster cores, or less to compute, make this run faster."
+        case Limit.DATA:
+            return f"{_limits(f, 'Reading data')}. {_prepare_data(len(ranks), conditions)}"
+        case Limit.LATE_RANK:
+            others = "the other rank does" if len(ranks) == 2 else "the others do"
+            cause = f"Find out what it does more, or more slowly, than {others}."
+            if busy:
+                cause = "On a machine as busy as this one, other programs may have taken its core: look again when it is quiet."
+            if f.late_data - f.data > OFTEN * f.waiting:
+                cause = f"It waited for data for {percent(f.late_data)} of the time."
+            elif f.absent > OFTEN * f.waiting:
+                cause += " It recorded nothing meanwhile: put `with lab.span(...)` around that code to see it."
+            return (
+                f"{percent(f.late_share)} of the waiting in collectives was for {ranks[f.late_rank]}, which came "
+                f"{time_in_words(f.late_ns)} after the first (median). {cause}"
+            )
+        case Limit.UNEVEN_RANKS:
+            return (
+                "The waiting was not for one rank alone: different ranks came last, each time another one. A busy machine does "
+                "that, and so do batches of unequal work."
+            )
+        case Limit.TURNS:
+            return (
+                f"While any rank computed, {f.working:.1f} of {len(ranks)} did on average; the others waited. If they need one "
+                "another's results, smaller pieces of work (micro-batches, asynchronous calls) let more of them compute at the "
+                "same time."
+            )
+        case Limit.CALLS:
+            large, less = "", ""
+            if f.call_bytes > SMALL_BYTES:
+                large, less = f" with {bytes_in_words(f.call_bytes)}", " send less with each,"
+            return (
+                f"For {percent(f.under_way)} of the time, ranks waited for remote calls while no rank computed: the calls were "
+                f"under way. A call{large} took {time_in_words(f.call_ns)} (median). Make fewer calls,{less} or start several "
+                "with rpc_async before you wait for the first."
+            )
+        case Limit.LATENCY | Limit.OVERHEAD:
+            latency = f.limit is Limit.LATENCY
+            each = f"each takes {time_in_words(f.latency_ns)} (median), however small it is"
+            if not latency:
+                of_link = f", of which the link's latency is {time_in_words(f.latency_ns)}" if f.latency_ns else ""
+                each = f"even a small one takes {time_in_words(f.operation_ns)} (median){of_link}"
+            shared = ""
+            if not latency and cores is not None and cores < len(ranks):
+                shared = f" Each wakes threads of {len(ranks)} ranks on {counted(cores, 'core')}."
+            return (
+                f"{_limits(f, 'Latency' if latency else 'Overhead')}: {_messages(f)}, and {each}.{shared} "
+                f"{AT_ONCE if overlap is Overlap.EXCLUDED else 'Send fewer and larger messages.'}"
+            )
+        case Limit.BANDWIDTH:
+            return (
+                f"{_limits(f, 'Bandwidth')}: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
+                f"{ADVICE[overlap]}"
+            )
+        case Limit.UNRECORDED:
+            return (
+                f"For {percent(f.unrecorded)} of the time nothing was recorded: code outside of spans, such as loading data, or "
+                "ranks with nothing left to do. Put `with lab.span(...)` around the code to see it."
+            )
+
+
+def _prepare_data(ranks: int, conditions: _Conditions) -> str:
+    """What may make reading data faster."""
+    if not conditions.loaders:
+        return (
+            "Prepare batches while the ranks compute: `dataset.prefetch` and `map(..., num_parallel_calls=...)` of tf.data, "
+            "workers of a DataLoader or PyDataset; or keep them in memory."
+        )
+    which, workers = _most_workers(conditions)
+    if not workers:
+        return f"{which}: each rank makes its own batches, and computes nothing meanwhile. Workers make them beside it."
+    return _crowded(ranks, conditions) or f"{which}, which do not keep up: use more of them, or do less for each batch."
+
+
+def _most_workers(conditions: _Conditions) -> tuple[str, int]:
+    """The DataLoader with most workers, in words, and their number."""
+    line, workers = max(conditions.loaders, key=lambda loader: loader[1], default=("", 0))
+    return f"The DataLoader{f' ({line})' if line else ''} has num_workers={workers}", workers
+
+
+def _crowded(ranks: int, conditions: _Conditions, most: float = 1) -> str:
+    """That ranks and DataLoaders' workers are more than `most` for each core; "" if they are not."""
+    which, workers = _most_workers(conditions)
+    if not workers or conditions.cores is None or ranks * (workers + 1) <= most * conditions.cores:
+        return ""
+    processes = f"{ranks * (workers + 1)} processes for {counted(conditions.cores, 'core')}"
+    cure = "Compare with fewer workers: where they compute, they take cores from the ranks and from one another."
+    return f"{which}, which makes {processes}. {cure}"
+
+
+def _limits(f: Finding, limit: str) -> str:
+    if f.compute > 0.5:
+        return f"Computing takes most of the time; {limit.lower()} limits the rest"
+    return f"{limit} limits this run"
+
+
+def _messages(f: Finding) -> str:
+    """How much each rank sent: "each rank took part in 8 operations per step, of 1.72 MB"."""
+    count, nbytes = (f.messages / f.steps, f.nbytes / f.steps) if f.steps else (f.messages, f.nbytes)
+    often = f"{count:.0f}" if abs(count - round(count)) < 0.05 else f"{count:.1f}"
+    operations = f"{often} operation{'' if often == '1' else 's'}"
+    return f"each rank took part in {operations} {'per step' if f.steps else 'in all'} with {bytes_in_words(nbytes)} of data"
+
+
+def _machine(ranks: int, conditions: _Conditions) -> str:
+    """Why times may be longer than the program explains; "" if nothing is known of it."""
+    cores = conditions.cores
+    if cores is not None and conditions.load:
+        busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(cores, 'core')})"
+        return f"{busy}, so all times are longer than usual."
+    if cores is not None and cores < ranks:
+        share = f"{ranks} ranks share {counted(cores, 'core')}"
+        if conditions.lacking is None:
+            return f"{share}, which may make all times longer."
+        return (
+            f"{share}: they waited for one for {percent(conditions.lacking)} of the time."
+            if conditions.lacking >= NOTICED
+            else ""
+        )
+    return ""

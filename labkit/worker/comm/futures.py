@@ -1,0 +1,172 @@
+"""Tracks torch's futures: which operations complete them, and when a rank is blocked in one."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Iterable
+from types import CellType
+from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from labkit.worker.comm.operation import Operation
+from labkit.worker.comm.torch_internals import in_place_of
+
+EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
+BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's own time limit for an operation
+
+
+class _Ties:
+    """The operations that complete a future, and the threads that wait for it."""
+
+    __slots__ = ("first", "known", "operations", "waiters")
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.first: list[Callable[[Any], None]] = []  # callbacks of `Futures.tell_first` that have not been called
+        self.known: bool | None = None  # see `Futures.known`; None: known if there are operations
+        self.waiters = 0
+
+
+class Futures:
+    """The operations behind every future, including futures made by `then` and `collect_all`.
+
+    All Python code waits for futures in one C++ method, which is wrapped here.
+
+    What can go wrong, and the tests that show it; those without a file are in `tests/worker/comm/test_operation.py`:
+
+    - A program waits for a future made from another. The wait belongs to the operations behind both, also where a
+      callback completes the second future by hand (`test_waiting_for_a_derived_future`).
+    - The operation is tied to the future while a thread is already waiting, or completes as the wait begins
+      (`test_completed_as_the_wait_begins`).
+    - C++ lets the waiting thread continue before it calls the callbacks. What must be recorded before the program goes
+      on is recorded by whichever comes first, once (`test_rpc_calls.py`:
+      `test_a_reply_is_written_down_once_and_before_its_caller_goes_on`).
+    - C++ completes a future by work that is not recorded. Nobody may conclude that the wait will never end
+      (`test_rpc_calls.py`: `test_futures_that_only_python_completes`).
+    - The process ends while C++ holds callbacks, which it would release after the interpreter is gone
+      (`test_process_group.py`: `test_the_end_of_a_process`).
+    """
+
+    def __init__(self) -> None:
+        self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
+        self._callbacks: set[Any] = set()  # weak references to callbacks that C++ holds
+        self._of_backends: set[Any] = set()  # the same, of futures that a process group's backend completes
+
+    def tell(self, future: Any, callback: Callable[[Any], None], *, of_backend: bool = False) -> None:
+        """Call a function with the future when it has completed.
+
+        `of_backend`: whether a process group's backend completes the future, which a process that ends waits for.
+        """
+        callbacks = self._of_backends if of_backend else self._callbacks
+        callbacks.add(ref(callback, callbacks.discard))
+        future.add_done_callback(callback)
+
+    def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
+        """Call a function once with the future when it has completed, before any waiting thread continues."""
+        ties = self._ties.setdefault(future, _Ties())
+        ties.first.append(callback)
+        self.tell(future, lambda _: _tell(ties, future))
+
+    def install(self) -> None:
+        """Wrap the methods of torch's futures."""
+        future = torch.Future
+        future.wait = in_place_of(future.wait, self._wait)  # type: ignore[method-assign]
+        future.then = in_place_of(future.then, self._then)  # type: ignore[method-assign]
+        torch.futures.collect_all = in_place_of(torch.futures.collect_all, self._collect_all)
+        torch.futures.wait_all = in_place_of(torch.futures.wait_all, _wait_all)
+        atexit.register(self._let_go)
+
+    def _let_go(self) -> None:
+        """Wait for pending callbacks.
+
+        A backend's thread that releases a callback while the interpreter exits would abort the process. Without labkit,
+        too, a process with a collective under way ends only after it: torch waits for the backend's threads.
+        """
+        begin = time.monotonic()
+        for callbacks, limit_s in ((self._of_backends, BACKENDS_EXIT_LIMIT_S), (self._callbacks, EXIT_LIMIT_S)):
+            while callbacks and time.monotonic() - begin < limit_s:
+                time.sleep(0.001)
+
+    def tie(self, future: Any, operations: Iterable[Operation]) -> None:
+        """Note that the future completes with these operations."""
+        ties = self._ties.get(future)
+        if ties is None:
+            ties = self._ties[future] = _Ties()
+        for operation in operations:
+            ties.operations.append(operation)
+            if ties.waiters:  # a thread is already waiting
+                operation.wait_begins()
+
+    def known(self, future: Any) -> bool:
+        """Whether a future can only be completed by Python or by recorded operations, not by unrecorded work in C++."""
+        ties = self._ties.get(future)
+        if ties is None or isinstance(future, torch.futures.Future):
+            return isinstance(future, torch.futures.Future)
+        return bool(ties.operations) if ties.known is None else ties.known
+
+    def _wait(self, wait: Callable[..., Any], future: Any) -> Any:
+        ties = self._ties.get(future)
+        if future.done():
+            if ties is not None:
+                _tell(ties, future)
+                for operation in ties.operations:
+                    operation.waited_when_complete()  # which its callback may not have recorded yet
+            return wait(future)
+        if ties is None:
+            ties = self._ties[future] = _Ties()
+        ties.waiters += 1
+        for operation in ties.operations:
+            operation.wait_begins()
+        try:
+            return wait(future)
+        finally:
+            _tell(ties, future)
+            ties.waiters -= 1
+            for operation in ties.operations:
+                if operation.waited_for:
+                    operation.wait_ends()
+
+    def _then(self, then: Callable[..., Any], future: Any, callback: Any) -> Any:
+        ties = self._ties.get(future)
+        if ties is None or not ties.operations:
+            return self._made_of([future], then(future, callback))
+        for cell in getattr(callback, "__closure__", None) or ():
+            # A callback that refers to another future completes it: `RRef.rpc_async` returns the result of its second
+            # call in this way.
+            if cell != CellType() and isinstance(cell.cell_contents, torch.Future):
+                self.tie(cell.cell_contents, ties.operations)
+        child = self._made_of([future], then(future, callback))
+        self.tie(child, ties.operations)
+        return child
+
+    def _made_of(self, parts: Iterable[Any], future: Any) -> Any:
+        """Note that a future completes when others have completed, and return it."""
+        ties = self._ties[future] = _Ties()
+        ties.known = all(self.known(part) for part in parts)
+        return future
+
+    def _collect_all(self, collect: Callable[..., Any], futures: Any) -> Any:
+        futures = list(futures)
+        future = self._made_of(futures, collect(futures))
+        for part in futures:
+            ties = self._ties.get(part)
+            if ties is not None:
+                self.tie(future, ties.operations)
+        return future
+
+
+def _wait_all(_: Callable[..., Any], futures: Any) -> list[Any]:
+    """Replace torch's `wait_all`, which collects its futures in C++."""
+    return [future.wait() for future in torch.futures.collect_all(futures).wait()]
+
+
+def _tell(ties: _Ties, future: Any) -> None:
+    while ties.first:
+        try:
+            callback = ties.first.pop()
+        except IndexError:  # another thread was quicker
+            return
+        callback(future)

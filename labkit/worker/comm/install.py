@@ -1,0 +1,140 @@
+"""Installs in a rank what records its collectives, messages and RPCs, without changes to the student's code.
+
+torch creates its process groups from the class that is called `ProcessGroup`. In a rank this name refers to a subclass
+of labkit's, whose methods record their calls. All communication uses them: `torch.distributed`'s functions,
+DistributedDataParallel's reducer in C++, functional collectives (DTensor, FSDP2), and pipelines. The same methods delay
+operations on an emulated link.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import rpc
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.costs.shared_link import SharedLink
+from labkit.recording.import_hook import when_imported
+from labkit.recording.record import Recorder, here
+from labkit.worker.comm import phases
+from labkit.worker.comm.backward import in_backward
+from labkit.worker.comm.cuda_timing import DeviceClock
+from labkit.worker.comm.emulated_link import SlowLink, wake_in_time
+from labkit.worker.comm.futures import Futures
+from labkit.worker.comm.group_creation import watch_creation
+from labkit.worker.comm.members import Numbering
+from labkit.worker.comm.pipelines import Pipelines
+from labkit.worker.comm.process_group import watched_process_group
+from labkit.worker.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
+from labkit.worker.comm.work import keep_for_reducers
+
+UNTRACED: Final = ("labkit.worker.comm", "labkit.recording")
+
+
+def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
+    """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
+
+    `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
+    link.
+    """
+    wake_in_time()
+    shared_link = SharedLink(fd)
+    shared_link.keep_from_forks()
+    return SlowLink(link, rank, ranks, shared_link)
+
+
+def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
+    """Record the operations of all process groups that are created from now on, delayed by `slow`.
+
+    To be called before `init_process_group`. The function that it returns starts recording remote calls, too; it is to
+    be called before `init_rpc`.
+    """
+    futures = _watch_groups(recorder, slow, given=True)
+    return lambda: _watch_calls(recorder, futures, slow)
+
+
+def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
+    """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
+
+    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls. `given` tells
+    whether ranks in the first process group equal the processes' numbers. The returned function does nothing: it stands
+    for that of `watch_torch`.
+    """
+    _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
+    return lambda: None
+
+
+def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
+    """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
+
+    To be called once torch has been imported. `given`: whether ranks in the first process group equal the processes'
+    numbers, as with torchrun. Returns whether there already was a default group, whose operations are not recorded.
+    """
+    late = c10d.GroupMember.WORLD is not None
+    if rpc.is_available():
+        watch_rpc(recorder, given=given)
+    else:
+        _watch_groups(recorder, None, given=given)
+    if torch.version.cuda is not None and GPU_START.found:
+        # Called when torch initializes CUDA. Before that there is nothing to time, and a query for GPUs could
+        # initialize CUDA.
+        GPU_START["_lazy_call"](lambda: watch_device(recorder, torch.device("cuda")))
+    return late
+
+
+def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> None:
+    if not REMOTE_CALLS.found:
+        return
+    from labkit.worker.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
+
+    RpcCalls(recorder, futures, slow).install()
+
+
+@functools.cache
+def prepare() -> Futures:
+    """Replace in this process, at the first call, what needs no recorder; return what records waits for futures.
+
+    The server that forks ranks does this for them: it would take 1 ms of each, and 5 more for `phases.install`.
+    """
+    futures = Futures()
+    futures.install()
+    Pipelines(phases.install()).install()
+    when_imported("torch._dynamo.trace_rules", _run_untraced)
+    keep_for_reducers()
+    return futures
+
+
+def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
+    futures = prepare()
+    recorder.ring.in_backward = lambda: in_backward() != -1
+    recorder.facts = phases.install().facts
+    if not PROCESS_GROUPS.found:
+        return futures
+    numbering = Numbering(recorder.rank, recorder.size, given=given)
+    c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
+    watch_creation(recorder)
+    return futures
+
+
+def _run_untraced(_: ModuleType) -> None:
+    """Let `torch.compile` call what records operations as it calls C++, instead of compiling it.
+
+    torch's process groups have no Python code. Where compiled code calls one, after a graph break, torch would compile
+    our methods, and refuse, since a process group may have no attributes that it does not know. There is no public way
+    to exclude a package; without this, such a program fails. Test: `test_compiled.py`.
+    """
+    for package in UNTRACED if COMPILED_OPERATIONS.found else ():
+        COMPILED_OPERATIONS["add"](package)
+
+
+def watch_device(recorder: Recorder, device: torch.device) -> None:
+    """Time spans and operations by the GPU, if this is the device on which the rank computes."""
+    if device.type == "cuda":
+        recorder.device_clock = DeviceClock(recorder.ring)
+        here.forget_spans()  # existing span objects are timed by the host

@@ -1,0 +1,154 @@
+"""Memory and step times of single strategies, computed by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import labkit as lab
+from labkit.costs.estimate import Estimate, _estimate, best_estimate
+from labkit.costs.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
+from labkit.costs.workload import Precision, Workload
+
+# A link of 1 GB/s inside and one of 0.1 GB/s between the nodes; a device that computes 10¹² operations per second.
+NETWORK = lab.Network(
+    nodes=2, inside=lab.Link(gbit_per_s=8, latency_us=1000), between=lab.Link(gbit_per_s=0.8, latency_us=10_000)
+)
+DEVICE = lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=2)
+CLUSTER = lab.Cluster(ranks=4, device=DEVICE, link=NETWORK)
+# 4 layers with 10 million parameters each. A sample takes 0.1 s forward and 0.2 s backward.
+WORK = Workload(
+    samples=8, parameters=40e6, layers=4, forward_flops=1e11, whole_bytes=1e6, divided_bytes=2e6, hidden_bytes=1e5,
+    output_bytes=5e5, heads=4,
+)  # fmt: skip
+SINGLE = Precision(4, 4, 8)
+ADAM_S = 40e6 * (4 + 4 + 16) / 10e9  # all parameters, gradients and twice the state pass through the memory
+
+
+def estimate(*axes: tuple[str, int], stage: int = 0, micro_batches: int = 1, recompute: bool = False) -> Estimate:
+    return _estimate(WORK, SINGLE, Strategy(axes, stage), CLUSTER, micro_batches, recompute)
+
+
+def best(work: Workload, strategy: Strategy, cluster: lab.Cluster) -> Estimate:
+    found = best_estimate(work, SINGLE, strategy, cluster)
+    assert found is not None
+    return found
+
+
+def test_ddp() -> None:
+    row = estimate((REPLICATE, 4))
+    assert row.compute_s == pytest.approx(2 * 0.3 + ADAM_S)
+    # 160 MB in 7 buckets, each a ring of 6 rounds of a quarter: 6·10 ms + 1.5·(160/7) MB / 0.1 GB/s
+    each_s = 0.060 + 1.5 * 160 / 7 / 100
+    assert row.exposed_s == {REPLICATE: pytest.approx(7 * each_s + 0.4 / 7 - 0.4)}
+    assert row.level == {REPLICATE: "between"}
+    assert row.memory_bytes == {
+        "parameters": 160e6, "gradients": 160e6, "optimizer": 320e6, "activations": 2 * (4 * 3e6 + 5e5), "buffers": 160e6,
+    }  # fmt: skip
+    assert row.fits
+
+
+def test_fsdp2_gathers_each_layer_twice_and_scatters_once() -> None:
+    row = estimate((SHARD, 4), stage=3)
+    half_s = 0.030 + 0.75 * 0.4  # a gather or a scatter of one layer of 40 MB
+    forward_s, backward_s = 2 * 0.1 / 4, 2 * 0.2 / 4
+    forward = half_s + 3 * (half_s - forward_s)
+    backward = 2 * half_s + 3 * (2 * half_s - backward_s)
+    assert row.exposed_s == {SHARD: pytest.approx(forward + backward)}
+    assert row.compute_s == pytest.approx(0.6 + ADAM_S / 4)
+    assert row.memory_bytes["parameters"] == row.memory_bytes["gradients"] == 40e6
+    assert row.memory_bytes["optimizer"] == 80e6
+    assert row.memory_bytes["buffers"] == 2 * 40e6 + 40e6  # the parameters of two layers, the gradients of one
+
+
+def test_zero_2_gathers_once_per_step_fsdp2_once_per_micro_batch() -> None:
+    two, three = (estimate((SHARD, 4), stage=stage, micro_batches=2) for stage in (2, 3))
+    half_s = 0.030 + 0.75 * 0.4
+    forward = half_s + 3 * (half_s - 0.1 / 4)
+    assert two.exposed_s[SHARD] == pytest.approx(forward + 2 * (half_s + 3 * (half_s - 0.2 / 4)))
+    assert three.exposed_s[SHARD] == pytest.approx(2 * forward + 2 * (2 * half_s + 3 * (2 * half_s - 0.2 / 4)))
+    assert two.memory_bytes["parameters"] == 160e6
+    assert two.memory_bytes["gradients"] == 40e6
+
+
+def test_hsdp_sums_its_shards_between_the_nodes_at_the_same_time() -> None:
+    row = estimate((REPLICATE, 2), (SHARD, 2), stage=3)
+    inside_s = 0.001 + 0.5 * 0.04
+    # Two groups sum 20 MB each over the node's one connection: 2 rounds, each with half of 20 MB of both groups.
+    sum_s = 2 * (0.010 + 20e6 / 0.1e9)
+    hidden_by = max(2 * 0.2 / 4, 2 * inside_s)
+    assert row.exposed_s[REPLICATE] == pytest.approx(sum_s + 3 * (sum_s - hidden_by))
+    assert row.exposed_s[SHARD] == pytest.approx(3 * inside_s)  # only the first gathers and the last scatter
+    assert row.level == {REPLICATE: "between", SHARD: "inside"}
+    assert row.memory_bytes["parameters"] == 80e6
+
+
+def test_tensor_parallelism_sums_four_times_per_layer_and_six_with_recomputation() -> None:
+    sum_s = 2 * 0.001 + 4 * 1e5 / 1e9  # 4 samples of 0.1 MB, between two ranks of a node
+    mesh = (REPLICATE, 2), (TENSOR, 2)
+    assert estimate(*mesh).exposed_s[TENSOR] == pytest.approx(4 * 4 * sum_s)
+    again = estimate(*mesh, recompute=True)
+    assert again.exposed_s[TENSOR] == pytest.approx(4 * 6 * sum_s)
+    assert again.compute_s == pytest.approx(4 * 0.4 / 2 + ADAM_S / 2)  # 4 samples, half of each layer, forward twice
+    assert estimate(*mesh).memory_bytes["activations"] == 4 * (4 * (1e6 + 2e6 / 2) + 5e5 / 2)
+    assert again.memory_bytes["activations"] == 4 * (4 * 1e5 + (1e6 + 2e6 / 2) + 5e5 / 2)
+
+
+def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
+    row = estimate((PIPELINE, 4), micro_batches=8)
+    assert row.compute_s == pytest.approx(8 * 0.3 / 4 + ADAM_S / 4)
+    assert row.bubble_s == pytest.approx(3 * 0.3 / 4)
+    hop_s = 0.010 + 1e5 / 1e8  # the slowest: from node to node
+    assert row.exposed_s == {PIPELINE: pytest.approx(2 * (3 + 7) * hop_s)}
+    assert row.memory_bytes["parameters"] == 40e6
+    assert row.memory_bytes["activations"] == 4 * 3e6  # the first stage: four micro-batches under way, one layer each
+
+
+def test_the_last_stage_needs_most_if_outputs_are_large() -> None:
+    row = estimate((PIPELINE, 2), (REPLICATE, 2), micro_batches=1)
+    assert row.memory_bytes["activations"] == 4 * (2 * 3e6 + 5e5)
+
+
+def test_the_best_estimate_is_the_fastest_that_fits() -> None:
+    pipeline = Strategy(((PIPELINE, 4),), 0)
+    found = best(WORK, pipeline, CLUSTER)
+    assert found.fits
+    assert not found.recompute
+    others = [estimate((PIPELINE, 4), micro_batches=count) for count in (4, 8)]
+    assert found.step_s == min(other.step_s for other in others)
+    small = lab.Cluster(ranks=4, device=lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=0.164), link=NETWORK)
+    found = best(WORK, pipeline, small)
+    assert found.recompute  # 160 MB of state leave 4 MB for activations, which need 12 without it
+    assert found.fits
+
+
+def test_what_never_fits_says_by_how_much() -> None:
+    tiny = lab.Cluster(ranks=4, device=lab.Device(tflop_per_s=1, gbyte_per_s=10, memory_gb=0.1), link=NETWORK)
+    found = best(WORK, Strategy(((REPLICATE, 4),), 0), tiny)
+    assert not found.fits
+    assert found.missing_bytes == pytest.approx(sum(found.memory_bytes.values()) - 0.1e9)
+    assert found.recompute
+    assert found.micro_batches == 2
+
+
+def test_a_batch_that_the_replicas_cannot_divide_has_no_estimate() -> None:
+    cluster = lab.Cluster(ranks=16, device=DEVICE, link=NETWORK)
+    assert best_estimate(WORK, SINGLE, Strategy(((REPLICATE, 16),), 0), cluster) is None
+
+
+def test_a_pipeline_has_at_least_as_many_micro_batches_as_stages() -> None:
+    deep = Strategy(((PIPELINE, 4),), 0)
+    found = best(replace(WORK, samples=4), deep, CLUSTER)
+    assert found.micro_batches == 4
+    assert best_estimate(replace(WORK, samples=2), SINGLE, deep, CLUSTER) is None
+
+
+def test_one_rank_only_computes() -> None:
+    alone = lab.Cluster(ranks=1, device=DEVICE, link=lab.Link.nvlink4)
+    row = _estimate(WORK, SINGLE, Strategy((), 0), alone, 1, recompute=False)
+    assert row.step_s == pytest.approx(8 * 0.3 + ADAM_S)
+    assert row.exposed_s == {}
+    assert row.memory_bytes["buffers"] == 0
+    assert math.isclose(row.step_s, row.compute_s)

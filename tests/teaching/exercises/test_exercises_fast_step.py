@@ -1,0 +1,211 @@
+"""The exercise with a leaderboard: right answers get a score in the order of their steps, wrong ones an explanation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from answers import Answers, judge
+from store_exchange import through_the_store
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.teaching.exercises.check import check
+
+answers = Answers()
+right, wrong = answers.right, answers.wrong
+
+
+def with_average(average, model):
+    """A step that averages the gradients by a function after the backward pass."""
+
+    def step(inputs, targets):
+        F.mse_loss(model(inputs), targets).backward()
+        average([p.grad for p in model.parameters()])
+
+    return step
+
+
+def one_by_one(gradients):
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
+def in_one_tensor(gradients, change=lambda flat: flat, all_reduce=dist.all_reduce):
+    flat = change(torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size())
+    all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def with_ddp(model, **options):
+    wrapped = DistributedDataParallel(model, **options)
+
+    def step(inputs, targets):
+        F.mse_loss(wrapped(inputs), targets).backward()
+
+    return step
+
+
+def naive(model):
+    return with_average(one_by_one, model)
+
+
+def one_message(model):
+    return with_average(in_one_tensor, model)
+
+
+def ddp(model):
+    return with_ddp(model)
+
+
+@right("fast_step")
+def ddp_with_small_buckets(model):
+    return with_ddp(model, bucket_cap_mb=0.5)
+
+
+@right("fast_step")
+def batch_of_all_ranks(model):
+    """Every rank computes everything: right, few bytes, and slow."""
+
+    def step(inputs, targets):
+        whole = [torch.empty(dist.get_world_size() * len(part), part.shape[1]) for part in (inputs, targets)]
+        for part, own in zip(whole, (inputs, targets), strict=True):
+            dist.all_gather(list(part.chunk(dist.get_world_size())), own)
+        F.mse_loss(model(whole[0]), whole[1]).backward()
+
+    return step
+
+
+@wrong("fast_step", "expected a function step(inputs, targets)")
+def no_function(model):
+    return model.zero_grad()
+
+
+@wrong("fast_step", "No parameter has a gradient after the step")
+def without_backward(model):
+    return lambda inputs, targets: F.mse_loss(model(inputs), targets)
+
+
+@wrong("fast_step", "those of this rank's own examples", cure="average them over the ranks")
+def alone(model):
+    return with_average(len, model)
+
+
+@wrong("fast_step", "summed over the ranks", cure="divide by the number of ranks")
+def summed(model):
+    return with_average(lambda gradients: [dist.all_reduce(g) for g in gradients], model)
+
+
+@wrong("fast_step", "divided by the number of ranks twice", cure="DDP and ReduceOp.AVG divide already")
+def ddp_divided_again(model):
+    ddp_step = with_ddp(model)
+
+    def step(inputs, targets):
+        ddp_step(inputs, targets)
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+
+    return step
+
+
+@wrong("fast_step", "those of the step before", cure="wait() for each operation")
+def one_step_late(model):
+    """The average of a step is used in the next one, as in asynchronous training."""
+    sent = []
+
+    def average(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+        sent.append((dist.all_reduce(flat, async_op=True), flat))
+        if len(sent) == 2:
+            work, flat = sent.pop(0)
+            work.wait()
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    return with_average(average, model)
+
+
+@wrong("fast_step", "some of their digits were lost", cure="numbers of 16 bits lose more")
+def in_half_precision(model):
+    def all_reduce(flat):
+        half = flat.bfloat16()
+        dist.all_reduce(half)
+        flat.copy_(half)
+
+    return with_average(lambda gradients: in_one_tensor(gradients, all_reduce=all_reduce), model)
+
+
+@wrong("fast_step", "not those of one process with the whole batch", cure="all_reduce of each gradient")
+def only_the_large_ones(model):
+    return with_average(lambda gradients: one_by_one([g for g in gradients if g.ndim == 2]), model)
+
+
+@wrong("fast_step", "the ranks have not exchanged them")
+def through_a_store(model):
+    def average(gradients):
+        for gradient, *parts in zip(gradients, *through_the_store(gradients), strict=True):
+            gradient.copy_(sum(parts) / len(parts))
+
+    return with_average(average, model)
+
+
+def simulated(tensor):
+    return type(tensor) is not torch.Tensor
+
+
+@wrong("fast_step", "the simulated ranks communicate otherwise than the real ones")
+def sends_nothing_when_simulated(model):
+    def average(gradients):
+        if not simulated(gradients[0]):
+            in_one_tensor(gradients)
+
+    return with_average(average, model)
+
+
+@wrong("fast_step", "computes less than forward and backward pass need")
+def computes_nothing_when_simulated(model):
+    def step(inputs, targets):
+        if simulated(inputs):
+            dist.all_reduce(torch.empty(sum(p.numel() for p in model.parameters())))
+        else:
+            one_message(model)(inputs, targets)
+
+    return step
+
+
+@wrong("fast_step", "a condition needs the value of a tensor")
+def depends_on_a_value(model):
+    def average(gradients):
+        if all(gradient.abs().max() > 0 for gradient in gradients):
+            in_one_tensor(gradients)
+
+    return with_average(average, model)
+
+
+@pytest.mark.parametrize("answer", answers.parameters())
+@pytest.mark.processes
+def test_the_verdict_fits_the_answer(answer) -> None:
+    judge(answer)
+
+
+def test_every_exercise_has_right_and_wrong_answers_here() -> None:
+    answers.complete("fast_step")
+
+
+@pytest.mark.processes
+def test_the_score_is_the_same_each_time_and_less_for_a_shorter_step() -> None:
+    def score(answer) -> float:
+        verdict = check("fast_step", answer)
+        assert verdict.score is not None
+        assert f"{verdict.score:.1f} ms" in verdict.message
+        return verdict.score
+
+    assert score(naive) > score(one_message) > score(ddp) == score(ddp)
+
+
+@pytest.mark.processes
+def test_a_wrong_answer_and_an_exercise_without_leaderboard_have_no_score() -> None:
+    assert check("fast_step", summed).score is None
+    assert check("waiting_share", 0.5).score is None

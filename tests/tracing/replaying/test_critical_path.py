@@ -1,0 +1,93 @@
+"""The critical path: where it leads, and that its pieces add up to the step; all times in milliseconds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from labkit.errors.exceptions import LabError
+from labkit.recording.schema import Span
+from labkit.tracing.replaying.critical_path import Piece, critical_path
+from labkit.tracing.replaying.replay import replay
+from labkit.tracing.trace import Trace
+
+from replayed import ONE_GBIT, all_reduce, beside, blocking, waited  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
+
+
+def in_ms(pieces: list[Piece], trace: Trace) -> list[tuple[int, str, float, float]]:
+    return [(p.rank, p.name, (p.start_ns - trace.start_ns) / MS, (p.end_ns - trace.start_ns) / MS) for p in pieces]
+
+
+def test_it_leads_to_the_rank_that_came_last() -> None:
+    path = critical_path(blocking())
+    assert [(name, start, end) for _, name, start, end in in_ms(path, blocking())] == [
+        ("forward", 0, 8), ("all_reduce", 8, 10), ("optimizer", 10, 11),
+    ]  # fmt: skip
+    assert path[0].rank == 1
+    assert [p.kind for p in path] == ["compute", "communication", "compute"]
+
+
+def test_an_operation_that_nobody_had_to_wait_for_is_not_on_it() -> None:
+    assert {p.name for p in critical_path(beside())} == {"backward", "optimizer"}
+
+
+def test_it_follows_the_operation_that_had_the_link_before() -> None:
+    trace = replay(waited(), link=ONE_GBIT)
+    path = [(name, start, end) for _, name, start, end in in_ms(critical_path(trace), trace)]
+    assert path == [("backward", 0, 5), ("all_reduce", 5, 25), ("optimizer", 25, 27)]  # both of them: 5-15 and 15-25
+
+
+def test_it_follows_messages_against_their_direction() -> None:
+    trace = model_parallel(steps=2)
+    path = [(rank, name) for rank, name, *_ in in_ms(critical_path(trace, step=1), trace)]
+    assert path == [
+        (0, "data"), (0, "forward"), (1, "recv"), (1, "forward"), (1, "backward"), (0, "recv"), (0, "backward"), (0, "optimizer"),
+    ]  # fmt: skip
+
+
+def test_it_leads_through_the_call_that_took_longest() -> None:
+    trace = remote_calls()
+    path = [(rank, name) for rank, name, *_ in in_ms(critical_path(trace), trace) if name != "train"]
+    once = [(0, "forward"), (2, "rpc_async shard"), (2, "serve shard"), (0, "rpc_async shard")]
+    assert path == once * 2
+
+
+@pytest.mark.parametrize("trace", [alone(), blocking(), data_parallel(8), model_parallel(), master_and_workers()])
+def test_its_pieces_add_up_to_the_step(trace: Trace) -> None:
+    for step, (start, end) in enumerate(trace.step_bounds().tolist()):
+        path = critical_path(trace, step=step)
+        assert (path[0].start_ns, path[-1].end_ns) == (start, end)
+        assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
+        assert all(piece.duration_ns > 0 for piece in path)
+
+
+def test_without_steps_it_is_that_of_the_whole_run() -> None:
+    book = Book()
+    book.compute(0, "forward", 1, 3)
+    assert in_ms(critical_path(book.trace(1, start_ns=0, end_ns=4 * MS)), book.trace(1, start_ns=0)) == [
+        (0, "", 0, 1), (0, "forward", 1, 3), (0, "", 3, 4),
+    ]  # fmt: skip
+
+
+def test_the_default_is_the_step_of_median_length() -> None:
+    book = Book()
+    for start, end in ((0, 9), (9, 12), (12, 17)):
+        book.whole(0, "step", start, end)
+    assert in_ms(critical_path(book.trace(1)), book.trace(1)) == [(0, "step", 12, 17)]
+
+
+def test_what_cannot_be_replayed_has_none() -> None:
+    with pytest.raises(LabError, match=r"^critical_path: 1 records .* were lost"):
+        critical_path(Trace([Span(0, "forward", "compute", 0, 5)], ranks=["a"], dropped=[1]))
+    with pytest.raises(LabError, match="step 7"):
+        critical_path(blocking(), step=7)
+
+
+def test_the_longest_of_several_ranks_ends_it() -> None:
+    book = Book()
+    all_reduce(book, [2, 1], 3)
+    book.compute(0, "forward", 0, 2)
+    book.compute(1, "optimizer", 3, 9)
+    assert [(p.rank, p.name) for p in critical_path(book.trace(2))] == [(0, "forward"), (1, "all_reduce"), (1, "optimizer")]

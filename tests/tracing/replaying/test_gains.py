@@ -1,0 +1,174 @@
+"""What changes save, against times worked out by hand; all times in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
+from labkit.tracing.replaying.changes import ProgramChanges, rules_for
+from labkit.tracing.replaying.gains import Gains, gains_of
+from labkit.tracing.replaying.graph import graph_of
+from labkit.tracing.replaying.replay import replay, replayed, replayed_steps
+from labkit.tracing.replaying.times import measured, play
+from labkit.tracing.step_times import step_lengths_ns
+from labkit.tracing.trace import Trace
+
+from replayed import MB10, ONE_GBIT, beside, blocking, sent_afterwards, tensor_parallel, waited_over  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, remote_calls  # isort: skip
+
+
+def gains(trace: Trace) -> Gains:
+    return gains_of(trace, "what_helps")
+
+
+def saved(trace: Trace) -> dict[str, float]:
+    return {gain.change: round(gain.saved_ns / MS, 3) for gain in gains(trace).gains}
+
+
+def test_changes_are_sorted_by_what_they_save() -> None:
+    found = saved(blocking())
+    assert found == {
+        "forward twice as fast": 4,
+        "rank 1 as fast as the others": 3,
+        "all_reduce twice as fast": 1,
+        "optimizer twice as fast": 0.5,
+        "communication takes no time": 2,
+    }
+    assert list(found.values()) == [4, 3, 1, 0.5, 2]  # the ideal stands apart
+    assert [gain.ideal for gain in gains(blocking()).gains] == [False, False, False, False, True]
+    assert gains(blocking()).step_ns == 11 * MS
+
+
+def test_a_run_over_a_link_is_asked_about_the_link() -> None:
+    trace = waited_over(Link(gbit_per_s=1, latency_us=500))  # 5 to 16, 16 to 27
+    found = saved(trace)
+    assert found["twice the bandwidth"] == 7  # 5 to 11, 11 to 17: the wait at 20 is over, and a step takes 22
+    assert found["half the latency"] == 1
+    assert found["all gradients in one bucket"] == -4  # 10 to 31
+    assert "all_reduce twice as fast" not in found
+    assert "half the latency" not in saved(waited_over(ONE_GBIT))
+
+
+def test_the_two_levels_of_a_network_are_asked_about_one_by_one() -> None:
+    trace = waited_over(Network(nodes=2, inside=ONE_GBIT, between=ONE_GBIT))
+    found = saved(trace)
+    assert found["twice the bandwidth between the nodes"] == 5
+    assert found["twice the bandwidth inside the nodes"] == 0
+
+
+def test_a_phase_of_numbered_micro_batches_is_one() -> None:
+    book = Book()
+    for number in range(4):
+        book.compute(0, f"forward {number}", number, number + 1)
+    assert saved(book.trace(1)) == {"forward twice as fast": 2}
+    assert not gains(book.trace(1)).steps
+
+
+def test_a_rank_that_only_does_more_is_no_straggler() -> None:
+    book = Book()
+    for rank, spans in ((0, 3), (1, 1)):
+        for number in range(spans):
+            book.compute(rank, "forward", 2 * number, 2 * number + 2)
+    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
+
+
+def test_a_rank_for_which_nobody_waits_is_not_called_slow() -> None:
+    """Rank 1 needs longer for its forward pass, but rank 0 also logs, which no other rank does."""
+    book = Book()
+    for rank, (forward, arrives) in enumerate(((10, 20), (12, 12))):
+        book.compute(rank, "forward", 0, forward)
+        book.travel(rank, "all_reduce", arrives, 21, wait=(arrives, 21), group="world", match=1)
+        book.whole(rank, "step", 0, 21)
+    book.compute(0, "log", 10, 20)
+    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
+
+
+def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:
+    book, start = Book(), 0.0
+    for forward in (99, 8, 10, 12, 14):  # the first is left out; half of the others last 9.5 + 2 to 12.5 + 2
+        middle = book.compute(0, "forward", start, start + forward)
+        end = book.compute(0, "optimizer", middle, middle + 2)
+        book.whole(0, "step", start, end)
+        start = end
+    found = gains(book.trace(1, end_ns=int(start * MS)))
+    assert (found.low_ns, found.step_ns, found.high_ns) == (11.5 * MS, 13 * MS, 14.5 * MS)
+    marked = {gain.change: gain.in_spread for gain in found.gains}
+    assert marked == {"forward twice as fast": False, "optimizer twice as fast": True}  # saves 1 of 13
+
+
+def test_at_most_a_dozen_are_kept() -> None:
+    for trace in (data_parallel(8), alone(), remote_calls()):
+        assert 1 <= len(gains(trace).gains) <= 12
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(LabError, match=r"^what_helps: runs on a GPU"):
+        gains(gpu_and_cpu())
+
+
+@pytest.mark.parametrize("trace", [blocking(), beside(), waited_over(ONE_GBIT), data_parallel(), remote_calls(), alone()])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_the_steps_alone_are_those_of_the_whole_trace(trace: Trace, factor: int) -> None:
+    graph = graph_of(trace, "what_helps")
+    first = next(span.name for span in trace if span.kind == "compute")
+    rules = rules_for(graph, measured(graph), ProgramChanges(slower={first: factor}))
+    times = play(graph, rules)
+    steps, whole = replayed_steps(graph, times), replayed(graph, rules, times, "")
+    assert step_lengths_ns(steps).tolist() == step_lengths_ns(whole).tolist()
+    assert steps.duration_ns == whole.duration_ns
+
+
+def test_gradients_may_travel_beside_a_backward_pass_but_not_longer_than_it_lasts() -> None:
+    assert saved(sent_afterwards())["gradients travel beside backward, at best"] == 5  # of 12
+    longer = replay(sent_afterwards(), slower={"backward": 4})
+    assert saved(longer)["gradients travel beside backward, at best"] == 12
+    assert not any("beside backward" in change for change in saved(beside()))
+
+
+def test_where_each_rank_had_a_core_nobody_asks_what_one_would_save() -> None:
+    assert "a core for each rank" not in saved(blocking())
+
+
+def in_a_row(
+    ranks: int = 2, gap: float = 0.0, nbytes: int = 4_000, lines: tuple[str, str] = ("line 3", "line 3"), around: str = ""
+) -> Trace:
+    """Steps of 1 ms of computing, then two all-reduces of 5 ms each, with some work between them."""
+    book, length = Book(), 11 + gap
+    for step in range(4):
+        for rank in range(ranks):
+            at = step * length
+            book.compute(rank, "forward", at, at + 1)
+            if around:
+                book.compute(rank, around, at + 1, at + length)
+            for number, since in enumerate((at + 1, at + 6 + gap)):
+                key = {"group": "world", "match": 2 * step + number, "nbytes": nbytes, "line": lines[number]}
+                book.travel(rank, "all_reduce", since, since + 5, wait=(since, since + 5), **key)
+            book.whole(rank, "step", at, at + length)
+    return book.trace(ranks)
+
+
+@pytest.mark.parametrize(
+    ("trace", "known"),
+    [
+        (in_a_row(), True),
+        (in_a_row(gap=1), True),
+        (in_a_row(gap=4), False),  # the second may need what the rank made of the first's result
+        (in_a_row(lines=("line 3", "line 4")), False),
+        (in_a_row(nbytes=1_000_000), False),  # without a link, nobody knows what their bytes take
+        (in_a_row(around="optimizer"), True),
+        (in_a_row(around="backward"), False),
+        (tensor_parallel(), False),
+    ],
+)
+def test_consecutive_collectives_of_one_line_may_be_one_message(trace: Trace, known: bool) -> None:
+    found = saved(trace)
+    assert ("consecutive messages as one" in found) is known
+    assert found.get("consecutive messages as one", 5) == 5
+
+
+@pytest.mark.parametrize(("nbytes", "saves"), [(125_000, 5), (MB10, 0)])
+def test_one_message_has_the_bytes_of_all(nbytes: int, saves: float) -> None:
+    """Over a link where the bytes of each take 1 or 10, and an operation takes at least 5."""
+    assert saved(replay(in_a_row(nbytes=nbytes), link=ONE_GBIT))["consecutive messages as one"] == saves

@@ -1,0 +1,401 @@
+"""`replay` against times worked out by hand; all times in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.costs.link import Link
+from labkit.costs.network import Network
+from labkit.errors.exceptions import LabError
+from labkit.recording.schema import Span
+from labkit.tracing.ideal_pipeline import schedule
+from labkit.tracing.load import load_trace
+from labkit.tracing.replaying.replay import replay
+from labkit.tracing.step_times import step_ms
+from labkit.tracing.trace import Trace
+
+from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
+
+
+def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
+    return [((s.start_ns - trace.start_ns) / MS, (s.end_ns - trace.start_ns) / MS) for s in trace.filter(rank=rank, name=name)]
+
+
+def waits(trace: Trace, rank: int, name: str) -> list[float]:
+    return [(s.wait_end_ns - s.wait_start_ns) / MS for s in trace.filter(rank=rank, name=name)]
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [alone(), blocking(), beside(), waited(), data_parallel(), model_parallel(), remote_calls(), master_and_workers(),
+     schedule("1f1b", stages=4, micro_batches=6, communication=0.3)],
+)  # fmt: skip
+def test_without_a_change_the_recorded_times_come_out(trace: Trace) -> None:
+    assert list(replay(trace)) == list(trace)
+    assert replay(trace).end_ns == trace.end_ns
+
+
+def test_a_faster_span_shortens_what_it_encloses_and_moves_what_follows() -> None:
+    book = Book()
+    book.compute(0, "forward", 0, 4)
+    book.compute(0, "layer", 1, 3)
+    book.compute(0, "backward", 5, 11)
+    book.scalar(0, "loss", 8, 0.5)
+    trace = replay(book.trace(1), faster={"forward": 2})
+    assert times(trace, 0, "forward") == [(0, 2)]
+    assert times(trace, 0, "layer") == [(0.5, 1.5)]
+    assert times(trace, 0, "backward") == [(3, 9)]  # the gap between the two is no part of forward
+    assert trace.scalars[0].time_ns == 6 * MS
+    inner = replay(book.trace(1), faster={"forward": 2, "layer": 4})
+    assert times(inner, 0, "forward") == [(0, 1.5)]  # 1 + 1 outside of the layer in half the time, and 2 in a quarter
+
+
+def test_a_name_also_selects_numbered_micro_batches() -> None:
+    book = Book()
+    for number in range(2):
+        book.compute(0, f"forward {number}", 2 * number, 2 * number + 2)
+    book.compute(0, "forwarding", 4, 6)
+    trace = replay(book.trace(1), slower={"forward": 3})
+    assert times(trace, 0, "forwarding") == [(12, 14)]
+
+
+def test_a_collective_starts_when_its_last_rank_has_come() -> None:
+    trace = replay(blocking(), faster={"forward": 4}, rank=1)
+    assert times(trace, 0, "all_reduce") == [(5, 7)]  # rank 0 is the last now
+    assert waits(trace, 1, "all_reduce") == [5]
+    assert step_ms(trace) == 8
+    assert times(replay(blocking(), slower={"forward": 2}, rank=0), 1, "optimizer") == [(12, 13)]
+
+
+def test_a_straggler_like_the_others() -> None:
+    assert times(replay(blocking(), like_others=1), 1, "optimizer") == [(7, 8)]
+
+
+def test_operations_that_take_no_time_still_wait_for_the_last_rank() -> None:
+    trace = replay(blocking(), free=("all_reduce",))
+    assert times(trace, 0, "all_reduce") == [(5, 8)]
+    assert step_ms(trace) == 9
+
+
+def test_names_may_come_from_an_iterator() -> None:
+    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*replay(blocking(), free=["all_reduce"])]  # type: ignore[arg-type]
+
+
+def test_a_run_of_centuries_is_a_trace_or_one_clear_error() -> None:
+    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
+    with pytest.raises(LabError, match="longer than 292 years"):
+        replay(beside(), slower={"backward": 9.9e11})
+
+
+def test_a_faster_operation() -> None:
+    assert step_ms(replay(blocking(), faster={"all_reduce": 4})) == 9.5
+
+
+def test_a_link_takes_its_model_s_time_and_carries_one_collective_at_a_time() -> None:
+    trace = replay(waited(), link=ONE_GBIT)
+    assert times(trace, 0, "all_reduce") == [(5, 15), (10, 25)]  # 10 each; the second begins when the first has ended
+    assert step_ms(trace) == 27
+    assert trace.link == ONE_GBIT
+
+
+def test_a_slow_link_delays_only_who_waits() -> None:
+    assert step_ms(replay(beside(), link=Link(gbit_per_s=0.1, latency_us=0))) == 22
+
+
+def test_another_link_replaces_the_one_of_the_run() -> None:
+    over = waited_over(ONE_GBIT)
+    half = replay(over, link=Link(gbit_per_s=2, latency_us=0))
+    assert times(half, 0, "all_reduce") == [(5, 10), (10, 15)]
+    assert step_ms(half) == 22  # the wait at 20 is over before it begins
+    assert waits(half, 0, "all_reduce") == [0, 0]
+    assert list(replay(over)) == list(over)
+    assert list(replay(over, link=ONE_GBIT)) == list(over)
+
+
+def test_a_network_has_two_levels() -> None:
+    inside, between = Link(gbit_per_s=2, latency_us=0), Link(gbit_per_s=1, latency_us=0)
+    trace = replay(waited(), link=Network(nodes=2, inside=inside, between=between))
+    assert times(trace, 0, "all_reduce") == [(5, 15), (10, 25)]
+    assert trace.nodes == (0, 1)
+    together = replay(beside(), link=Network(nodes=1, inside=inside, between=between))
+    assert times(together, 0, "all_reduce") == [(5, 10), (10, 15)]
+
+
+def test_who_issues_first_gets_the_port() -> None:
+    book = Book()
+    for sender, start in ((0, 0.0), (1, 1.0)):
+        book.compute(sender, "forward", 0, start + 1)
+        key = {"group": f"p2p {sender}>2 tag 0", "match": 1}
+        book.travel(sender, "send", start + 1, start + 3, nbytes=MB10, peer=2, wait=(start + 1, start + 3), **key)
+        book.travel(2, "recv", 0.1 * (sender + 1), start + 3, nbytes=MB10, peer=sender, **key)
+    both = replay(book.trace(3), link=ONE_GBIT)
+    assert times(both, 0, "send") == [(1, 11)]
+    assert times(both, 1, "send") == [(2, 21)]  # rank 2 receives one message after the other
+    turned = replay(book.trace(3), link=ONE_GBIT, slower={"forward": 4}, rank=0)
+    assert times(turned, 1, "send") == [(2, 12)]
+    assert times(turned, 0, "send") == [(4, 22)]
+
+
+def broadcast(nbytes: int = 8) -> Trace:
+    book = Book()
+    for rank, (start, end) in enumerate(((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))):
+        book.compute(rank, "forward", 0, start)
+        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=nbytes, group="world", match=1, root=0)
+    return book.trace(3)
+
+
+def test_the_root_of_a_broadcast_does_not_wait_for_receivers() -> None:
+    trace = replay(broadcast(), slower={"forward": 3}, rank=1)
+    assert times(trace, 0, "broadcast") == [(2, 3)]
+    assert times(trace, 1, "broadcast") == [(15, 16)]
+    late = replay(broadcast(), slower={"forward": 3}, rank=0)
+    assert times(late, 2, "broadcast") == [(1, 7.5)]  # 1.5 after its root, as recorded
+    assert times(late, 1, "broadcast") == [(5, 7)]
+    over = replay(broadcast(MB10), link=ONE_GBIT)  # a tree of two rounds, of 10 each
+    assert [times(over, rank, "broadcast") for rank in range(3)] == [[(2, 22)], [(5, 25)], [(1, 22)]]
+
+
+def test_a_slower_server_delays_its_callers() -> None:
+    trace, recorded = replay(remote_calls(), slower={"serve shard": 2}, rank=1), remote_calls()
+    served = times(recorded, 1, "serve shard")[0]
+    longer = served[1] - served[0]
+    before, after = times(recorded, 0, "rpc_async shard")[0], times(trace, 0, "rpc_async shard")[0]
+    assert after == pytest.approx((before[0], before[1] + longer))
+    assert times(trace, 2, "serve shard")[0] == times(recorded, 2, "serve shard")[0]
+    assert trace.end_ns > recorded.end_ns
+
+
+def test_a_remote_call_over_a_link_is_two_messages() -> None:
+    trace = replay(remote_calls(), link=Link(gbit_per_s=0.1, latency_us=0))  # 200 kB take 16 ms, 40 kB take 3.2
+    (call, *_), (served, *_) = times(trace, 0, "rpc_async shard"), times(trace, 1, "serve shard")
+    assert served[0] == pytest.approx(call[0] + 16)
+    assert call[1] == pytest.approx(served[1] + 3.2)
+
+
+def test_a_thread_needs_as_long_as_recorded_to_wake_up() -> None:
+    book = Book()
+    for rank, forward in enumerate((2.0, 4.0)):
+        book.compute(rank, "forward", 0, forward)
+        book.travel(rank, "all_reduce", forward, 5, wait=(forward, 5.5), group="world", match=1)
+        book.compute(rank, "optimizer", 5.5, 6)
+    trace = replay(book.trace(2), slower={"forward": 2}, rank=1)
+    assert times(trace, 0, "all_reduce") == [(2, 9)]
+    assert times(trace, 0, "optimizer") == [(9.5, 10)]
+
+
+def test_what_the_emulation_was_late_stays_with_another_link_and_goes_without_one() -> None:
+    book = Book()
+    for rank in range(2):
+        book.travel(rank, "all_reduce", 1, 11.5, wait=(1, 11.5), group="world", match=1, nbytes=MB10)
+    trace = Trace(book.spans, ranks=["a", "b"], link=ONE_GBIT)
+    assert list(replay(trace)) == list(trace)
+    assert times(replay(trace, link=Link(gbit_per_s=2, latency_us=0)), 0, "all_reduce") == [(0, 5.5)]
+    assert times(replay(trace, link=None), 0, "all_reduce") == [(0, 0)]  # how long the backend took is not known
+
+
+def test_only_the_root_of_a_gather_counts_all_parts() -> None:
+    book = Book()
+    for rank, parts in enumerate((2, 1)):
+        book.travel(rank, "gather", 1, 2, wait=(1, 2), group="world", match=1, nbytes=MB10 * parts, root=0)
+    trace = replay(book.trace(2), link=ONE_GBIT)
+    assert times(trace, 0, "gather") == [(0, 10)]  # one part travels, half of the total
+    assert times(trace, 1, "gather") == [(0, 10)]
+
+
+def test_a_kept_result_is_fetched_when_it_is_there() -> None:
+    book = Book()
+    book.travel(0, "remote f", 1, 1.5, peer=1)
+    book.compute(1, "serve f", 2, 6, served=True, automatic=True)
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(1, "value f", 6, 6, peer=0, **key)
+    book.travel(0, "to_here", 3, 7, wait=(3, 7), peer=1, **key)
+    book.whole(0, "call", 0, 8)
+    trace = replay(book.trace(2), slower={"serve": 2})
+    assert times(trace, 0, "to_here") == [(3, 11)]
+    assert times(replay(book.trace(2), faster={"serve": 4}), 0, "to_here") == [(3, 4)]
+
+
+def test_a_call_that_returns_a_future_is_answered_when_that_completes() -> None:
+    book = Book()
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(0, "rpc_sync f", 1, 9, wait=(1, 9), peer=1, **key)
+    book.compute(1, "serve f", 2, 4, served=True, automatic=True)
+    book.travel(1, "reply f", 8, 8.1, peer=0, **key)
+    trace = replay(book.trace(2), slower={"serve f": 3})
+    assert times(trace, 0, "rpc_sync f") == [(0, 12)]  # counted from 1
+
+
+def test_replies_may_overtake_one_another() -> None:
+    book = Book()
+    for match, (issued, served, replied, ended) in enumerate(((1, 2, 6, 6.5), (1.1, 2.1, 4, 7)), 1):
+        key = {"group": "rpc 0>1", "match": match}
+        book.travel(0, "rpc_async f", issued, ended, peer=1, **key)
+        book.compute(1, "serve f", served, replied, served=True, automatic=True)
+        book.travel(1, "reply f", replied, replied + 0.1, peer=0, **key)
+    assert list(replay(book.trace(2))) == list(book.trace(2))
+    slower = times(replay(book.trace(2), slower={"serve": 2}), 0, "rpc_async f")
+    assert [end for _, end in slower] == [9.5, pytest.approx(7.9)]
+
+
+def test_calls_do_not_wait_for_one_another() -> None:
+    book = Book()
+    for match, (name, issued, replied, ended) in enumerate((("f", 1, 3, 6.5), ("g", 1.1, 4, 7)), 1):
+        key = {"group": "rpc 0>1", "match": match}
+        book.travel(0, f"rpc_async {name}", issued, ended, peer=1, **key)
+        book.compute(1, f"serve {name}", 2, replied, served=True, automatic=True)
+        book.travel(1, f"reply {name}", replied, replied, peer=0, **key)
+    trace = replay(book.trace(2), slower={"serve f": 3})
+    assert times(trace, 0, "rpc_async f") == [(0, 7.5)]  # 2 later, counted from 1
+    assert [end for _, end in times(trace, 0, "rpc_async g")] == [6]
+
+
+def test_over_a_link_a_result_is_asked_for_before_it_is_sent() -> None:
+    book = Book()
+    key = {"group": "rpc 0>1", "match": 1}
+    book.travel(0, "remote f", 1, 1.5, peer=1)
+    book.compute(1, "serve f", 2, 3, served=True, automatic=True)
+    book.travel(1, "value f", 3, 3, peer=0, **key)
+    book.travel(0, "to_here", 11, 12, wait=(11, 12), peer=1, nbytes=MB10, **key)
+    book.whole(0, "call", 0, 13)
+    trace = replay(book.trace(2), link=Link(gbit_per_s=1, latency_us=500))
+    assert times(trace, 0, "to_here") == [(11, 22)]  # 0.5 to ask, 0.5 and 10 for the value
+
+
+def test_an_operation_without_its_peers_may_overtake_one_that_waits_for_them() -> None:
+    book = Book()
+    for rank, (issued, cast, end) in enumerate(((1.0, 2.0, 6.5), (5.0, 7.0, 8.0))):
+        book.travel(rank, "all_reduce", issued, 6, group="world", match=1)
+        book.travel(rank, "broadcast", cast, end, group="world", match=2, root=0)
+    assert list(replay(book.trace(2))) == list(book.trace(2))
+
+
+def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
+    trace = replay(beside(), one_bucket=True)
+    (one,) = trace.filter(rank=0, name="all_reduce")
+    assert (one.start_ns, one.end_ns, one.nbytes) == (10 * MS, 16 * MS, 2 * MB10)  # 3 + 3
+    over = replay(waited(), one_bucket=True, link=ONE_GBIT)
+    assert times(over, 1, "all_reduce") == [(10, 30)]
+    assert step_ms(over) == 32
+
+
+def overlapping(*, backend_ms: float = 0) -> Trace:
+    """Two all-reduces that run at the same time, from 5 to 12 and from 6 to 10, beside a backward pass of 20."""
+    book = Book()
+    for rank in range(2):
+        book.compute(rank, "backward", 0, 20)
+        book.whole(rank, "step", 0, 21)
+        for match, start, end in ((1, 5.0, 12.0), (2, 6.0, 10.0)):
+            more = {"backend_ns": int((start + backend_ms) * MS)} if backend_ms else {}
+            book.travel(rank, "all_reduce", start, end, nbytes=MB10, group="world", match=match, **more)
+    return book.trace(2)
+
+
+def test_one_bucket_takes_as_long_as_the_backend_was_busy() -> None:
+    assert times(replay(overlapping(), one_bucket=True), 0, "all_reduce") == [(6, 13)]  # not 7 + 4
+
+
+def test_over_a_link_the_backend_needs_its_own_time_once_for_one_bucket() -> None:
+    trace = Trace(list(overlapping(backend_ms=3)), ranks=["a", "b"], link=Link(gbit_per_s=100, latency_us=0))
+    assert times(replay(trace, one_bucket=True), 0, "all_reduce") == [(6, 10)]  # 3, and 1 that its last one came later
+
+
+def test_a_replayed_trace_is_saved_and_replayed_like_any_other(tmp_path: Path) -> None:
+    trace = replay(waited(), link=ONE_GBIT)
+    again = load_trace(trace.save(tmp_path / "replayed.json"))
+    assert again.link == ONE_GBIT
+    assert (again.replayed, waited().replayed) == (True, False)
+    assert again.notes == trace.notes
+    assert step_ms(replay(again, free=["all_reduce"])) == step_ms(replay(trace, free=["all_reduce"])) == 22
+
+
+def test_notes_say_what_was_changed_and_how_much_steps_differ() -> None:
+    (note,) = replay(alone(), faster={"forward": 2}).notes
+    assert note.startswith("Replayed, not run: forward 2 times as fast. The recorded steps lasted 15.5 ms (median); half of")
+    assert "on rank 1" in replay(blocking(), slower={"forward": 2}, rank=1).notes[0]
+
+
+def cut() -> Trace:
+    return blocking().between(6 * MS, 11 * MS)
+
+
+REFUSED = {
+    "lost records": (lambda: Trace(list(blocking()), ranks=["a", "b"], dropped=[0, 3]), "3 records of this run were lost"),
+    "an open operation": (
+        lambda: Trace([Span(0, "wait", "communication", 0, 5, group="store key x", done=False)], ranks=["a"]),
+        "wait had not completed",
+    ),
+    "a window": (cut, "in the middle of all_reduce"),
+    "a rank of two": (lambda: blocking().filter(rank=0), "some ranks of all_reduce are not in this trace"),
+    "an end of two": (lambda: model_parallel().filter(rank=0), "some ranks of .* are not in this trace"),
+    "TensorFlow": (lambda: Trace([Span(0, "matmul", "compute", 0, 5, measured=True)], ranks=["a"]), "TensorFlow's runs"),
+    "a GPU": (lambda: Trace([Span(0, "forward", "compute", 0, 5, device="cuda")], ranks=["a"]), "runs on a GPU"),
+    "nothing": (lambda: Trace(ranks=["a"]), "recorded nothing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_replayed_is_refused_with_the_reason(name: str) -> None:
+    trace, says = REFUSED[name]
+    with pytest.raises(LabError, match=f"^replay: .*{says}"):
+        replay(trace())
+
+
+def test_records_that_contradict_each_other_are_refused() -> None:
+    book = Book()
+    for rank, order in ((0, (1, 2)), (1, (2, 1))):  # each waits first for what the other issues second
+        for place, match in enumerate(order, 1):
+            book.travel(rank, "all_reduce", place, place + 1, wait=(place, place + 1), group="world", match=match)
+    with pytest.raises(LabError, match="contradict each other"):
+        replay(book.trace(2))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a misspelt span": ({"faster": {"backwrad": 2}}, ValueError, "no span is named 'backwrad'; did you mean 'backward'"),
+    "no number": ({"faster": {"backward": "2"}}, TypeError, "expected the name of a span and a number above 1e-12"),
+    "zero": ({"slower": {"backward": 0}}, ValueError, "number above 1e-12"),
+    "too much": ({"slower": {"backward": 1e300}}, ValueError, "number above 1e-12 and below 1e12"),
+    "too little": ({"faster": {"backward": 1e-320}}, ValueError, "number above 1e-12 and below 1e12"),
+    "more than fits": ({"link": Link(gbit_per_s=1e-300, latency_us=0)}, LabError, "longer than 292 years"),
+    "no names": ({"free": 5}, TypeError, r"replay\(free=5\)"),
+    "no mapping": ({"faster": 2}, TypeError, "expected factors by name"),
+    "a misspelt argument": ({"fastr": {}}, TypeError, "Did you mean 'faster'"),
+    "an unknown rank": ({"faster": {"backward": 2}, "rank": 4}, ValueError, "expected the number of a rank, 0 to 1"),
+    "a rank alone": ({"rank": 1}, ValueError, "belongs to faster= or slower="),
+    "no rank": ({"like_others": "rank 1"}, TypeError, "expected the number of a rank"),
+    "an unknown operation": ({"free": ["x"]}, ValueError, r"free=\['x'\]\): no operation is named 'x'; it has all_reduce"),
+    "a string": ({"free": "all_reduce"}, TypeError, "expected names of operations"),
+    "no link": ({"link": 1}, TypeError, "expected a lab.Link"),
+    "a network of more nodes": ({"link": Network(nodes=3, inside=ONE_GBIT, between=ONE_GBIT)}, ValueError, "at least one rank"),
+    "not a bool": ({"own_cores": 1}, TypeError, "expected True or False"),
+    "no delays": ({"own_cores": True}, LabError, "did not record how long its threads waited for a core"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_one_clear_error(name: str) -> None:
+    arguments, kind, says = WRONG[name]
+    with pytest.raises(kind, match=says):
+        replay(beside(), **arguments)
+
+
+def a_step_alone() -> Trace:
+    book = Book()
+    book.whole(0, "step", 0, 10)
+    return book.trace(1)
+
+
+@pytest.mark.parametrize(
+    ("trace", "arguments", "kind", "says"),
+    [
+        (a_step_alone(), {"faster": {"backward": 2}}, ValueError, "no span is named 'backward'; it has none"),
+        (blocking(), {"one_bucket": True}, LabError, "no backward pass of this run has several all-reduces"),
+        (remote_calls(), {"like_others": 0}, LabError, "the other ranks have no spans with the names"),
+    ],
+)
+def test_what_a_trace_lacks_for_a_change(trace: Trace, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        replay(trace, **arguments)
