@@ -8,9 +8,9 @@ What to open for which change:
   test_group.py
 - the words of deadlocks: deadlock_words.py (errors, and `ORIGINS`, the functions of torch that are named), `HINTS` in
   deadlock.py, wait_notices.py (lines while ranks wait), mismatches.py (collectives that do not match), parting.py
-  (where ranks parted), failed_waits.py, unfinished.py, and the names in recording/operations.py. Sentences are written
-  where they are used; there is no table of them to translate. Tests of the same names, test_deadlock_run.py,
-  test_no_deadlock.py
+  (where ranks parted), failed_waits.py, unfinished.py, run.py (what ranks did), and the names in
+  recording/operations.py. Sentences are written where they are used; there is no table of them to translate. Tests of
+  the same names, test_deadlock_run.py, test_no_deadlock.py
 - another reason of a deadlock: `Reason` in deadlock.py, and deadlock_words.py
 - after how many seconds a wait or a deadlock is reported: constants of deadlock_monitor.py, attributes of the runtime;
   tests test_no_deadlock.py

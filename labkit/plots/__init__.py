@@ -1,10 +1,9 @@
-"""Draws runs: a trace in, a figure out.
-
-The live picture is in live/, the interactive timeline's widget in explorer/.
+"""Draws runs: a trace in, a figure out. The live picture is in live/, the interactive timeline in explorer/.
 
 What to open for which change:
-- add a figure: a file here whose function makes its figure with `new_axes` and ends with `describe` (style.py); its
-  name in `labkit/__init__.pyi`; an entry in the tests test_kept_figures.py, which keep a picture of it
+- add a figure: a file here whose function has `@public_api` (errors/wrong_calls.py), makes its figure with `new_axes`
+  and ends with `describe` (style.py); its name in `labkit/__init__.pyi`; an entry in the tests test_kept_figures.py,
+  which keep a picture of it
 - a figure: timeline.py, breakdown.py (also `lab.compare`), traffic.py (its numbers: flows.py), memory.py, scaling.py,
   what_helps.py, predictions.py, measured_link.py, guess_charts.py (guesses), explore.py; tests test_figures.py
 - the colour of compute, communication or waiting: `STYLES` in bars.py, which the live picture, the explorer and the
@@ -16,5 +15,4 @@ What to open for which change:
 - what share of the time rows compute: busy.py; when figures say that ranks shared cores: view.py; tests test_notes.py
 - how wide figures are shown, their alternative text: image.py, figure.py; fonts: style.py, labkit.mplstyle; tests
   test_image.py
-- the table of `lab.predictions`: predictions.py; its units: costs/prediction.py
 """

@@ -5,8 +5,8 @@ What to open for which change:
   labkit finds by itself: `AutomaticSteps` there; tests test_automatic_steps.py
 - record another collective, name, colour or word it, predict its time: an entry in operations.py, or a `Form` of an
   entry. Nothing else if torch's process groups have a method for it: worker/comm/process_group.py intercepts every
-  method that the table names. A function made of other collectives (all_gather_object) is recorded as these. Tests
-  also worker/comm/test_process_group.py
+  method that the table names. A function made of other collectives (all_gather_object) is recorded as these.
+  helpers/made_up_collective.py adds one; tests test_operations.py, worker/comm/test_process_group.py
 - the bytes of an operation: which share is sent to whom is `Traffic` and `Cost` in operations.py, which plots/flows.py
   adds up; the bytes of a tensor: `nbytes_of` in worker/comm/descriptions.py; of TensorFlow's operations:
   worker/runtimes/tensorflow/sizes.py

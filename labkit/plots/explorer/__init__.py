@@ -7,8 +7,9 @@ image by a class, and covers it while the kernel is alive. In front ends that on
 the output references it.
 
 What to open for which change (tests plots/test_explore.py):
-- what a page gets: window.py (bars and details of a time window), layer.js; what is drawn: picture.js; keys, wheel and
-  tooltip: input.js; words: texts.js; the widget: explorer.js, explorer.css; `lab.explore`: plots/explore.py
+- what a page gets: window.py (bars and details of a time window), read by layer.js; what is drawn: picture.js; keys,
+  wheel, when a tooltip is shown: input.js; its words: texts.js; the widget: explorer.js, explorer.css; `lab.explore`:
+  plots/explore.py
 - in a browser: notebook/test_browser.py (slow)
 """
 

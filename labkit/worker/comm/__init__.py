@@ -1,10 +1,10 @@
 """Records every collective, message and RPC of a rank as a span, and delays them on an emulated link.
 
 What to open for which change:
-- which collectives are recorded, and as what: recording/operations.py. How they are intercepted: process_group.py
-  (`_collective` gives one a name of its own); bytes, and what must match on all ranks: descriptions.py; tests
-  test_process_group.py, test_gpu_tensors.py. Process groups: members.py (whose ranks), group_creation.py,
-  default_group.py (labkit's own)
+- which collectives are recorded, and as what: recording/operations.py. How they are intercepted: process_group.py,
+  which install.py installs (`_collective` gives one a name of its own); bytes, and what must match on all ranks:
+  descriptions.py; tests test_process_group.py, test_gpu_tensors.py. Process groups: members.py (whose ranks),
+  group_creation.py, default_group.py (labkit's own)
 - when an operation begins, waits and ends: operation.py; `Work` objects: work.py; futures: futures.py; messages that
   nobody waits for yet: completion.py; tests test_operation.py. GPUs: cuda_timing.py; gloo with a GPU's tensors:
   host_copy.py; tests test_gpu_tensors.py
@@ -21,5 +21,4 @@ What to open for which change:
   test_emulated_link.py, test_emulated_network.py
 - which time limits are the program's own: time_limits.py; what a failed wait waited for: group/failed_waits.py; tests
   group/test_no_deadlock.py
-- where all of this is installed in a rank or a script: install.py
 """
