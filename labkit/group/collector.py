@@ -11,7 +11,7 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network, nodes_over
 from labkit.errors.lists import listed
-from labkit.group.mismatches import Place, first_unequal
+from labkit.group.mismatches import ProgramLine, first_unequal
 from labkit.group.pool_state import Member
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
@@ -236,7 +236,7 @@ class Records:
         self.drain()
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
 
-    def _side(self, at: Place) -> tuple[str, Pending]:
+    def _side(self, at: ProgramLine) -> tuple[str, Pending]:
         (side,) = self.numbered([(self._members[at.rank], self._operation(at.rank, self._chunks[at.rank][at.chunk][at.row]))])
         return side
 

@@ -15,7 +15,7 @@ from labkit.group.parting import Side, frames_at, parting_in_words, source_of
 from labkit.group.pool_state import Member
 from labkit.group.processes import SLOW_S, RankPool
 from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
-from labkit.launch.frames import Frame
+from labkit.launch.frames import StackFrame
 from labkit.launch.rank_process import command_to_resume
 from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
@@ -75,7 +75,7 @@ class DeadlockMonitor:
         results: Collection[int],
         failures: Collection[int],
         serving: Collection[int] = (),
-        called: Frame | None = None,
+        called: StackFrame | None = None,
     ) -> None:
         self._pool, self._members, self._kind, self._options = pool, pool.members, pool.kind, pool.options
         self._on, self._lost, self._called = on, pool.lost, called

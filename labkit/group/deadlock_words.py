@@ -7,7 +7,7 @@ from typing import Final
 
 from labkit.errors.lists import listed
 from labkit.group.deadlock import HINTS, Deadlock, Reason, first_mismatch, hint_of
-from labkit.launch.frames import Frame, Owner
+from labkit.launch.frames import Owner, StackFrame
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
@@ -260,7 +260,7 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
     return " ".join(filter(None, [operation.in_words, *details]))
 
 
-def origin_in_words(name: str, operation: Pending, stack: Sequence[Frame]) -> str:
+def origin_in_words(name: str, operation: Pending, stack: Sequence[StackFrame]) -> str:
     """A sentence about the function of torch that a rank's operation is a part of; "" if it is none of `ORIGINS`."""
     students = max((i for i, frame in enumerate(stack) if frame.own is Owner.STUDENT), default=-1)
     called = [frame.function for frame in stack[students + 1 :] if frame.own is Owner.LIBRARY]

@@ -45,7 +45,7 @@ from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
-from labkit.launch.frames import Frame, Owner
+from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.thread_states import Threads
 
 
@@ -265,7 +265,7 @@ class Group:
 
         try:
             request = Request(cell=True, starts_rpc=self._kind.has_rpc and "init_rpc" in source)
-            called = Frame(filename, 1, "<module>", Owner.STUDENT)
+            called = StackFrame(filename, 1, "<module>", Owner.STUDENT)
             return self._execute(request, payload, "the cell", on, message, called, watch=watch)
         finally:
             payload.close()
@@ -324,7 +324,7 @@ class Group:
             starts_rpc = self._kind.has_rpc and mentions("init_rpc", function, payload.data)
             call = protocol.CallFunction(len(on) == len(self), bool(check), payload)
             code = getattr(function, "__code__", None)
-            called = Frame(code.co_filename, code.co_firstlineno, code.co_name, Owner.STUDENT) if code is not None else None
+            called = StackFrame(code.co_filename, code.co_firstlineno, code.co_name, Owner.STUDENT) if code is not None else None
             request = Request(cell=False, starts_rpc=starts_rpc)
             return self._execute(request, payload, name, on, lambda _: call, called, watch=watch)
         except RankError as error:
@@ -355,7 +355,7 @@ class Group:
         name: str,
         on: Sequence[int],
         message: Callable[[Member], Message],
-        called: Frame | None,
+        called: StackFrame | None,
         *,
         watch: bool,
     ) -> Run:

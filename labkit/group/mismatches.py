@@ -25,7 +25,7 @@ _ANY_OTHER: Final = -1  # stands for all groups whose operations are not compare
 UNCOMPARED: Final = (GroupKind.ALONE, GroupKind.CALL, GroupKind.TENSORFLOW)
 
 
-class Place(NamedTuple):
+class ProgramLine(NamedTuple):
     """The place of an operation's record: a rank, one of its chunks, and a row of that chunk."""
 
     rank: int
@@ -33,7 +33,9 @@ class Place(NamedTuple):
     row: int
 
 
-def first_unequal(chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequence[str]]) -> tuple[list[Place], list[Place]]:
+def first_unequal(
+    chunks: Sequence[Sequence[Any]], names: Callable[[int], Sequence[str]]
+) -> tuple[list[ProgramLine], list[ProgramLine]]:
     """Find the first operations to which ranks gave mismatched arguments.
 
     Args:
@@ -88,10 +90,10 @@ def _earliest(every: Any, differ: Any) -> list[Any]:
     return [] if not len(suspects) else [_operation(every, suspects[every[7, suspects].argmin()])]
 
 
-def _places(found: Sequence[Any]) -> list[Place]:
+def _places(found: Sequence[Any]) -> list[ProgramLine]:
     """Return the places of the records of the earliest operation."""
     first = min(found, key=lambda columns: columns[7].min(), default=None)
-    return [] if first is None else [Place(*column) for column in first[:3].T.tolist()]
+    return [] if first is None else [ProgramLine(*column) for column in first[:3].T.tolist()]
 
 
 def _numbers(column: Any, names: Sequence[str], texts: dict[str, int], make: Callable[[str], str | None]) -> Any:

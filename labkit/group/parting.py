@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from labkit.errors.lists import listed
 from labkit.group.output import cell_label
-from labkit.launch.frames import Frame, Owner
+from labkit.launch.frames import Owner, StackFrame
 
 MOST_WAYS: Final = 3  # past a line: more explain nothing
 LONGEST_HEAD: Final = 70  # characters of a condition
@@ -39,7 +39,7 @@ class Side(NamedTuple):
     """
 
     names: Sequence[str]
-    frames: Sequence[Frame]
+    frames: Sequence[StackFrame]
     lines: Sequence[str] = ()
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class _Branch(NamedTuple):
         return "in its `else`" if self.block is getattr(self.node, "orelse", None) else "inside"
 
 
-class _Place(NamedTuple):
+class _BranchPlace(NamedTuple):
     """A frame in the syntax tree: its function, and the branches around its line, outermost first."""
 
-    frame: Frame
+    frame: StackFrame
     function: Any
     branches: list[_Branch]
 
@@ -116,7 +116,7 @@ def parting_in_words(one: Side, other: Side) -> str:
     return ""
 
 
-def frames_at(line: str, stack: Sequence[Frame], called: Frame | None) -> list[Frame]:
+def frames_at(line: str, stack: Sequence[StackFrame], called: StackFrame | None) -> list[StackFrame]:
     """The student's frames of a rank in an operation; [] if they are not certain.
 
     Args:
@@ -136,19 +136,19 @@ def _label_and_number(line: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else ("", 0)
 
 
-def source_of(frame: Frame) -> str:
+def source_of(frame: StackFrame) -> str:
     """The source line of a frame; "" if this machine does not have it."""
     linecache.checkcache(frame.file)
     return linecache.getline(frame.file, frame.line).strip()
 
 
-def _places(frames: Sequence[Frame]) -> list[_Place]:
+def _places(frames: Sequence[StackFrame]) -> list[_BranchPlace]:
     """The places of all frames; [] if one is not certain."""
     places = [_place(frame) for frame in frames if frame.function not in COMPREHENSIONS]
     return [] if None in places else [place for place in places if place is not None]
 
 
-def _place(frame: Frame) -> _Place | None:
+def _place(frame: StackFrame) -> _BranchPlace | None:
     """The place of a frame; None if its source is unknown, or if its line does not tell where in it the frame is."""
     source = source_of(frame)
     tree = _parsed("".join(linecache.getlines(frame.file)))
@@ -158,7 +158,7 @@ def _place(frame: Frame) -> _Place | None:
     around = [node for node in named if _contains(node, frame.line)]
     function = tree if frame.function == "<module>" else max(around, key=lambda node: node.lineno, default=None)
     branches = _branches(function, frame.line) if function is not None else None
-    return _Place(frame, function, branches) if branches is not None else None
+    return _BranchPlace(frame, function, branches) if branches is not None else None
 
 
 @functools.lru_cache(maxsize=16)  # places of one function must be in the same tree
@@ -197,14 +197,14 @@ def _blocks(node: Any) -> list[list[Any]]:
     return [block for part in parts for name in ("body", "orelse", "finalbody") if (block := getattr(part, name, None))]
 
 
-def _happens_once(place: _Place, function: str) -> bool:
+def _happens_once(place: _BranchPlace, function: str) -> bool:
     """Whether a line calls a function once: not in a loop, through a library, or for each of several elements."""
     nodes = [node for node in ast.walk(place.function) if _contains(node, place.frame.line)]
     called = [ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)]
     return called.count(function) == 1 and not any(isinstance(node, REPEATED) for node in nodes)
 
 
-def _is_in_later_round(place: _Place, depth: int, one: Side, other: Side) -> bool | None:
+def _is_in_later_round(place: _BranchPlace, depth: int, one: Side, other: Side) -> bool | None:
     """Whether ranks have begun another round, or call, since the last line at which both sides were; None if unknown.
 
     If each round comes to that line, ranks that are before it have, and ranks that are after it have not.
@@ -219,7 +219,7 @@ def _is_in_later_round(place: _Place, depth: int, one: Side, other: Side) -> boo
     return bool(place.frame.line < last.lineno)
 
 
-def _ways(places: Sequence[_Place], depth: int, *, left: bool) -> list[_Way]:
+def _ways(places: Sequence[_BranchPlace], depth: int, *, left: bool) -> list[_Way]:
     """The ways past a place for ranks that left the block inside that many branches, or are past the next branch."""
     found: list[_Way] = []
     for place in places:

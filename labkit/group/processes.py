@@ -353,7 +353,7 @@ class RankPool:
                     member.channel.send(protocol.Close())
                 except OSError:
                     continue  # it is already gone
-            self.loop.run(_Ends(self.members))
+            self.loop.run(_RankEnds(self.members))
         self._let_go(processes)
         self.loop.close()
 
@@ -411,7 +411,7 @@ class _Answers(Generic[_Reply]):
             raise RankError([self._pool.death(member)])
 
 
-class _Ends:
+class _RankEnds:
     """Waits briefly for ranks that were told to end by themselves; see `Receiver`."""
 
     def __init__(self, members: Sequence[Member]) -> None:

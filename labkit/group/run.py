@@ -27,7 +27,7 @@ from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
 from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
-from labkit.launch.frames import Frame
+from labkit.launch.frames import StackFrame
 from labkit.launch.resource_usage import Cores, Monitor
 from labkit.recording.cores import machine_load
 from labkit.recording.operations import SERVE
@@ -115,7 +115,7 @@ class Execution:
     """
 
     def __init__(
-        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: Frame | None = None
+        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: StackFrame | None = None
     ) -> None:
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture

@@ -16,7 +16,7 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.tracing.silent_faults import FaultKind, SilentFault
-from labkit.tracing.verdict import MOST_NAMES, Verdict
+from labkit.tracing.verdict import MOST_NAMES, RunVerdict
 
 ROUNDING: Final = 1e-3  # relative to the serial gradient: sums in another order differ by less
 SMALL: Final = 1e-3  # of all gradients: those that are 0 but for rounding, as of a bias before a norm, are anything
@@ -49,7 +49,7 @@ class _Training(NamedTuple):
 
 
 @public_api
-def same_as_serial(train: Callable[..., Any], /, *args: Any, ranks: Sequence[int] = (1, 2, 4), **kwargs: Any) -> Verdict:
+def same_as_serial(train: Callable[..., Any], /, *args: Any, ranks: Sequence[int] = (1, 2, 4), **kwargs: Any) -> RunVerdict:
     """Run a training on one rank and on several, and say how samples, gradients and parameters differ, and why.
 
     This is for programs that divide a batch of fixed size over their ranks, so that each number of ranks must give the
@@ -80,7 +80,7 @@ def same_as_serial(train: Callable[..., Any], /, *args: Any, ranks: Sequence[int
         compared.append(f"{counted(len(several), 'rank')}: {words}")
         known = {fault.kind for fault in faults}
         faults += [fault for fault in found if fault.kind not in known]  # the same of more ranks has the same cause
-    return Verdict(tuple(sorted(faults, key=lambda fault: not fault.certain)), "\n".join(compared))
+    return RunVerdict(tuple(sorted(faults, key=lambda fault: not fault.certain)), "\n".join(compared))
 
 
 def _runs(train: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Iterator[Run]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from labkit.group.output import cell_label
-from labkit.launch.frames import Frame, Owner
+from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.rank_process import Status
 from labkit.launch.stack_dump import LIMIT_S
 from labkit.launch.thread_states import RankThreads
@@ -19,7 +19,7 @@ class Stacks(dict[str, str]):
         return "\n\n".join(f"{name} {text}" for name, text in self.items())
 
 
-def crash(frames: Sequence[Frame]) -> str:
+def crash(frames: Sequence[StackFrame]) -> str:
     """Where the student's code was when a rank crashed in C code, as a traceback; "" if it did not run.
 
     Args:
@@ -52,7 +52,7 @@ def _state(status: Status) -> str:
     return f"its process is {status.state}, and did not answer within {LIMIT_S:.0f} s"
 
 
-def _stack(frames: Sequence[Frame]) -> str:
+def _stack(frames: Sequence[StackFrame]) -> str:
     """One stack; "" if it contains none of the student's frames."""
     last = max((i for i, frame in enumerate(frames) if frame.own is Owner.STUDENT), default=-1)
     lines = []

@@ -9,7 +9,7 @@ from labkit.errors.lists import listed
 from labkit.group.deadlock import HINTS, RankState, missing, promised, served_by
 from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
-from labkit.launch.frames import Frame
+from labkit.launch.frames import StackFrame
 from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, kind_of
 from labkit.recording.schema import TIMED, Pending
@@ -183,7 +183,7 @@ def line_of(thread: Thread | None) -> str:
     return f", at {_at(thread.students)}" if thread is not None and thread.students is not None else ""
 
 
-def _at(frame: Frame) -> str:
+def _at(frame: StackFrame) -> str:
     where = f": {_cut(frame.source)}" if frame.source else f", in {frame.function}"
     return f"{cell_label(frame.file)}, line {frame.line}{where}"
 

@@ -26,7 +26,7 @@ class Message:
     __slots__ = ()
 
 
-class Notice(Message):
+class RankNotice(Message):
     """A message of the notebook that a rank does not answer."""
 
     __slots__ = ()
@@ -172,7 +172,7 @@ class Raised(Message):
 
 
 @dataclass(slots=True)
-class Changes(Notice):
+class Changes(RankNotice):
     """The changes of the notebook's process since the last time a rank copied its state."""
 
     folder: str | None = None  # the working folder; None if it has not changed
@@ -182,45 +182,45 @@ class Changes(Notice):
 
 
 @dataclass(slots=True)
-class NewFiles(Notice):
+class NewFiles(RankNotice):
     """The student's files in which functions of the next messages are defined."""
 
     files: Files
 
 
 @dataclass(slots=True)
-class NewSettings(Notice):
+class NewSettings(RankNotice):
     """The notebook has other settings of `logging` and warnings: a `worker.notebook_settings.Settings`."""
 
     payload: Payload
 
 
 @dataclass(slots=True)
-class Forget(Notice):
+class Forget(RankNotice):
     """The notebook has deleted the definitions with these numbers."""
 
     numbers: list[int]
 
 
 @dataclass(slots=True)
-class ResultRead(Notice):
+class ResultRead(RankNotice):
     """The notebook has read the result out of the rank's memory, which the rank may use again."""
 
 
 @dataclass(slots=True)
-class Command(Notice):
+class Command(RankNotice):
     """What the student has typed at the debugger's prompt."""
 
     line: str | None  # the line; "" at the end of the input, None if nobody can be asked
 
 
 @dataclass(slots=True)
-class Release(Notice):
+class Release(RankNotice):
     """All ranks that were called and do not serve have returned: serving ends."""
 
 
 @dataclass(slots=True)
-class Close(Notice):
+class Close(RankNotice):
     """Leave the process group and end."""
 
 

@@ -15,7 +15,7 @@ from labkit.launch.server_requests import BATCH
 from labkit.recording.ring_layout import RING_BYTES
 
 
-class Memory(NamedTuple):
+class FreeMemory(NamedTuple):
     """The memory that this process may use.
 
     Args:
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     limited: bool
 
 
-def usable_memory(root: Path = Path("/")) -> Memory:
+def usable_memory(root: Path = Path("/")) -> FreeMemory:
     """Return the memory that this process may use.
 
     Args:
@@ -58,7 +58,7 @@ def usable_memory(root: Path = Path("/")) -> Memory:
         cache = sum(int(counted.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         nbytes, limited = min(nbytes, limit), True
         free_nbytes = min(free_nbytes, max(0, limit - used + cache))
-    return Memory(nbytes, free_nbytes, limited)
+    return FreeMemory(nbytes, free_nbytes, limited)
 
 
 ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that close all descriptors up to it

@@ -54,7 +54,7 @@ from labkit.launch.descendants import (
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
 from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.stack_writer import prepare, write_when_asked
 
 PR_SET_PDEATHSIG: Final = 1
@@ -108,7 +108,7 @@ def _ended_with(notebook: int) -> Iterator[None]:
         os.close(stop)
 
 
-class _Rank(NamedTuple):
+class _ForkedRank(NamedTuple):
     """A running rank: its process, and the pidfd of that; -1 on old kernels."""
 
     pid: int
@@ -123,9 +123,9 @@ class _Server:
         network: the network in which ranks communicate.
     """
 
-    def __init__(self, sock: socket.socket, network: Network) -> None:
+    def __init__(self, sock: socket.socket, network: PrivateNetwork) -> None:
         self._sock, self._network = sock, network
-        self._ranks: dict[int, _Rank] = {}  # by number
+        self._ranks: dict[int, _ForkedRank] = {}  # by number
         self._codes: dict[int, int] = {}  # exit codes of ended ranks that no request has fetched yet
         self._poll = select.poll()
         self._helpers = children()  # processes that an imported library has started
@@ -184,7 +184,7 @@ class _Server:
                 with contextlib.suppress(OSError):  # the child has already done it
                     os.setpgid(pid, pid)
                 forked[number] = pid
-                self._ranks[number] = _Rank(pid, _pidfd(pid))
+                self._ranks[number] = _ForkedRank(pid, _pidfd(pid))
                 if self._ranks[number].pidfd >= 0:
                     self._poll.register(self._ranks[number].pidfd, select.POLLIN)
         except OSError as error:
@@ -228,7 +228,7 @@ def spawned(fds: list[int], preload: list[str]) -> NoReturn:
     prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
     _import_all(preload)
-    _live_as_rank(fds, Network())
+    _live_as_rank(fds, PrivateNetwork())
 
 
 def guard(fds: list[int], notebook: int) -> NoReturn:
@@ -282,7 +282,9 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def _live_as_rank(fds: Sequence[int], network: Network, parent: int | None = None, unneeded: Iterable[int] = ()) -> NoReturn:
+def _live_as_rank(
+    fds: Sequence[int], network: PrivateNetwork, parent: int | None = None, unneeded: Iterable[int] = ()
+) -> NoReturn:
     """Run this process as a rank, and end it afterwards.
 
     Args:

@@ -31,7 +31,7 @@ class Owner(Enum):
     LIBRARY = "library"
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """A stack frame.
 
     Args:
@@ -47,11 +47,11 @@ class Frame(NamedTuple):
     source: str = ""
 
 
-def frame_at(file: str, line: int, function: str, *, innermost: bool = False) -> Frame:
+def frame_at(file: str, line: int, function: str, *, innermost: bool = False) -> StackFrame:
     """Return the frame at a place, classified by the files and folders of this machine."""
     own = _owner(file)
     with_source = innermost or own is Owner.STUDENT
-    return Frame(file, line, function, own, linecache.getline(file, line).strip() if with_source else "")
+    return StackFrame(file, line, function, own, linecache.getline(file, line).strip() if with_source else "")
 
 
 def _owner(file: str) -> Owner:
@@ -63,13 +63,13 @@ def _owner(file: str) -> Owner:
     return Owner.STDLIB if in_stdlib else Owner.LIBRARY
 
 
-def stacks_in(raw: str) -> Iterator[tuple[int, tuple[Frame, ...]]]:
+def stacks_in(raw: str) -> Iterator[tuple[int, tuple[StackFrame, ...]]]:
     """The identity and the frames (outermost first) of each thread; the main thread, which is the oldest, first.
 
     Args:
         raw: the stacks of a rank, as `faulthandler` writes them.
     """
-    found: list[tuple[int, list[Frame]]] = []
+    found: list[tuple[int, list[StackFrame]]] = []
     writer = -1
     for text in raw.splitlines():
         if thread := _THREAD.match(text):

@@ -16,7 +16,7 @@ import psutil
 
 from labkit.ipc.options import Place
 from labkit.ipc.process_memory import may_read
-from labkit.launch.frames import Frame
+from labkit.launch.frames import StackFrame
 from labkit.recording.clock import Clock
 
 PF_EXITING: Final = 0x4
@@ -59,7 +59,7 @@ class End:
     """
 
     code: int | None
-    crash: tuple[Frame, ...] = ()
+    crash: tuple[StackFrame, ...] = ()
     lost: str = ""
     oom_kills: str = ""
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from labkit.launch.frames import Frame, stacks_in
+from labkit.launch.frames import StackFrame, stacks_in
 from labkit.launch.rank_process import RankProcess
 from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.stack_writer import ASK, INTERRUPT
@@ -104,7 +104,7 @@ class _Answer:
         return os.pread(self.process.memory, LONGEST_END, max(RING_BYTES, self._end - LONGEST_END)).decode("ascii", "replace")
 
 
-def crashed_in(process: RankProcess) -> tuple[Frame, ...]:
+def crashed_in(process: RankProcess) -> tuple[StackFrame, ...]:
     """The frames, outermost first, of the thread in which a rank crashed in C code; none if it did not crash."""
     try:
         raw = os.pread(process.memory, LONGEST_BYTES, RING_BYTES).strip(b"\0").decode("ascii", errors="replace")

@@ -33,7 +33,7 @@ from typing import Final
 
 import psutil
 
-from labkit.launch.frames import Frame, Owner, stacks_in
+from labkit.launch.frames import Owner, StackFrame, stacks_in
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.stack_dump import ask
 
@@ -82,19 +82,19 @@ class Thread:
         switches: its number of context switches; -1 if unknown. While the number stays the same, it has not moved.
     """
 
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
     ident: int = 0
     number: int = 0
     endless: bool = False
     switches: int = -1
 
     @property
-    def innermost(self) -> Frame | None:
+    def innermost(self) -> StackFrame | None:
         """Its current frame."""
         return self.frames[-1] if self.frames else None
 
     @property
-    def students(self) -> Frame | None:
+    def students(self) -> StackFrame | None:
         """The innermost frame of the student's code."""
         return next((frame for frame in reversed(self.frames) if frame.own is Owner.STUDENT), None)
 
@@ -249,7 +249,7 @@ def _command(pid: int) -> str | None:
     return None if any(word in command for word in _HARMLESS_COMMANDS) else command
 
 
-def _thread(frames: tuple[Frame, ...], ident: int, number: int, waits: Mapping[int, _Wait]) -> Thread:
+def _thread(frames: tuple[StackFrame, ...], ident: int, number: int, waits: Mapping[int, _KernelWait]) -> Thread:
     innermost = frames[-1] if frames else None
     # Outside the standard library, the owner of a lock may be C++ code that computes without running Python.
     in_library = innermost is not None and innermost.own is Owner.STDLIB
@@ -293,7 +293,7 @@ def _in_collective(thread: Thread) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _KernelWait:
     """The kernel's view of a waiting thread.
 
     Args:
@@ -319,12 +319,12 @@ def _main_wait(pid: int) -> int:
     return wait.switches if wait is not None and wait.lock else -1
 
 
-def _kernel_waits(pid: int) -> dict[int, _Wait]:
+def _kernel_waits(pid: int) -> dict[int, _KernelWait]:
     """The kernel's view of a process's waiting threads, by native id; {} if this is not Linux or access is denied.
 
     Source: proc_pid_syscall(5) and proc_pid_status(5), the Linux man-pages.
     """
-    found: dict[int, _Wait] = {}
+    found: dict[int, _KernelWait] = {}
     if FUTEX < 0:
         return found
     for task in Path(f"/proc/{pid}/task").glob("*"):
@@ -342,7 +342,7 @@ def _kernel_waits(pid: int) -> dict[int, _Wait]:
     return found
 
 
-def _kernel_wait(task: Path) -> _Wait | None:
+def _kernel_wait(task: Path) -> _KernelWait | None:
     """The kernel's view of a thread; None if it is running."""
     words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
     if len(words) < 3:  # "running"
@@ -350,7 +350,7 @@ def _kernel_wait(task: Path) -> _Wait | None:
     lock = int(words[0]) == FUTEX and int(words[2], 16) & FUTEX_COMMAND in FUTEX_WAITS
     endless = lock and bool(int(words[2], 16) & FUTEX_PRIVATE) and int(words[4], 16) == 0
     switches = sum(int(line.split()[1]) for line in status.splitlines() if "_ctxt_switches" in line)
-    return _Wait(int(words[-2], 16), lock, endless, switches)
+    return _KernelWait(int(words[-2], 16), lock, endless, switches)
 
 
 def _handled_signals(pid: int) -> frozenset[int]:

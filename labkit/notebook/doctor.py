@@ -18,11 +18,11 @@ from labkit.errors.exceptions import LabError, install_command
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.launch.capacity import Memory, usable_memory
+from labkit.launch.capacity import FreeMemory, usable_memory
 from labkit.launch.machines.engines import Engine
-from labkit.notebook.doctor_gpus import Gpus, ask_gpus, cuda_here, cuda_started, find_gpus, gpu_types, gpus
-from labkit.notebook.doctor_places import Place, find_place, place
-from labkit.notebook.findings import Entry, Finding, Question, Report, collect, report
+from labkit.notebook.doctor_gpus import GpusFound, ask_gpus, cuda_here, cuda_started, find_gpus, gpu_types, gpus
+from labkit.notebook.doctor_places import PlaceFound, find_place, place
+from labkit.notebook.findings import Entry, Finding, ProcessQuestion, Report, collect, report
 from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
 
@@ -66,12 +66,12 @@ def _cores(cores: tuple[int, float]) -> list[Finding]:
     return [Finding(f"{number}{limit}{few}")]
 
 
-def _memory(memory: Memory) -> list[Finding]:
+def _memory(memory: FreeMemory) -> list[Finding]:
     limit = " (the container's limit)" if memory.limited else ""
     return [Finding(f"{in_words(memory.nbytes, 'iB')}{limit}, {in_words(memory.free_nbytes, 'iB')} of it free")]
 
 
-def _find_shared_memory(_: Place) -> tuple[int, int] | None:
+def _find_shared_memory(_: PlaceFound) -> tuple[int, int] | None:
     """Return the size of /dev/shm and its free part, in bytes; None where there is none, as on macOS."""
     if not SHARED_MEMORY.is_dir():
         return None
@@ -79,7 +79,7 @@ def _find_shared_memory(_: Place) -> tuple[int, int] | None:
     return usage.total, usage.free
 
 
-def _shared_memory(memory: tuple[int, int] | None, place: Place) -> list[Finding]:
+def _shared_memory(memory: tuple[int, int] | None, place: PlaceFound) -> list[Finding]:
     """Report /dev/shm, which DataLoader's workers and NCCL fill."""
     if memory is None:
         return []
@@ -136,9 +136,9 @@ def _network(network: dict[str, Any], start: tuple[str | None, str | None]) -> l
     return [Finding(f"this machine's network, {reach} ({why})")]
 
 
-def _ask_about_gpus(gpus: Gpus, torch: Question | dict[str, Any]) -> Question | None:
-    installed = isinstance(torch, Question)
-    return Question(ask_gpus) if installed and gpus.names and gpus.visible != "" else None
+def _ask_about_gpus(gpus: GpusFound, torch: ProcessQuestion | dict[str, Any]) -> ProcessQuestion | None:
+    installed = isinstance(torch, ProcessQuestion)
+    return ProcessQuestion(ask_gpus) if installed and gpus.names and gpus.visible != "" else None
 
 
 def _package(
@@ -152,14 +152,14 @@ def _package(
     needs no other `front_end`.
     """
 
-    def find(*_: Any) -> dict[str, Any] | Question:
+    def find(*_: Any) -> dict[str, Any] | ProcessQuestion:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return {"version": None}
-        return Question(ask, version=version) if ask else {"version": version}
+        return ProcessQuestion(ask, version=version) if ask else {"version": version}
 
-    def findings(fact: dict[str, Any], place: Place, *needed: Any) -> Iterable[Finding]:
+    def findings(fact: dict[str, Any], place: PlaceFound, *needed: Any) -> Iterable[Finding]:
         version = fact["version"]
         if version is None:
             if front_end and place.has_kernel:
@@ -192,7 +192,7 @@ def _ask_torch() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _torch(torch: dict[str, Any], gpus: Gpus) -> Iterator[Finding]:
+def _torch(torch: dict[str, Any], gpus: GpusFound) -> Iterator[Finding]:
     version, cuda, seen = torch["version"], torch["cuda"], torch["gpus"]
     if gpus.missed(seen):
         reason = "the installed CUDA build does not fit the driver" if cuda else "the installed build is for the CPU"
@@ -227,7 +227,7 @@ def _ask_tensorflow() -> dict[str, Any]:
     return {"gpus": len(tensorflow.config.list_physical_devices("GPU")), "lost": lost()}
 
 
-def _tensorflow(tensorflow: dict[str, Any], gpus: Gpus) -> Iterator[Finding]:
+def _tensorflow(tensorflow: dict[str, Any], gpus: GpusFound) -> Iterator[Finding]:
     version, seen = tensorflow["version"], tensorflow["gpus"]
     if gpus.missed(seen):
         found = f"{version} sees none of the GPUs: its lessons run on the CPU"
@@ -245,7 +245,7 @@ TABLE: Final = (
     Entry("shared memory", _find_shared_memory, _shared_memory, needs=("place",)),
     Entry("GPUs", find_gpus, gpus),
     Entry("ranks start by", _find_start, _start),
-    Entry("ranks talk over", lambda _: Question(_ask_network), _network, needs=("ranks start by",)),
+    Entry("ranks talk over", lambda _: ProcessQuestion(_ask_network), _network, needs=("ranks start by",)),
     _package("torch", "torch", "all PyTorch lessons", needs=("GPUs",), ask=_ask_torch, means=_torch),
     Entry("GPU types", _ask_about_gpus, gpu_types, needs=("GPUs", "torch")),
     Entry("CUDA here", lambda _: cuda_started(), cuda_here, needs=("ranks start by",)),

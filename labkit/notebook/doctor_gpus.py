@@ -27,7 +27,7 @@ DTYPES: Final = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 CUDA_SUCCESS: Final = 0
 
 
-class Gpus(NamedTuple):
+class GpusFound(NamedTuple):
     """The NVIDIA GPUs of the machine."""
 
     names: tuple[str, ...]  # with their memory, as the driver reports them
@@ -39,7 +39,7 @@ class Gpus(NamedTuple):
         return bool(self.names) and not seen and self.visible != ""
 
 
-def find_gpus() -> Gpus:
+def find_gpus() -> GpusFound:
     """Ask nvidia-smi; where there is none, the driver: containers may have the driver alone."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     program, search = shutil.which("nvidia-smi"), "no nvidia-smi, no NVIDIA driver in /proc"
@@ -47,14 +47,16 @@ def find_gpus() -> Gpus:
         query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
         try:
             answer = subprocess.run(query, capture_output=True, text=True, timeout=ASK_LIMIT_S, check=True)
-            return Gpus(tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()), "asked nvidia-smi", visible)
+            return GpusFound(
+                tuple(line.strip() for line in answer.stdout.splitlines() if line.strip()), "asked nvidia-smi", visible
+            )
         except (OSError, subprocess.SubprocessError) as error:
             search = f"nvidia-smi failed: {type(error).__name__}"
     models = [re.search(r"^Model:(.*)", file.read_text(), re.MULTILINE) for file in sorted(DRIVER.glob("*/information"))]
-    return Gpus(tuple(model[1].strip() if model else "NVIDIA GPU" for model in models), search, visible)
+    return GpusFound(tuple(model[1].strip() if model else "NVIDIA GPU" for model in models), search, visible)
 
 
-def gpus(found: Gpus) -> list[Finding]:
+def gpus(found: GpusFound) -> list[Finding]:
     """Report which GPUs there are."""
     if not found.names:
         return [Finding(f"none ({found.search}): ranks compute on the CPU")]

@@ -31,8 +31,8 @@ class Finding:
 class Entry:
     """One subject of a report: how its fact is found, and what the fact means.
 
-    `find` returns the fact, or a `Question`, whose reply is the fact. It is called with the facts of `needs`, or the
-    questions that have not been answered yet. `means` is called with the fact and the facts of `needs`.
+    `find` returns the fact, or a `ProcessQuestion`, whose reply is the fact. It is called with the facts of `needs`, or
+    the questions that have not been answered yet. `means` is called with the fact and the facts of `needs`.
     """
 
     subject: str
@@ -41,7 +41,7 @@ class Entry:
     needs: tuple[str, ...] = ()  # the subjects of earlier entries
 
 
-class Question:
+class ProcessQuestion:
     """A question to another Python process, which imports what this one must not. It starts at once.
 
     Args:
@@ -118,7 +118,7 @@ def collect(table: Sequence[Entry]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for entry in table:
         found[entry.subject] = entry.find(*(found[subject] for subject in entry.needs))
-    return {subject: fact.reply() if isinstance(fact, Question) else fact for subject, fact in found.items()}
+    return {subject: fact.reply() if isinstance(fact, ProcessQuestion) else fact for subject, fact in found.items()}
 
 
 def report(table: Sequence[Entry], facts: Mapping[str, Any]) -> Report:

@@ -25,7 +25,7 @@ MOST: Final = 200  # arrows in one figure
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageArrow:
     """A message, a remote call or its reply, from one rank to another."""
 
     source: int  # the sending rank
@@ -37,7 +37,7 @@ class Message:
     span: int = -1  # index of the sender's span in the trace's columns
 
 
-def messages(trace: Trace) -> list[Message]:
+def messages(trace: Trace) -> list[MessageArrow]:
     """The messages and remote procedure calls whose two ends are both in the trace.
 
     Where the ranks' clocks differ, a message may seem to arrive before it was sent. It is left as it is if their error
@@ -55,12 +55,12 @@ def messages(trace: Trace) -> list[Message]:
             send, recv = data[both[SEND]], data[both[RECV]]
             cuda, at = bool(send["device"] == CUDA), both[SEND]
             found.append(
-                Message(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
+                MessageArrow(int(send["rank"]), int(ready[at]), int(recv["rank"]), int(recv["end_ns"]), on_cuda=cuda, span=at)
             )
         elif VALUE in both and TO_HERE in both:  # a remote call's value, fetched from its owner
             value, fetch, since = data[both[VALUE]], data[both[TO_HERE]], ready[both[TO_HERE]]
             fetched = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
-            found.append(Message(*fetched, span=both[VALUE]))
+            found.append(MessageArrow(*fetched, span=both[VALUE]))
         elif REPLY in both and len(both) > 1:
             call = next(i for kind, i in both.items() if kind is not REPLY)
             found += _call_and_reply(trace, call, both[REPLY])
@@ -73,7 +73,7 @@ def messages(trace: Trace) -> list[Message]:
     ]
 
 
-def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
+def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[MessageArrow]:
     """A call arrives when the callee starts to serve it: in the last matching span that ended before the reply."""
     data, names = trace.columns.data, trace.columns.names
     call, reply = data[call_at], data[reply_at]
@@ -82,11 +82,11 @@ def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[Message]:
     before = (
         (data["kind"] == COMPUTE) & (data["name"] == served) & (data["rank"] == callee) & (data["end_ns"] <= reply["start_ns"])
     )
-    back = Message(callee, int(reply["start_ns"]), caller, int(call["end_ns"]), span=reply_at)
+    back = MessageArrow(callee, int(reply["start_ns"]), caller, int(call["end_ns"]), span=reply_at)
     if not before.any():
         return [back]
     begun = int(data["start_ns"][before][data["end_ns"][before].argmax()])
-    return [Message(caller, int(call["start_ns"]), callee, begun, call=True, span=call_at), back]
+    return [MessageArrow(caller, int(call["start_ns"]), callee, begun, call=True, span=call_at), back]
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:

@@ -24,7 +24,7 @@ Value = float | str
 
 
 @dataclass(slots=True)
-class Entry:
+class SavedGuess:
     """One guess; None where there is no value."""
 
     lesson: str  # the notebook that asked for it, without ".ipynb"; "" if unknown
@@ -37,7 +37,7 @@ class Entry:
     changed: Value | None = None  # a different guess that was made after the first reveal
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[SavedGuess]:
     """Read all guesses, in the order in which they were first sealed or revealed; none if there is no file.
 
     Raises:
@@ -54,8 +54,8 @@ def entries(folder: Path) -> list[Entry]:
         content = json.loads(written.decode("utf-8-sig"))  # editors on Windows may add a byte order mark
         if content["version"] != VERSION:
             raise LabError(f"{path}: written by another version of labkit ({content['version']}); move or delete the file")
-        known = {field.name for field in fields(Entry)}
-        found = [Entry(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
+        known = {field.name for field in fields(SavedGuess)}
+        found = [SavedGuess(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
         if not all(map(_is_sound, found)):
             raise ValueError
         return found
@@ -63,7 +63,7 @@ def entries(folder: Path) -> list[Entry]:
         raise LabError(f"{path}: not a file of guesses; repair or delete it") from None
 
 
-def _is_sound(entry: Entry) -> bool:
+def _is_sound(entry: SavedGuess) -> bool:
     """Whether a file that may have been edited by hand holds an entry as `_write` writes it."""
     compared = [value for value in (entry.guess, entry.measured, entry.changed) if value is not None]
     numbers = [*(v for v in compared if not isinstance(v, str)), *([] if entry.predicted is None else [entry.predicted])]
@@ -76,7 +76,7 @@ def _is_sound(entry: Entry) -> bool:
 
 
 @contextlib.contextmanager
-def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
+def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[SavedGuess]:
     """Give one guess to the caller, who changes it; afterwards the file is written, unless nothing changed.
 
     The file is replaced in one step, so that a crash leaves the old one.
@@ -88,7 +88,7 @@ def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
         found = entries(folder)
         entry = next((e for e in found if (e.lesson, e.name) == (lesson, name)), None)
         if entry is None:
-            entry = Entry(lesson, name)
+            entry = SavedGuess(lesson, name)
             found.append(entry)
         before = asdict(entry)
         yield entry
@@ -98,7 +98,7 @@ def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[Entry]:
         raise LabError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
 
 
-def _write(folder: Path, found: list[Entry]) -> None:
+def _write(folder: Path, found: list[SavedGuess]) -> None:
     content: dict[str, Any] = {"version": VERSION, "guesses": [asdict(entry) for entry in found]}
     with replacing(folder / FILE) as new:
         new.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")

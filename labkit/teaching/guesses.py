@@ -20,7 +20,7 @@ from labkit.errors.wrong_calls import one_number, public_api
 from labkit.group.opened import notebook_path
 from labkit.group.output import encodable
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
-from labkit.teaching.guess_file import LARGEST, Entry, Value, entries, entry_for_update
+from labkit.teaching.guess_file import LARGEST, SavedGuess, Value, entries, entry_for_update
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of
 
 if TYPE_CHECKING:
@@ -254,30 +254,30 @@ def _smallest(name: str, given: Mapping[Any, Any]) -> Note:
 
 
 def _in_words(name: str, value: Value) -> str:
-    return value if isinstance(value, str) else _outcome(Entry("", name), value, None).in_words(value)
+    return value if isinstance(value, str) else _outcome(SavedGuess("", name), value, None).in_words(value)
 
 
-def _kept(name: str, value: Value) -> Entry:
+def _kept(name: str, value: Value) -> SavedGuess:
     """The guess as it is kept, to be compared with `value`; an empty entry if there is none."""
     lesson = _lesson()
     entry = next((e for e in entries(Path.cwd()) if (e.lesson, e.name) == (lesson, name)), None)
     if entry is None:
-        return Entry(lesson, name)
+        return SavedGuess(lesson, name)
     if isinstance(entry.guess, str) != isinstance(value, str):
         raise LabError(f"reveal({name}={value!r}): the guess was {entry.guess!r}; {ALIKE}")
     return entry
 
 
-def _reveal(name: str, value: Value, formula: float | None) -> Entry:
+def _reveal(name: str, value: Value, formula: float | None) -> SavedGuess:
     if _kept(name, value).guess is None:
-        return Entry(_lesson(), name)  # there was no guess: nothing is written
+        return SavedGuess(_lesson(), name)  # there was no guess: nothing is written
     with entry_for_update(Path.cwd(), _lesson(), name) as entry:
         if entry.measured is None:
             entry.measured, entry.predicted, entry.revealed_at = value, formula, time.time()
     return entry
 
 
-def _choice(entry: Entry, answer: str, measured: str = "") -> Note:
+def _choice(entry: SavedGuess, answer: str, measured: str = "") -> Note:
     quantity, _ = _parts(entry.name)
     if entry.guess is None:
         return Note(f"{quantity}: {answer}.{measured}", "○")
@@ -287,7 +287,7 @@ def _choice(entry: Entry, answer: str, measured: str = "") -> Note:
     return Note(f"{quantity}: {answer}. Your guess was {entry.guess}{changed}.{first}{measured}", "✓" if right else "✗")
 
 
-def _outcome(entry: Entry, measured: Any, formula: float | None, found: Measurement | None = None) -> Outcome:
+def _outcome(entry: SavedGuess, measured: Any, formula: float | None, found: Measurement | None = None) -> Outcome:
     quantity, unit = _parts(entry.name)
     return Outcome(
         entry.lesson, quantity, unit, float(measured),
@@ -299,7 +299,7 @@ def _outcome(entry: Entry, measured: Any, formula: float | None, found: Measurem
     )  # fmt: skip
 
 
-def _same(entry: Entry) -> bool:
+def _same(entry: SavedGuess) -> bool:
     return _folded(entry.guess) == _folded(entry.measured)
 
 

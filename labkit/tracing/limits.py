@@ -41,7 +41,7 @@ class Limit(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LimitFinding:
     """The numbers behind an explanation, as means over the ranks."""
 
     limit: Limit  # the largest loss
@@ -74,7 +74,7 @@ class Finding:
     transfer_ns: float  # the time in which each rank's operations moved data
 
 
-def limit_of(trace: Trace) -> Finding:
+def limit_of(trace: Trace) -> LimitFinding:
     """Find what limits a run; its trace is not empty."""
     settled, part = _settled(trace)
     shares = part.shares()
@@ -125,7 +125,7 @@ def limit_of(trace: Trace) -> Finding:
             else:
                 limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
     small = rows["nbytes"] <= SMALL_BYTES
-    return Finding(
+    return LimitFinding(
         limit=limit,
         duration_ns=part.duration_ns,
         steps=len(settled),

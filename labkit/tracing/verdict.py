@@ -40,7 +40,7 @@ class CheckedRun(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict:
+class RunVerdict:
     """The faults of a run. A notebook shows it at the end of the cell; `print` shows the same as text."""
 
     faults: tuple[SilentFault, ...]  # the faults that are certain, then those that may be intended
@@ -56,7 +56,7 @@ class Verdict:
 
 
 @public_api
-def verdict(run: CheckedRun) -> Verdict:
+def verdict(run: CheckedRun) -> RunVerdict:
     """Say which faults make a run's numbers wrong, as far as they can be found without knowing the program.
 
     A run with `check=True` compares, in its first two steps and in every tenth, what must be equal on all ranks, and
@@ -76,7 +76,7 @@ def verdict(run: CheckedRun) -> Verdict:
     if not hasattr(run, "facts"):
         raise TypeError(f"verdict({run!r}): expected a run, such as group.run(train, check=True)")
     faults = sorted(faults_of(run, trace), key=lambda fault: not fault.certain)
-    return Verdict(tuple(faults), _compared(run.facts, faults))
+    return RunVerdict(tuple(faults), _compared(run.facts, faults))
 
 
 def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:

@@ -28,7 +28,7 @@ from labkit.recording.ring_buffer import RingWriter
 from labkit.worker.debugger import Debugger, is_quit, quit_failure
 from labkit.worker.display import RankDisplay
 from labkit.worker.late_errors import context_error, without_child_deaths
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.notebook_settings import AppliedSettings
 from labkit.worker.process_state import Imports, WorkingFolder, apply
 from labkit.worker.runtimes.base import Released, Runtime
@@ -45,7 +45,7 @@ ALWAYS_OWN: Final = frozenset(
 )
 
 
-def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
+def main(sock: socket.socket, ring: mmap.mmap, network: PrivateNetwork) -> None:
     """Serve the notebook until it closes the connection or sends `Close`."""
     channel = Channel(sock)
     me = os.getpid()
@@ -69,7 +69,7 @@ def main(sock: socket.socket, ring: mmap.mmap, network: Network) -> None:
 class _Rank:
     """One rank: its runtime, its state, and its end of the channel."""
 
-    def __init__(self, channel: Channel, rank_config: protocol.RankConfig, ring: RingWriter, network: Network) -> None:
+    def __init__(self, channel: Channel, rank_config: protocol.RankConfig, ring: RingWriter, network: PrivateNetwork) -> None:
         self._channel, self._rank_config, self._ring = channel, rank_config, ring
         self._sending = threading.Lock()  # a thread of the student's may display something at any time
         self._profiler = TorchProfiler()
@@ -122,7 +122,7 @@ class _Rank:
             self._folder.remove()
             return False
         handler = self._handlers[type(message)]
-        if isinstance(message, protocol.Notice):
+        if isinstance(message, protocol.RankNotice):
             self._take(handler, message)
         else:
             self._attempt(handler, message)

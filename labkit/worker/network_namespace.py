@@ -69,7 +69,7 @@ def wanted(environment: Mapping[str, str]) -> str:
     return given
 
 
-class Network:
+class PrivateNetwork:
     """The network in which the libraries open sockets.
 
     Args:
@@ -85,7 +85,7 @@ class Network:
         """Whether it is a private network."""
         return self._fd >= 0
 
-    def unless_several(self, machines: int, environment: Mapping[str, str]) -> Network:
+    def unless_several(self, machines: int, environment: Mapping[str, str]) -> PrivateNetwork:
         """Return this network, or the machine's if the ranks are on several: a private network has no others.
 
         Raises:
@@ -95,9 +95,9 @@ class Network:
             return self
         if wanted(environment) == PRIVATE:
             raise LabError(f"{VARIABLE}=private: in private networks, ranks of several machines cannot meet. Unset it.")
-        return Network(why="the ranks are on several machines")
+        return PrivateNetwork(why="the ranks are on several machines")
 
-    def unless_asked_outside(self, environment: Mapping[str, str]) -> Network:
+    def unless_asked_outside(self, environment: Mapping[str, str]) -> PrivateNetwork:
         """Return this network, or the machine's if variables choose an interface that a private network does not have.
 
         Raises:
@@ -109,7 +109,7 @@ class Network:
             return self
         if wanted(environment) == PRIVATE:
             raise LabError(f"{VARIABLE}=private and {asked[0]}: a private network has only the interface 'lo'. Unset one.")
-        return Network(why=f"{asked[0]} asks for it")
+        return PrivateNetwork(why=f"{asked[0]} asks for it")
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Call a function in this network; the threads that it starts stay there.
@@ -144,7 +144,7 @@ class Network:
         return results[0]
 
 
-def make(mode: str) -> Network:
+def make(mode: str) -> PrivateNetwork:
     """Create the network for the ranks of this process, and the capability to enter it.
 
     The process must have a single thread.
@@ -153,14 +153,14 @@ def make(mode: str) -> Network:
         LabError: the mode is `PRIVATE`, and the system does not allow a private network.
     """
     if mode == SHARED:
-        return Network(why=f"{VARIABLE}={SHARED}")
+        return PrivateNetwork(why=f"{VARIABLE}={SHARED}")
     if mode == WHERE_ALLOWED and not other_users(os.geteuid()):
-        return Network(why=f"{VARIABLE}={PRIVATE} hides them")
+        return PrivateNetwork(why=f"{VARIABLE}={PRIVATE} hides them")
     try:
         if sys.platform != "linux":
             raise OSError("only Linux has private networks")
         # Root without the capability is in a container; in a user namespace it could not write other users' files.
-        return Network(_made(as_owner=os.geteuid() != 0 or mode == PRIVATE))
+        return PrivateNetwork(_made(as_owner=os.geteuid() != 0 or mode == PRIVATE))
     except OSError as error:
         why = error.strerror or str(error)
         if mode == PRIVATE:
@@ -168,7 +168,7 @@ def make(mode: str) -> Network:
                 f"{VARIABLE}=private: this system does not allow private networks ({why}). Remove the variable, or ask an "
                 "administrator to allow unprivileged user namespaces."
             ) from None
-        return Network(why=f"this system does not allow a private one: {why}")
+        return PrivateNetwork(why=f"this system does not allow a private one: {why}")
 
 
 def _made(as_owner: bool) -> int:

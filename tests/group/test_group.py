@@ -26,7 +26,7 @@ from labkit.errors.exceptions import RankFailure, RunTimeoutError
 from labkit.group.open_groups import notebook
 from labkit.group.processes import RankPool
 from labkit.ipc.protocol import Message, NewFiles
-from labkit.launch.capacity import Memory
+from labkit.launch.capacity import FreeMemory
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.devices import share_of_devices
 from labkit.worker.runtimes.registry import RUNTIMES
@@ -115,7 +115,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
             lab.Group(*args, **options)
         return str(caught.value)
 
-    monkeypatch.setattr("labkit.launch.capacity.usable_memory", lambda: Memory(2000 << 20, 1000 << 20, limited=False))
+    monkeypatch.setattr("labkit.launch.capacity.usable_memory", lambda: FreeMemory(2000 << 20, 1000 << 20, limited=False))
     assert refused(11) == (
         "11 ranks need at least 1.07 GiB of memory (100 MiB each), and 1000 MiB are available. "
         "Use at most 10 ranks, or close other groups and notebooks."

@@ -19,7 +19,7 @@ import labkit as lab
 from labkit.group.deadlock_words import ORIGINS
 from labkit.group.parting import Side, frames_at, parting_in_words
 from labkit.ipc.ranks_cell import cell_filename
-from labkit.launch.frames import Frame, Owner
+from labkit.launch.frames import Owner, StackFrame
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402  # after the check that it is there
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 FILE = "/program/own.py"
 
 
-def stack(source: str, *marks: str) -> list[Frame]:
+def stack(source: str, *marks: str) -> list[StackFrame]:
     """The frames at the lines of a source that end with the comments `marks`, outermost first."""
     lines = textwrap.dedent(source).splitlines(keepends=True)
     linecache.cache[FILE] = (len(source), None, lines, FILE)
@@ -41,7 +41,7 @@ def stack(source: str, *marks: str) -> list[Frame]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
         ]  # fmt: skip
         innermost = max(around, key=lambda node: node.lineno, default=None)
-        frames.append(Frame(FILE, line, innermost.name if innermost else "<module>", Owner.STUDENT))
+        frames.append(StackFrame(FILE, line, innermost.name if innermost else "<module>", Owner.STUDENT))
     return frames
 
 
@@ -368,7 +368,7 @@ def test_several_ranks() -> None:
 
 def test_the_frames_of_an_operation() -> None:
     a, b = stack("def main():\n    a()  # A\n    b()  # B", "A", "B")
-    library = Frame("/lib/torch.py", 7, "all_reduce", Owner.LIBRARY)
+    library = StackFrame("/lib/torch.py", 7, "all_reduce", Owner.LIBRARY)
     assert frames_at("own.py, line 2", [a, library], None) == [a]
     assert frames_at("own.py, line 3", [a, library], None) == [], "it has gone on"
     assert frames_at("own.py, line 3", [], a._replace(line=1)) == [b], "in the called function"

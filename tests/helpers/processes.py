@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from labkit.launch.descendants import PR_SET_CHILD_SUBREAPER
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 
 __all__ = [
     "GONE_LIMIT_S",
@@ -109,13 +109,13 @@ def adopt_no_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def network_of_ranks() -> Network:
+def network_of_ranks() -> PrivateNetwork:
     """Called in a rank: the network over which it communicates with the others, which its own code does not use."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the listing's own
             if os.readlink(f"/proc/self/fd/{fd}").startswith("net:"):
-                return Network(fd)
-    return Network()
+                return PrivateNetwork(fd)
+    return PrivateNetwork()
 
 
 def who_listens(port: int) -> int:

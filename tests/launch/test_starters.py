@@ -38,7 +38,7 @@ from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
 from labkit.launch.starters import ForkStarter, SpawnStarter
 from labkit.recording.ring_layout import RING_BYTES
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 
 pytestmark = pytest.mark.processes
 
@@ -484,7 +484,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fork_server, "_pidfd", lambda _: -1)
     near, far = socket.socketpair()
     with socket.socket() as unused:
-        own = fork_server._Server(unused, Network())
+        own = fork_server._Server(unused, PrivateNetwork())
         monkeypatch.setattr(own, "_reap", buried.extend)
         reply = own._reply(Fork([1, 2, 3]), [near.detach(), far.detach()])
     assert isinstance(reply, Failed)

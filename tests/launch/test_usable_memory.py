@@ -8,7 +8,7 @@ import psutil
 import pytest
 from fake_control_groups import fake_control_groups
 
-from labkit.launch.capacity import Memory, usable_memory
+from labkit.launch.capacity import FreeMemory, usable_memory
 
 MIB = 2**20
 
@@ -25,7 +25,7 @@ MIB = 2**20
                 "memory.current": f"{300 * MIB}\n",
                 "memory.stat": f"anon {100 * MIB}\ninactive_file {120 * MIB}\nactive_file {60 * MIB}\n",
             },
-            Memory(512 * MIB, 392 * MIB, limited=True),
+            FreeMemory(512 * MIB, 392 * MIB, limited=True),
         ),
         (
             "v2",
@@ -34,7 +34,7 @@ MIB = 2**20
                 "pod/memory.max": f"{256 * MIB}\n", "pod/memory.current": f"{256 * MIB}\n",
                 "pod/memory.stat": "inactive_file 0\n",
             },
-            Memory(256 * MIB, 0, limited=True),
+            FreeMemory(256 * MIB, 0, limited=True),
         ),
         (
             "v1",
@@ -43,7 +43,7 @@ MIB = 2**20
                 "memory/memory.usage_in_bytes": f"{500 * MIB}\n",
                 "memory/memory.stat": f"active_file 7\ntotal_inactive_file {80 * MIB}\ntotal_active_file {20 * MIB}\n",
             },
-            Memory(512 * MIB, 112 * MIB, limited=True),
+            FreeMemory(512 * MIB, 112 * MIB, limited=True),
         ),
         (
             "v1",
@@ -56,7 +56,7 @@ MIB = 2**20
     ],
 )  # fmt: skip
 def test_a_containers_limit(
-    version: str, files: dict[str, str], expected: Memory | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, files: dict[str, str], expected: FreeMemory | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = psutil.virtual_memory()._replace(total=8192 * MIB, available=4096 * MIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
@@ -64,4 +64,4 @@ def test_a_containers_limit(
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    assert usable_memory(tmp_path) == (expected or Memory(8192 * MIB, 4096 * MIB, limited=False))
+    assert usable_memory(tmp_path) == (expected or FreeMemory(8192 * MIB, 4096 * MIB, limited=False))

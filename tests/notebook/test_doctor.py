@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import questions
 
-from labkit.launch.capacity import Memory
+from labkit.launch.capacity import FreeMemory
 from labkit.notebook import findings
 from labkit.notebook.doctor import TABLE
-from labkit.notebook.doctor_gpus import Gpus
-from labkit.notebook.doctor_places import PLAIN, Place
-from labkit.notebook.findings import Finding, Question, Report
+from labkit.notebook.doctor_gpus import GpusFound
+from labkit.notebook.doctor_places import PLAIN, PlaceFound
+from labkit.notebook.findings import Finding, ProcessQuestion, Report
 
 doctor = sys.modules["labkit.notebook.doctor"]  # `labkit.doctor` as a name is the function
 GIB = 2**30
@@ -41,9 +41,9 @@ LAPTOP = {
     "Python": "3.11.7 (CPython) on Linux x86_64",
     "cores": (8, 8),
     "place": PLAIN,
-    "memory": Memory(16 * GIB, 9 * GIB, limited=False),
+    "memory": FreeMemory(16 * GIB, 9 * GIB, limited=False),
     "shared memory": (8 * GIB, 7 * GIB),
-    "GPUs": Gpus((), "no nvidia-smi, no NVIDIA driver in /proc", None),
+    "GPUs": GpusFound((), "no nvidia-smi, no NVIDIA driver in /proc", None),
     "ranks start by": ("fork", None),
     "ranks talk over": {"private": True, "why": "", "others": True},
     **{name: {"version": "1.2"} for name, *_ in PACKAGES},
@@ -52,7 +52,7 @@ LAPTOP = {
     "GPU types": None,
     "CUDA here": False,
 }
-GPUS = Gpus(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
+GPUS = GpusFound(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
 SERVER = LAPTOP | {
     "GPUs": GPUS,
     "torch": TORCH | {"cuda": "13.0", "gpus": 2, "nccl": True},
@@ -121,8 +121,8 @@ ENOUGH = "DataLoader's workers and NCCL may need more"
 SHARED = "  ranks talk over    this machine's network, where"
 DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"cores": (8, 1.5)}, "  cores              8, of which this process may use 1.5; lessons with more ranks run, too"),
-    ({"memory": Memory(2 * GIB, GIB, limited=True)}, "  memory             2 GiB (the container's limit), 1 GiB of it free"),
-    ({"place": Place("a hub", limits="few cores")}, "  place              a hub: few cores"),
+    ({"memory": FreeMemory(2 * GIB, GIB, limited=True)}, "  memory             2 GiB (the container's limit), 1 GiB of it free"),
+    ({"place": PlaceFound("a hub", limits="few cores")}, "  place              a hub: few cores"),
     ({"shared memory": (2 * GIB, GIB)}, "  shared memory      2 GiB in /dev/shm"),
     ({"shared memory": (GIB >> 4, GIB >> 5)}, f"✗ shared memory      only 64 MiB in /dev/shm, 32 MiB of it free; {ENOUGH}"),
     ({"shared memory": (2 * GIB, GIB >> 6)}, f"✗ shared memory      2 GiB in /dev/shm, only 16 MiB of it free; {ENOUGH}"),
@@ -226,7 +226,7 @@ def test_how_ranks_start(
 @pytest.mark.processes
 def test_facts_from_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    said = Question(doctor._ask_torch).reply()
+    said = ProcessQuestion(doctor._ask_torch).reply()
     assert set(said) == {"cuda", "gpus", "gloo", "nccl", "rpc", "lost"}
     assert said["lost"] == []
     assert said["gloo"] is True
@@ -236,20 +236,20 @@ def test_facts_from_torch() -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_facts_from_tensorflow() -> None:
-    said = Question(doctor._ask_tensorflow).reply()
+    said = ProcessQuestion(doctor._ask_tensorflow).reply()
     assert set(said) == {"gpus", "lost"}
     assert said["lost"] == []
 
 
 def test_a_kernel_needs_no_jupyterlab() -> None:
     missing = {"JupyterLab": {"version": None}, "anywidget": {"version": None}}
-    assert diagnose(LAPTOP | missing | {"place": Place("", has_kernel=True)}).findings == tuple(
+    assert diagnose(LAPTOP | missing | {"place": PlaceFound("", has_kernel=True)}).findings == tuple(
         f for f in diagnose(LAPTOP | missing).findings if f.subject != "JupyterLab"
     )
 
 
 def test_hosted_kernels_keep_their_packages() -> None:
-    report = diagnose(LAPTOP | {"place": Place("a service", hosted=True), "anywidget": {"version": None}})
+    report = diagnose(LAPTOP | {"place": PlaceFound("a service", hosted=True), "anywidget": {"version": None}})
     assert [f.remedy for f in report.findings if f.remedy] == ['pip install "labkit[hosted]"']
 
 
@@ -258,11 +258,11 @@ def test_hosted_kernels_keep_their_packages() -> None:
     [(GPUS, True, True), (GPUS, False, False), (LAPTOP["GPUs"], True, False), (GPUS._replace(visible=""), True, False)],
 )
 @pytest.mark.processes
-def test_gpus_are_tried_where_torch_may_see_some(gpus: Gpus, installed: bool, asked: bool) -> None:
-    torch: Any = Question(questions.noisy) if installed else {"version": None}
+def test_gpus_are_tried_where_torch_may_see_some(gpus: GpusFound, installed: bool, asked: bool) -> None:
+    torch: Any = ProcessQuestion(questions.noisy) if installed else {"version": None}
     answer = doctor._ask_about_gpus(gpus, torch)
     if installed:
         torch.reply()
-    assert isinstance(answer, Question) is asked
+    assert isinstance(answer, ProcessQuestion) is asked
     if answer is not None:
         assert answer.reply() == {"gpus": [], "pairs": 0, "peers": 0, "amd": False}

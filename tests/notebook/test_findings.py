@@ -12,7 +12,7 @@ import pytest
 import questions
 
 from labkit.notebook import findings
-from labkit.notebook.findings import Entry, Finding, Question, collect, report
+from labkit.notebook.findings import Entry, Finding, ProcessQuestion, collect, report
 
 
 def test_an_entry_gets_the_facts_that_it_needs() -> None:
@@ -36,8 +36,13 @@ def test_replies_become_facts_after_all_questions_are_asked(monkeypatch: pytest.
     monkeypatch.setenv("MEETING", str(tmp_path / "pipe"))
     os.mkfifo(tmp_path / "pipe")
     table = (
-        Entry("writer", lambda: Question(questions.write, known=1), lambda _: []),
-        Entry("reader", lambda writer: Question(questions.read, waits=isinstance(writer, Question)), lambda *_: [], ("writer",)),
+        Entry("writer", lambda: ProcessQuestion(questions.write, known=1), lambda _: []),
+        Entry(
+            "reader",
+            lambda writer: ProcessQuestion(questions.read, waits=isinstance(writer, ProcessQuestion)),
+            lambda *_: [],
+            ("writer",),
+        ),
     )
     assert collect(table) == {"writer": {"known": 1}, "reader": {"waits": True, "read": "met"}}
 
@@ -53,13 +58,13 @@ def test_replies_become_facts_after_all_questions_are_asked(monkeypatch: pytest.
 )
 @pytest.mark.processes
 def test_querying_a_process(function: Callable[[], dict[str, Any]], reply: dict[str, Any]) -> None:
-    assert Question(function, version="1.2").reply() == {"version": "1.2", **reply}
+    assert ProcessQuestion(function, version="1.2").reply() == {"version": "1.2", **reply}
 
 
 @pytest.mark.processes
 def test_querying_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "ASK_LIMIT_S", 0)
-    assert Question(questions.sleep).reply() == {"error": "no reply within 0 s"}
+    assert ProcessQuestion(questions.sleep).reply() == {"error": "no reply within 0 s"}
 
 
 def test_a_notebook_shows_a_table_that_breaks_lines_between_words() -> None:

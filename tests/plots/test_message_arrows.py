@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
 import labkit as lab
-from labkit.plots.message_arrows import Message, messages
+from labkit.plots.message_arrows import MessageArrow, messages
 from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
@@ -27,8 +27,8 @@ def arrows(ax):
 def test_a_message_goes_from_the_time_both_ranks_are_ready_to_its_arrival():
     found = messages(model_parallel(1))
     assert found == [
-        Message(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
-        Message(1, int(21.8 * MS), 0, int(22.8 * MS), span=11),
+        MessageArrow(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
+        MessageArrow(1, int(21.8 * MS), 0, int(22.8 * MS), span=11),
     ]
     # from the middle of one rank's communication lane to that of the other
     assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]
@@ -143,7 +143,7 @@ def test_a_message_that_arrives_before_it_was_sent_is_drawn_as_it_is_if_the_cloc
     book.travel(1, "recv", 1, 4.5, peer=0, group="0 to 1", match=1)  # it arrived 1.5 ms before it was sent
     trace = book.trace(2, start_ns=0, clock_error_ns=error_ms * MS)
     assert arrows(timeline(trace)) == [(6, 0.75, 4.5, 1.75)][:drawn]
-    assert messages(trace) == [Message(0, 6 * MS, 1, int(4.5 * MS), span=1)][:drawn]
+    assert messages(trace) == [MessageArrow(0, 6 * MS, 1, int(4.5 * MS), span=1)][:drawn]
     for other in (trace.between(0, 5 * MS), trace.between(5 * MS, 8 * MS)):
         assert messages(other) == [], "one of its ends is outside"
     book = Book()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from labkit.errors.exceptions import LabError
-from labkit.teaching.guess_file import FILE, Entry, entries, entry_for_update
+from labkit.teaching.guess_file import FILE, SavedGuess, entries, entry_for_update
 
 
 def seal(folder, name, value, lesson="02"):
@@ -17,7 +17,7 @@ def test_guesses_are_read_back_in_order(tmp_path):
     seal(tmp_path, "step_ms", 12.0)
     seal(tmp_path, "waits", "rank 1", lesson="04")
     seal(tmp_path, "step_ms", 13.0)
-    assert entries(tmp_path) == [Entry("02", "step_ms", 13.0), Entry("04", "waits", "rank 1")]
+    assert entries(tmp_path) == [SavedGuess("02", "step_ms", 13.0), SavedGuess("04", "waits", "rank 1")]
 
 
 def test_no_file_no_guesses(tmp_path):
@@ -40,7 +40,7 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
 
     with pytest.raises(RuntimeError):
         fail()
-    assert entries(tmp_path) == [Entry("02", "step_ms", 12.0)]
+    assert entries(tmp_path) == [SavedGuess("02", "step_ms", 12.0)]
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -81,7 +81,7 @@ def test_a_file_that_a_newer_labkit_wrote_with_more_fields_is_read(tmp_path):
     (tmp_path / FILE).write_text(
         json.dumps({"version": 1, "guesses": [{"lesson": "02", "name": "q", "guess": 1, "mood": "good"}]})
     )
-    assert entries(tmp_path) == [Entry("02", "q", 1)]
+    assert entries(tmp_path) == [SavedGuess("02", "q", 1)]
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path):
@@ -105,7 +105,7 @@ def test_a_link_to_the_file_and_its_permissions_are_kept(tmp_path):
     seal(folder, "step_ms", 2.0)
     assert (folder / FILE).is_symlink()
     assert real.stat().st_mode & 0o777 == 0o640
-    assert entries(folder) == [Entry("02", "step_ms", 2.0)]
+    assert entries(folder) == [SavedGuess("02", "step_ms", 2.0)]
 
 
 def test_a_file_that_is_read_only_is_not_replaced(tmp_path):
@@ -113,4 +113,4 @@ def test_a_file_that_is_read_only_is_not_replaced(tmp_path):
     (tmp_path / FILE).chmod(0o444)
     with pytest.raises(LabError, match=r"my_guesses\.json: cannot be written \(it is read-only\)"):
         seal(tmp_path, "step_ms", 2.0)
-    assert entries(tmp_path) == [Entry("02", "step_ms", 1.0)]
+    assert entries(tmp_path) == [SavedGuess("02", "step_ms", 1.0)]

@@ -15,7 +15,7 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.runtimes.rpc import Rpc
 from labkit.worker.runtimes.torch import THROUGH_HOST, Torch
 
@@ -125,7 +125,7 @@ def test_remote_calls_between_machines(remote: lab.Group) -> None:
 
 def torch_rank(place: Place, size: int, **options: Any) -> Torch:
     named = Options(names=tuple(f"rank {i}" for i in range(size)), runtime="torch", **options)
-    return Torch(RankConfig(0, named, place=place), Network(), lambda: None)
+    return Torch(RankConfig(0, named, place=place), PrivateNetwork(), lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_all_ranks_use_nccl_or_none_does(gpus: tuple[str, ...], why: str) -> Non
 
 
 def test_remote_calls_do_not_use_nccl() -> None:
-    ranks = RankConfig(0, Options(names=("a", "b", "c"), runtime="rpc"), place=Place()), Network(), lambda: None
+    ranks = RankConfig(0, Options(names=("a", "b", "c"), runtime="rpc"), place=Place()), PrivateNetwork(), lambda: None
     said = [Rpc(*ranks)._about_gpus([Offer(gpus=(name,)) for name in names]) for names in ("aab", "abc")]
     assert said == ["3 ranks share 2 GPUs and compute in turns.", ""]
 
@@ -168,7 +168,7 @@ def test_a_rank_has_gpus_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_private_network_is_left_by_ranks_of_several_machines() -> None:
-    private = Network(fd=1)
+    private = PrivateNetwork(fd=1)
     assert private.unless_several(1, {}) is private
     assert not private.unless_several(2, {}).private
     with pytest.raises(LabError, match="LABKIT_NETWORK=private: in private networks, ranks of several machines cannot meet"):

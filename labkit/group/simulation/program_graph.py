@@ -78,7 +78,7 @@ class ProgramGraph:
         self._spans: list[Span] = []
         self._members: defaultdict[Operation, list[tuple[int, Communication]]] = defaultdict(list)
         self._gates: list[Gate] = []
-        threads = [thread for program in programs.values() for thread in _Rank(self, program, device).threads(name)]
+        threads = [thread for program in programs.values() for thread in _SimulatedRank(self, program, device).threads(name)]
         self._check_answers()
         stands_for, ahead = self._ranks_like(), device is not None and device.runs_ahead
         for members in self._members.values():
@@ -187,7 +187,7 @@ def _in_words(communication: Communication) -> str:
     return communication.name + (f" ({communication.line})" if communication.line else "")
 
 
-class _Rank:
+class _SimulatedRank:
     """Makes the threads of one rank.
 
     Args:

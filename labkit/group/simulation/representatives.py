@@ -86,7 +86,7 @@ def _at_once(measured: bool) -> int:
     return 1 if measured else max(int(usable_cores()), AT_ONCE)
 
 
-class _Execution:
+class _SimulatedExecution:
     """A function that is executed as one of many ranks; messages call it by the function's name.
 
     Args:
@@ -118,7 +118,7 @@ def execute_ranks(
     Arguments as for `programs_of`.
     """
     with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
-        run = group.run(_Execution(function, ranks, size, measured), *args, **kwargs)
+        run = group.run(_SimulatedExecution(function, ranks, size, measured), *args, **kwargs)
     programs = {}
     for number, rank in enumerate(ranks):
         trace = run.trace.filter(rank=number)

@@ -22,13 +22,23 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
-from labkit.launch.machines.agent_requests import HELLO, Connect, Connected, Listen, Listening, Prepare, Ready, Reply, Request
+from labkit.launch.machines.agent_requests import (
+    HELLO,
+    AgentReady,
+    Connect,
+    Connected,
+    Listen,
+    Listening,
+    Prepare,
+    Reply,
+    Request,
+)
 from labkit.launch.machines.facts import Facts
 from labkit.launch.machines.forwarding import TAKEN, Forwarding
 from labkit.launch.machines.frame_port import FramePort
-from labkit.launch.machines.line import READ_BYTES, Kind, Large, Line
+from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
 from labkit.launch.machines.reachability import listen_for_a_moment, unreached
-from labkit.launch.machines.relayed_rank import RankState
+from labkit.launch.machines.relayed_rank import RelayedState
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor
 from labkit.launch.server_requests import Answered, Ended, Failed, Fork, Forked, Reap
@@ -51,7 +61,7 @@ _OF_A_STEP: Final = ("SLURM_", "PMI_", "PMIX_")
 _TIME: Final = struct.Struct("<q")
 
 
-class _Rank:
+class _AgentRank:
     """A rank on this machine.
 
     Args:
@@ -77,7 +87,7 @@ class _Rank:
         """Send prints and records, unless the line is slow: then prints wait, and records are lost in the end."""
         self._print(OUTPUT_WINDOW)
         if self._line.backlog < BACKLOG_BYTES and (news := self._tap.news(RECORDS_BYTES)):
-            self._line.send(Kind.RECORDS, self.number, news)
+            self._line.send(FrameKind.RECORDS, self.number, news)
 
     def report(self, most_bytes: float = math.inf) -> bool:
         """Send all that the rank has printed and recorded so far, or at most so many bytes of records.
@@ -87,7 +97,7 @@ class _Rank:
         """
         self._print(math.inf)  # a pipe's capacity at most
         while news := self._tap.news(RECORDS_BYTES):
-            self._line.send(Kind.RECORDS, self.number, news)
+            self._line.send(FrameKind.RECORDS, self.number, news)
             most_bytes -= len(news)
             if most_bytes <= 0:
                 return not self._tap.behind
@@ -105,7 +115,7 @@ class _Rank:
             self._output_open = bool(data)
             if data:
                 self._output_under_way += len(data)
-                self._line.send(Kind.OUTPUT, self.number, data)
+                self._line.send(FrameKind.OUTPUT, self.number, data)
             if len(data) < OUTPUT_BYTES:
                 return
 
@@ -124,7 +134,7 @@ class _Rank:
         if self.forget():
             self.frames.read_all()
             self.report()
-            self._line.send(Kind.GONE, self.number)
+            self._line.send(FrameKind.GONE, self.number)
 
     def forget(self) -> bool:
         """Do not wait for its end any more; return whether it had not come yet."""
@@ -157,11 +167,11 @@ class _Agent:
     def __init__(self, line: Line) -> None:
         self.line, self.large = line, Large()
         self._facts = Facts.here()
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _AgentRank] = {}
         self._starter: Starter | None = None
         self._heard_s = time.monotonic()
         self._oom_kills = OOMKillCounters()
-        self._states: dict[int, RankState] = {}  # as they were last reported
+        self._states: dict[int, RelayedState] = {}  # as they were last reported
         self._monitor: tuple[Monitor, tuple[int, ...]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -181,24 +191,24 @@ class _Agent:
     async def _hear(self) -> None:
         async for kind, number, data in self.line.blocks():
             self._heard_s = time.monotonic()
-            if kind is Kind.CLOCK:
-                self.line.send(Kind.CLOCK, 0, data + _TIME.pack(time.perf_counter_ns()), urgent=True)
-            elif kind is Kind.PART:
+            if kind is FrameKind.CLOCK:
+                self.line.send(FrameKind.CLOCK, 0, data + _TIME.pack(time.perf_counter_ns()), urgent=True)
+            elif kind is FrameKind.PART:
                 self.large.add(number, data)
                 if self.large.complete(number):
                     for rank in self._ranks.values():
                         rank.frames.write()
-            elif kind is Kind.FORGET:
+            elif kind is FrameKind.FORGET:
                 self.large.forget(number)
-            elif kind is Kind.CONTROL:
+            elif kind is FrameKind.CONTROL:
                 task = asyncio.ensure_future(self._handle(number, pickle.loads(data)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             elif number in self._ranks:
                 rank = self._ranks[number]
-                if kind is Kind.FRAME:
+                if kind is FrameKind.FRAME:
                     rank.frames.deliver(data)
-                elif kind is Kind.TAKEN:
+                elif kind is FrameKind.TAKEN:
                     rank.taken(*TAKEN.unpack(data))
 
     async def _look(self) -> None:
@@ -215,9 +225,9 @@ class _Agent:
             news = {number: state for number, state in states.items() if self._states.get(number) != state}
             self._states = states
             if news:
-                self.line.send(Kind.STATES, 0, pickle.dumps(news), urgent=True)
+                self.line.send(FrameKind.STATES, 0, pickle.dumps(news), urgent=True)
 
-    def _states_of(self, ranks: Sequence[_Rank]) -> dict[int, RankState]:
+    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, RelayedState]:
         """Return the states of ranks. Called on another thread."""
         self._oom_kills.sample(time.monotonic())
         if not ranks or self._starter is None:
@@ -226,7 +236,7 @@ class _Agent:
         if self._monitor is None or self._monitor[1] != numbers:
             self._monitor = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
         loads = self._monitor[0].sample(time.perf_counter_ns())
-        return {rank.number: RankState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
+        return {rank.number: RelayedState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
 
     async def _handle(self, number: int, request: Request) -> None:
         try:
@@ -248,7 +258,7 @@ class _Agent:
         if isinstance(request, Fork):
             processes = await asyncio.to_thread(self._starter.start, len(request.ranks))
             for number, process in zip(request.ranks, processes, strict=True):
-                self._ranks[number] = _Rank(number, process, self)
+                self._ranks[number] = _AgentRank(number, process, self)
             return Forked({number: process.pid for number, process in zip(request.ranks, processes, strict=True)})
         mine = {number: self._ranks[number] for number in request.ranks if number in self._ranks}
         processes = [rank.process for rank in mine.values()]
@@ -276,11 +286,11 @@ class _Agent:
         make = ForkStarter if sys.platform == "linux" else SpawnStarter
         self._starter = make(kind.preload, kind.environment, RING_BYTES, shared_memory)
         self._starter.wait_until_ready()
-        return Ready()
+        return AgentReady()
 
     def _send(self, number: int, reply: Any) -> None:
         urgent = isinstance(reply, Ended) and self.line.backlog > LONG_BACKLOG
-        self.line.send(Kind.CONTROL, number, pickle.dumps(reply), urgent=urgent)
+        self.line.send(FrameKind.CONTROL, number, pickle.dumps(reply), urgent=urgent)
 
 
 def main() -> None:

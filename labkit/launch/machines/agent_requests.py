@@ -18,7 +18,7 @@ HELLO: Final = 0  # the number of the first reply, which answers no request: the
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Import what a runtime's ranks need. The reply is `Ready`.
+    """Import what a runtime's ranks need. The reply is `AgentReady`.
 
     Args:
         runtime: the runtime's name.
@@ -28,7 +28,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class AgentReady:
     """Ranks can be started."""
 
 
@@ -59,4 +59,4 @@ class Connected:
 
 
 Request = Prepare | Listen | Connect | Fork | Reap | Ask
-Reply = Facts | Ready | Listening | Connected | Forked | Ended | Answered | Failed
+Reply = Facts | AgentReady | Listening | Connected | Forked | Ended | Answered | Failed

@@ -134,7 +134,7 @@ class _Switch:
             target.waiting.append((arrives_ns + self._latency_ns, frame))
 
 
-def _namespace(address: str) -> tuple[network_namespace.Network, int]:
+def _namespace(address: str) -> tuple[network_namespace.PrivateNetwork, int]:
     """Create a network namespace with an interface; return it, and the file descriptor of the interface's other end.
 
     This thread is in the namespace afterwards.
@@ -149,7 +149,7 @@ def _namespace(address: str) -> tuple[network_namespace.Network, int]:
         for request, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.0")):
             fcntl.ioctl(any_socket, request, struct.pack("16sHH4s8x", b"eth0", socket.AF_INET, 0, socket.inet_aton(value)))
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"eth0", IFF_UP))
-    return network_namespace.Network(namespace), tap
+    return network_namespace.PrivateNetwork(namespace), tap
 
 
 class _Agents:

@@ -21,7 +21,7 @@ from typing import Final
 from labkit.ipc.channel import segment_of, with_segment
 from labkit.ipc.process_memory import ALIGN, read
 from labkit.launch.machines.frame_port import FramePort, RawFrame
-from labkit.launch.machines.line import Kind, Large, Line
+from labkit.launch.machines.line import FrameKind, Large, Line
 
 WINDOW_BYTES: Final = 1 << 20
 LARGE_BYTES: Final = 1 << 16  # frames of this size or more are sent in parts
@@ -65,7 +65,7 @@ class Segments:
         for key, (number, fd, used_s) in list(self._known.items()):
             if time.monotonic() > used_s + KEEP_S:
                 del self._known[key]
-                self._line.send(Kind.FORGET, number)
+                self._line.send(FrameKind.FORGET, number)
                 if fd >= 0:
                     os.close(fd)
 
@@ -170,7 +170,7 @@ class Forwarding:
             own = self._segments.send_frame(data) if self._segments is not None else self._line.send_large(memoryview(data))
             data = b""
         self._under_way += size
-        self._line.send(Kind.FRAME, self._number, _DATA.pack(own, segment) + data)
+        self._line.send(FrameKind.FRAME, self._number, _DATA.pack(own, segment) + data)
 
     def _send_fd(self, fd: int) -> int:
         if self._segments is not None:
@@ -207,7 +207,7 @@ class Forwarding:
             while True:
                 done = self._port.flush()
                 if done and self._unacknowledged:
-                    self._line.send(Kind.TAKEN, self._number, TAKEN.pack(self._unacknowledged, 0), urgent=True)
+                    self._line.send(FrameKind.TAKEN, self._number, TAKEN.pack(self._unacknowledged, 0), urgent=True)
                     self._unacknowledged = 0
                 self._wait_for_room(not done)
                 if not done or not self._arrived or not self._next():

@@ -33,7 +33,7 @@ _HEADER: Final = struct.Struct("<BIQ")  # kind, number, size in bytes
 _PART: Final = struct.Struct("<QQ")  # offset, and size of the whole, in bytes
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a block holds, and what its number means."""
 
     CONTROL = 0  # a pickled request or reply; the number of the request
@@ -52,7 +52,7 @@ class Kind(IntEnum):
 class Block(NamedTuple):
     """A block that has arrived."""
 
-    kind: Kind
+    kind: FrameKind
     number: int
     data: bytes
 
@@ -81,7 +81,7 @@ class Line:
         self._received = self._last_report = 0  # bytes so far, and the last report of them
         self.backlog = 0
 
-    def send(self, kind: Kind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
+    def send(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
         """Send a block, after those that were sent before; an urgent one, before all that are not urgent."""
         block = _HEADER.pack(kind, number, len(data)) + data
         self.backlog += len(block)
@@ -114,7 +114,7 @@ class Line:
                 if queue:
                     block = queue.popleft()
                     self._writer.write(block)
-                    if block[0] != Kind.RECEIVED:
+                    if block[0] != FrameKind.RECEIVED:
                         self.backlog -= len(block)
                         self._count(len(block))
                 if self._large and not self._urgent:
@@ -141,7 +141,7 @@ class Line:
         number, data = self._large[0]
         part = data[self._at : self._at + PART_BYTES]
         head = _PART.pack(self._at, len(data))
-        self._writer.write(_HEADER.pack(Kind.PART, number, len(head) + len(part)) + head)
+        self._writer.write(_HEADER.pack(FrameKind.PART, number, len(head) + len(part)) + head)
         self._writer.write(part)
         self._count(_HEADER.size + len(head) + len(part))
         self._at += len(part)
@@ -170,15 +170,15 @@ class Line:
                 data = await self._reader.readexactly(size)
             except (asyncio.IncompleteReadError, OSError):
                 return
-            if kind == Kind.RECEIVED:
+            if kind == FrameKind.RECEIVED:
                 self._report(*_TOTAL.unpack(data))
                 continue
             self._received += _HEADER.size + size
             if self._received >= self._last_report + REPORT_BYTES:
                 self._last_report = self._received
-                self._urgent.append(_HEADER.pack(Kind.RECEIVED, 0, _TOTAL.size) + _TOTAL.pack(self._last_report))
+                self._urgent.append(_HEADER.pack(FrameKind.RECEIVED, 0, _TOTAL.size) + _TOTAL.pack(self._last_report))
                 self._waiting.set()
-            yield Block(Kind(kind), number, data)
+            yield Block(FrameKind(kind), number, data)
 
     def close(self) -> None:
         """Close the connection; what has not been written yet is lost."""

@@ -200,7 +200,7 @@ class Ray(Engine):
         """See `Engine`."""
         actor = await _in_thread(lambda: _start(self._ids[machine], limit_s))
         near, far = socket.socketpair()
-        stream = _Stream(actor, far)
+        stream = _ActorStream(actor, far)
         reader, writer = await asyncio.open_connection(sock=near, limit=READ_BYTES)
 
         async def ended() -> str:
@@ -319,7 +319,7 @@ def _start(node_id: str, limit_s: float) -> Any:
     return actor
 
 
-class _Stream:
+class _ActorStream:
     """Passes bytes between a socket and an actor, on two threads.
 
     Args:

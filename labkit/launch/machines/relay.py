@@ -34,7 +34,7 @@ from labkit.launch.machines.agent_requests import HELLO, Prepare, Reply, Request
 from labkit.launch.machines.engines import Connection, Engine
 from labkit.launch.machines.facts import Facts, KnownMachine, check_versions
 from labkit.launch.machines.forwarding import TAKEN, Segments
-from labkit.launch.machines.line import Kind, Large, Line
+from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.machines.reachability import check_reachability
 from labkit.launch.machines.relayed_rank import RelayedRank
 from labkit.launch.rank_process import End
@@ -69,7 +69,7 @@ class LostError(Exception):
     """A machine is lost, or cannot be reached; the text says how that was noticed."""
 
 
-class _Machine:
+class _AgentMachine:
     """A machine and its agent.
 
     Args:
@@ -139,7 +139,7 @@ class _Machine:
         self._number += 1
         number = self._number
         self._replies[number] = asyncio.get_running_loop().create_future()
-        self.line.send(Kind.CONTROL, number, pickle.dumps(request), urgent=isinstance(request, Reap))
+        self.line.send(FrameKind.CONTROL, number, pickle.dumps(request), urgent=isinstance(request, Reap))
         try:
             reply = await self._replies[number]
         finally:
@@ -180,7 +180,7 @@ class _Machine:
         self.large.clear()
 
     def _ask_time(self) -> None:
-        self.line.send(Kind.CLOCK, 0, _TIME.pack(time.perf_counter_ns()), urgent=True)
+        self.line.send(FrameKind.CLOCK, 0, _TIME.pack(time.perf_counter_ns()), urgent=True)
 
     async def _write(self) -> None:
         with contextlib.suppress(OSError):  # reading notices it, too
@@ -205,7 +205,7 @@ class _Machine:
         printed = await self.line.begin()
         async for kind, number, data in self.line.blocks():
             self._heard_s, self._heard_boot_s = time.monotonic(), _boot_s()
-            if kind is Kind.CLOCK:
+            if kind is FrameKind.CLOCK:
                 asked_ns, there_ns = _TIMES.unpack(data)
                 heard_ns = time.perf_counter_ns()
                 self.clock.read(asked_ns, there_ns, heard_ns)
@@ -213,31 +213,31 @@ class _Machine:
                 self._read_ns = there_ns
                 for rank in self.ranks.values():
                     rank.clock_is(self.offset_ns, self.clock.error_ns)
-            elif kind is Kind.PART:
+            elif kind is FrameKind.PART:
                 self.large.add(number, data)
                 if self.large.complete(number):
                     for rank in self.ranks.values():
                         rank.frames.write()
-            elif kind is Kind.CONTROL:
+            elif kind is FrameKind.CONTROL:
                 reply = pickle.loads(data)
                 future = self._replies.get(number)
                 if future is not None and not future.done():
                     future.set_result(reply)
-            elif kind is Kind.STATES:
+            elif kind is FrameKind.STATES:
                 for of_rank, state in pickle.loads(data).items():
                     if of_rank in self.ranks:
                         self.ranks[of_rank].state_is(state)
             elif number in self.ranks:
                 rank = self.ranks[number]
-                if kind is Kind.RECORDS:
+                if kind is FrameKind.RECORDS:
                     rank.recorded(data)
-                elif kind is Kind.OUTPUT:
+                elif kind is FrameKind.OUTPUT:
                     rank.printed(data)
-                elif kind is Kind.FRAME:
+                elif kind is FrameKind.FRAME:
                     rank.framed(data)
-                elif kind is Kind.TAKEN:
+                elif kind is FrameKind.TAKEN:
                     rank.frames.taken(TAKEN.unpack(data)[0])
-                elif kind is Kind.GONE:
+                elif kind is FrameKind.GONE:
                     rank.framed(None)
         how = await self._connection.ended() or "the connection to it has ended"
         self.lose(
@@ -256,12 +256,12 @@ class _Relay:
 
     def __init__(self, sock: socket.socket, engine: Engine, runtime: str) -> None:
         self._sock, self._engine, self._runtime = sock, engine, runtime
-        self._machines: dict[str, _Machine] = {}  # by name, in the engine's order
+        self._machines: dict[str, _AgentMachine] = {}  # by name, in the engine's order
         self._names: Sequence[str] = ()
         self._problems: dict[str, str] = {}  # by name, why a machine cannot be used
-        self._where: dict[int, _Machine] = {}  # by rank
-        self._layout: list[tuple[_Machine, Place]] = []  # of the group that is being started, by rank
-        self._met: set[_Machine] = set()  # those that can connect to one another
+        self._where: dict[int, _AgentMachine] = {}  # by rank
+        self._layout: list[tuple[_AgentMachine, Place]] = []  # of the group that is being started, by rank
+        self._met: set[_AgentMachine] = set()  # those that can connect to one another
         self._here = Facts.here()
         self._ended = asyncio.Event()
         self._notes: list[str] = []  # for the student, on the next start
@@ -296,11 +296,11 @@ class _Relay:
             made = await asyncio.gather(
                 *(self._connect(name, self._engine.connect_limit_s) for name in names), return_exceptions=True
             )
-            failed = {n: one for n, one in zip(names, made, strict=True) if not isinstance(one, _Machine)}
+            failed = {n: one for n, one in zip(names, made, strict=True) if not isinstance(one, _AgentMachine)}
             for error in failed.values():
                 if not isinstance(error, LostError | LabError):
                     raise error
-            self._machines = {one.name: one for one in made if isinstance(one, _Machine)}
+            self._machines = {one.name: one for one in made if isinstance(one, _AgentMachine)}
             self._problems = {name: f"{name} cannot be used: {error}" for name, error in failed.items()}
             if self._runtime:
                 await self._prepare(say)
@@ -327,12 +327,12 @@ class _Relay:
         replies = await asyncio.gather(*(m.ask(Prepare(self._runtime)) for m in machines), return_exceptions=True)
         _raise_first(dict(zip(machines, replies, strict=True)))
 
-    async def _connect(self, name: str, limit_s: float) -> _Machine:
+    async def _connect(self, name: str, limit_s: float) -> _AgentMachine:
         try:
             connection = await asyncio.wait_for(self._engine.connect(name, limit_s), limit_s)
         except TimeoutError:
             raise LostError(f"it did not answer within {limit_s:.0f} s") from None
-        machine = _Machine(name, connection)
+        machine = _AgentMachine(name, connection)
         await machine.meet(limit_s)
         return machine
 
@@ -404,7 +404,7 @@ class _Relay:
                         raise LostError(". ".join(lost)) from None
                     self._met.update(used)
             layout = dict(zip(request.ranks, self._layout[request.first :], strict=False))
-            by_machine: dict[_Machine, list[int]] = {}
+            by_machine: dict[_AgentMachine, list[int]] = {}
             for number, (machine, _) in layout.items():
                 by_machine.setdefault(machine, []).append(number)
                 machine.ranks[number] = RelayedRank(number, mine.pop(number), machine, self._abandoned)
@@ -427,7 +427,7 @@ class _Relay:
             return []
         say(f"connecting to {listed(lost)} again")
 
-        async def again(name: str) -> _Machine:
+        async def again(name: str) -> _AgentMachine:
             machine = await self._connect(name, self._engine.again_limit_s)
             await machine.ask(Prepare(self._runtime))
             return machine
@@ -435,7 +435,7 @@ class _Relay:
         made = await asyncio.gather(*(again(name) for name in lost), return_exceptions=True)
         notes = []
         for name, one in zip(lost, made, strict=True):
-            if isinstance(one, _Machine):
+            if isinstance(one, _AgentMachine):
                 self._machines[name] = one
             elif isinstance(one, LostError | LabError):
                 left = listed(m.name for m in self._machines.values() if not m.lost)
@@ -446,7 +446,7 @@ class _Relay:
                 raise one
         return notes
 
-    def _places(self, total: int) -> list[tuple[_Machine, Place]]:
+    def _places(self, total: int) -> list[tuple[_AgentMachine, Place]]:
         """Where the ranks of a group are, in rank order.
 
         Raises:
@@ -508,8 +508,8 @@ class _Relay:
                 machine.drop_data()
         return Ended(ends)
 
-    def _by_machine(self, ranks: Sequence[int]) -> dict[_Machine, list[int]]:
-        found: dict[_Machine, list[int]] = {}
+    def _by_machine(self, ranks: Sequence[int]) -> dict[_AgentMachine, list[int]]:
+        found: dict[_AgentMachine, list[int]] = {}
         for number in ranks:
             if number in self._where:
                 found.setdefault(self._where[number], []).append(number)
@@ -525,7 +525,7 @@ class _Relay:
             self._spawn(end())
 
 
-def _raise_first(replies: Mapping[_Machine, object]) -> None:
+def _raise_first(replies: Mapping[_AgentMachine, object]) -> None:
     """Raise the first error among the machines' replies, with the name of a machine that is lost."""
     for machine, reply in replies.items():
         if isinstance(reply, LostError):

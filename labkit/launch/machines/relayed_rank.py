@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, Segments
 from labkit.launch.machines.frame_port import FramePort
-from labkit.launch.machines.line import Kind, Large, Line
+from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.rank_process import Status
 from labkit.launch.resource_usage import Load
 from labkit.recording.clock import Clock
@@ -32,7 +32,7 @@ STATE_BYTES: Final = _STATE.size
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class RelayedState:
     """The state of a rank, as its agent has last reported it.
 
     Args:
@@ -44,10 +44,10 @@ class RankState:
     load: Load
 
 
-UNREPORTED: Final = RankState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
+UNREPORTED: Final = RelayedState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
 
 
-def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int, reported_ns: int) -> None:
+def write_state(memory: Any, state: RelayedState, offset_ns: int, error_ns: int, reported_ns: int) -> None:
     """In the relay: store a rank's state.
 
     Args:
@@ -63,7 +63,7 @@ def write_state(memory: Any, state: RankState, offset_ns: int, error_ns: int, re
     _STATE.pack_into(memory, RING_BYTES, *values)
 
 
-def read_state(memory: int) -> tuple[RankState, int, int, int]:
+def read_state(memory: int) -> tuple[RelayedState, int, int, int]:
     """In the notebook: return a rank's state, offset and error of its clock, and when its machine reported last, in ns.
 
     Args:
@@ -74,10 +74,10 @@ def read_state(memory: int) -> tuple[RankState, int, int, int]:
         return UNREPORTED, 0, 0, 0
     word, exiting, cpu_s, nbytes, busy, offset_ns, error_ns, reported_ns = _STATE.unpack(data)
     status = Status(word.rstrip(b"\0").decode(), exiting, cpu_s)
-    return RankState(status, Load(nbytes, None if busy < 0 else busy)), offset_ns, error_ns, reported_ns
+    return RelayedState(status, Load(nbytes, None if busy < 0 else busy)), offset_ns, error_ns, reported_ns
 
 
-class _Machine(Protocol):
+class _MachineState(Protocol):
     """The machine of a rank, as far as the rank needs it."""
 
     line: Line
@@ -100,7 +100,7 @@ class RelayedRank:
         closed: called with the number when the notebook closes the socket.
     """
 
-    def __init__(self, number: int, fds: list[int], machine: _Machine, closed: Callable[[int], None]) -> None:
+    def __init__(self, number: int, fds: list[int], machine: _MachineState, closed: Callable[[int], None]) -> None:
         self._number, self._line = number, machine.line
         connection, self._output, memory = fds
         os.truncate(memory, RING_BYTES + STATE_BYTES)
@@ -123,7 +123,7 @@ class RelayedRank:
         self._copy.apply(news)
         self._reported()
 
-    def state_is(self, state: RankState) -> None:
+    def state_is(self, state: RelayedState) -> None:
         """Its state has changed."""
         self._state = state
         self._reported()
@@ -165,7 +165,7 @@ class RelayedRank:
         except OSError:  # the notebook has closed the pipe
             done = len(self._prints)
         if done:
-            self._line.send(Kind.TAKEN, self._number, TAKEN.pack(0, done), urgent=True)
+            self._line.send(FrameKind.TAKEN, self._number, TAKEN.pack(0, done), urgent=True)
             del self._prints[:done]
             self._written += done
             self._pass_on()

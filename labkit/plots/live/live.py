@@ -230,7 +230,7 @@ def _import_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-class _Line(Screen):
+class _CellLine(Screen):
     """One line of a terminal, overwritten with each frame."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -253,4 +253,4 @@ def _screen_here() -> Screen:
     shell = ipython.get_ipython() if ipython is not None else None
     if hasattr(shell, "kernel"):
         return _Cell()
-    return _Line(sys.stderr) if sys.stderr.isatty() else Screen()
+    return _CellLine(sys.stderr) if sys.stderr.isatty() else Screen()

@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnd:
     """How a process ended."""
 
     result: str  # what it wrote into its result
@@ -74,7 +74,7 @@ class Ended:
     why: str  # which limit ended it, or its exit code if that is not 0; "" if it ended by itself
 
 
-def run_confined(module: str, text: str, limits: Limits, path: Sequence[str] = (), *, confined: bool = True) -> Ended:
+def run_confined(module: str, text: str, limits: Limits, path: Sequence[str] = (), *, confined: bool = True) -> ProcessEnd:
     """Call a module's `main` in a process in a session and a folder of its own, and wait for it.
 
     Args:
@@ -106,7 +106,7 @@ def run_confined(module: str, text: str, limits: Limits, path: Sequence[str] = (
         finally:
             _end(process, known)
         result, output = (reader.kept() for reader in readers)  # before `Popen` closes the streams
-    return Ended(result, output, why)
+    return ProcessEnd(result, output, why)
 
 
 def why_unconfined() -> str:

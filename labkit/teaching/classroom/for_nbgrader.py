@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from labkit.teaching.classroom.handout import Exercise, Handout, Order, code_cell
+from labkit.teaching.classroom.handout import AssignedExercise, Handout, Order, code_cell
 
 REFERENCE: Final = "reference"
 TIMEOUT_S: Final = 240  # for a cell: labkit ends an answer after 60 s, and a test runs one twice
@@ -62,7 +62,7 @@ def tested_cells(handout: Handout, seed: int) -> list[dict[str, Any]]:
     return cells
 
 
-def _test(exercise: Exercise, seed: int) -> dict[str, Any]:
+def _test(exercise: AssignedExercise, seed: int) -> dict[str, Any]:
     call = f'verdict = check_afresh("{exercise.name}", {exercise.answer}'
     source = f"""# {exercise.points:g} point{"s" * (exercise.points != 1)} for {exercise.name}
 from labkit.teaching.classroom.grader_plugins import check_afresh

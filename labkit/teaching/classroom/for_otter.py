@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 
-from labkit.teaching.classroom.handout import Exercise, Order
+from labkit.teaching.classroom.handout import AssignedExercise, Order
 
 
 def write_otter(order: Order) -> list[str]:
@@ -33,7 +33,7 @@ def write_otter(order: Order) -> list[str]:
     ]
 
 
-def _tests(exercise: Exercise, seed: int) -> str:
+def _tests(exercise: AssignedExercise, seed: int) -> str:
     return f'''"""Tests of {exercise.name}, whose answer is `{exercise.answer}` in the student's notebook."""
 
 from otter.test_files import test_case

@@ -18,8 +18,8 @@ from typing import Final
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import descendants, end_all, end_children
 from labkit.teaching.classroom.confined_process import why_unconfined
-from labkit.teaching.classroom.grade_submission import Graded, Settings, grade, hidden_for, judges_in
-from labkit.teaching.classroom.results import FORMS, Results
+from labkit.teaching.classroom.grade_submission import Graded, GradeSettings, grade, hidden_for, judges_in
+from labkit.teaching.classroom.results import FORMS, ClassResults
 from labkit.teaching.classroom.submissions import Submission, exercises_of, printable, submissions
 from labkit.teaching.exercises import LESSONS
 from labkit.teaching.lessons import lessons_named
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.unconfined:
         print(UNCONFINED, file=sys.stderr, flush=True)
     read = [one.path for one in given if not (one.error and one.path.is_symlink())]  # what a link names may be a library
-    settings = Settings(
+    settings = GradeSettings(
         options.execute, options.seed, options.limit_s, options.memory_mb, hidden_for(read), judges, tuple(options.modules),
         not options.unconfined,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def _write(results: Results, options: argparse.Namespace) -> list[str]:
+def _write(results: ClassResults, options: argparse.Namespace) -> list[str]:
     """Write the files; return a line for each that could not be written."""
     failed: list[str] = []
     for form, (_, written) in FORMS.items():
@@ -159,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _results(given: Sequence[Submission], settings: Settings, jobs: int, points: dict[str, float]) -> tuple[Results, list[str]]:
+def _results(
+    given: Sequence[Submission], settings: GradeSettings, jobs: int, points: dict[str, float]
+) -> tuple[ClassResults, list[str]]:
     """Grade the submissions, until a signal stops it; return the results, and lines on what was not graded."""
     by_student: dict[str, dict[str, Graded]] = {}
     failed: list[str] = []
@@ -184,7 +186,7 @@ def _results(given: Sequence[Submission], settings: Settings, jobs: int, points:
             time.sleep(0.1)
     end_children()  # what submissions have left behind
     names = dict.fromkeys(name for submission in given for name in submission.exercises)
-    return Results(by_student, {printable(name): points.get(name, 1.0) for name in names}), failed
+    return ClassResults(by_student, {printable(name): points.get(name, 1.0) for name in names}), failed
 
 
 @contextlib.contextmanager

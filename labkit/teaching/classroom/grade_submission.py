@@ -24,7 +24,7 @@ from typing import Any, Final
 from labkit.errors.exceptions import LabError
 from labkit.teaching import exercises
 from labkit.teaching.classroom import judge_process, submission_process
-from labkit.teaching.classroom.confined_process import Ended, Limits, run_confined
+from labkit.teaching.classroom.confined_process import Limits, ProcessEnd, run_confined
 from labkit.teaching.classroom.judge_process import Judging
 from labkit.teaching.classroom.submission_process import SELECTED, Job
 from labkit.teaching.classroom.submissions import Submission, printable
@@ -36,7 +36,7 @@ START_S: Final = 60.0  # for the imports of a process on a busy machine
 
 
 @dataclass(frozen=True)
-class Settings:
+class GradeSettings:
     """How submissions are graded."""
 
     execute: bool = False  # whether to run the whole notebook
@@ -95,7 +95,7 @@ def _file_of(module: str) -> Path:
     raise LabError(f"--modules {module}: there is no such module in {', '.join(map(repr, sys.path[:3]))} ...")
 
 
-def grade(submission: Submission, settings: Settings) -> list[Graded]:
+def grade(submission: Submission, settings: GradeSettings) -> list[Graded]:
     """Grade all exercises of a submission."""
     if submission.error:
         return [_no_answer(name, submission.error) for name in submission.exercises]
@@ -111,7 +111,7 @@ def grade(submission: Submission, settings: Settings) -> list[Graded]:
     return [by_name[name] for name in submission.exercises]
 
 
-def _found(ended: Ended, submission: Submission) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _found(ended: ProcessEnd, submission: Submission) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return what the process of the submission has found, or why each exercise fails; and which statements failed."""
     try:
         found = json.loads(ended.result)
@@ -141,7 +141,7 @@ def _is_shallow(value: Any, levels: int = 5) -> bool:
     return levels > 0 and all(_is_shallow(one, levels - 1) for one in inner)
 
 
-def _judged(found: dict[str, dict[str, Any]], settings: Settings) -> list[Graded]:
+def _judged(found: dict[str, dict[str, Any]], settings: GradeSettings) -> list[Graded]:
     graded: list[Graded] = []
     path = [str(_file_of(module).parent) for module in settings.modules]
     while waiting := list(found)[len(graded) :]:

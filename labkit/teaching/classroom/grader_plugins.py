@@ -17,7 +17,7 @@ import sys
 from typing import Any, Final
 
 from labkit.ipc.code_names import names_read
-from labkit.teaching.classroom.statements import Program, parsed
+from labkit.teaching.classroom.statements import SubmittedProgram, parsed
 from labkit.teaching.exercises import LESSONS
 
 SKIP: Final = "skip-execution"
@@ -63,7 +63,7 @@ class OtterPlugin:
         return submission if isinstance(submission, str) else only_answers(submission)[0]
 
 
-def _needed_cells(program: Program) -> set[int]:
+def _needed_cells(program: SubmittedProgram) -> set[int]:
     """Return the numbers of the cells that define what the answers refer to."""
     needed = set()
     for position, name in program.answers():

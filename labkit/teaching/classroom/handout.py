@@ -22,7 +22,7 @@ _LESSON_LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(([\w.-]+\.ipynb)\)")
 
 
 @dataclass(frozen=True)
-class Exercise:
+class AssignedExercise:
     """An exercise of a lesson."""
 
     name: str
@@ -37,7 +37,7 @@ class Handout:
 
     lesson: Path  # the original, whose folder has the diagrams
     notebook: dict[str, Any]  # the content of the students' notebook
-    exercises: tuple[Exercise, ...]  # in the order of the notebook
+    exercises: tuple[AssignedExercise, ...]  # in the order of the notebook
 
     @property
     def name(self) -> str:
@@ -123,12 +123,12 @@ def write_notebook(path: Path, notebook: dict[str, Any]) -> None:
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _exercises(cells: list[dict[str, Any]], points: dict[str, float]) -> Iterable[Exercise]:
+def _exercises(cells: list[dict[str, Any]], points: dict[str, float]) -> Iterable[AssignedExercise]:
     code = [(index, cell["source"]) for index, cell in enumerate(cells) if cell["cell_type"] == "code"]
     program = parsed([source for _, source in code])
     for position, name in program.answers():
         statement = program.statements[position]
-        yield Exercise(name, ast.unparse(statement.answers[name]), code[statement.cell - 1][0], points.get(name, 1.0))
+        yield AssignedExercise(name, ast.unparse(statement.answers[name]), code[statement.cell - 1][0], points.get(name, 1.0))
 
 
 def _without_solutions(text: str) -> str:

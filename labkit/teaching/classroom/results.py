@@ -29,7 +29,7 @@ MARKS: Final = {"passed": "✓", "wrong": "✗", "not written yet": "○", "no a
 
 
 @dataclass(frozen=True)
-class Results:
+class ClassResults:
     """The verdicts on all submissions of a class."""
 
     by_student: Mapping[str, Mapping[str, Graded]]  # by student and exercise
@@ -161,7 +161,7 @@ class Results:
 
 
 # What is written into files: by the name of the option, what it is, and its text.
-FORMS: Final[dict[str, tuple[str, Callable[[Results], str]]]] = {
+FORMS: Final[dict[str, tuple[str, Callable[[ClassResults], str]]]] = {
     "json": ("everything: verdicts, points, hints", lambda results: results.as_json()),
     "csv": ("the points of each student", lambda results: results.as_csv()),
 }

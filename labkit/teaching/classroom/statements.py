@@ -32,7 +32,7 @@ class Statement:
 
 
 @dataclass
-class Program:
+class SubmittedProgram:
     """The statements of a notebook, in its order."""
 
     statements: list[Statement] = field(default_factory=list)
@@ -81,9 +81,9 @@ def without_magics(source: str) -> str:
     return "\n".join(lines)
 
 
-def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) -> Program:
+def parsed(cells: Sequence[str], python: Callable[[str], str] = without_magics) -> SubmittedProgram:
     """Parse the code cells of a notebook; `python` turns a cell into Python."""
-    program = Program()
+    program = SubmittedProgram()
     for number, source in enumerate(cells, 1):
         source = python(source)
         program.lines[number] = [f"{line}\n" for line in source.splitlines()]

@@ -21,7 +21,7 @@ from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import adopt_orphans, end_children
 from labkit.teaching.classroom.confined_process import Cover, go_on_in_child
 from labkit.teaching.classroom.packed_answer import packed
-from labkit.teaching.classroom.statements import Program, Statement, compiled, parsed, without_magics
+from labkit.teaching.classroom.statements import Statement, SubmittedProgram, compiled, parsed, without_magics
 
 SELECTED: Final = "Only what the answer seems to need was run; --execute runs the whole notebook."
 
@@ -95,7 +95,7 @@ def _examiner() -> Examine:
     return examine
 
 
-def _collect(job: Job, program: Program, home: types.ModuleType, examine: Examine) -> dict[str, Any]:
+def _collect(job: Job, program: SubmittedProgram, home: types.ModuleType, examine: Examine) -> dict[str, Any]:
     for number, lines in program.lines.items():
         linecache.cache[_file(number)] = (sum(map(len, lines)), None, lines, _file(number))
     wanted = [(at, name, program.statements[at].answers[name]) for at, name in program.answers() if name in job.exercises]
@@ -114,7 +114,7 @@ def _collect(job: Job, program: Program, home: types.ModuleType, examine: Examin
     return found | {"": {"failures": failures}}
 
 
-def _selected(program: Program, wanted: list[tuple[int, str, ast.expr]], execute: bool) -> set[int]:
+def _selected(program: SubmittedProgram, wanted: list[tuple[int, str, ast.expr]], execute: bool) -> set[int]:
     if execute:
         return set(range(len(program.statements)))
     names = [(at, {node.id for node in ast.walk(answer) if isinstance(node, ast.Name)}) for at, _, answer in wanted]

@@ -18,7 +18,7 @@ from labkit.recording.cores import load_of_others, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.ideal_pipeline import schedule
-from labkit.tracing.limits import SMALL_BYTES, Finding, Limit, limit_of
+from labkit.tracing.limits import SMALL_BYTES, Limit, LimitFinding, limit_of
 from labkit.tracing.measurement import lacking_cores
 from labkit.tracing.overlapping import after_backward, needed_at_once
 from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
@@ -76,7 +76,7 @@ class Explanation:
     """
 
     text: str
-    finding: Finding
+    finding: LimitFinding
 
     def __repr__(self) -> str:
         return self.text
@@ -155,7 +155,7 @@ def _overlap(trace: Trace) -> Overlap:
     return Overlap.UNKNOWN
 
 
-def _gains(trace: Trace, f: Finding, pipeline: Pipeline | None) -> Gains | None:
+def _gains(trace: Trace, f: LimitFinding, pipeline: Pipeline | None) -> Gains | None:
     """What the changes that fit the limit would save by replay; None if that is not known."""
     try:
         questions = Questions(trace, "explain")
@@ -164,7 +164,7 @@ def _gains(trace: Trace, f: Finding, pipeline: Pipeline | None) -> Gains | None:
         return None
 
 
-def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Iterator[Gain | None]:
+def _asked(questions: Questions, f: LimitFinding, pipeline: Pipeline | None) -> Iterator[Gain | None]:
     match f.limit:
         case _ if pipeline is not None:
             rank, ratio = slowest_stage(questions.trace, pipeline)
@@ -187,7 +187,7 @@ def _asked(questions: Questions, f: Finding, pipeline: Pipeline | None) -> Itera
                 yield questions.without_communication()
 
 
-def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
+def _unproved(trace: Trace, f: LimitFinding, gains: Gains) -> str:
     """What is known of the communication if replay does not confirm that it limits the run by this; else ""."""
     if not _is_clear(gains, [WITHOUT_COMMUNICATION]):
         return f"In this run, {_messages(f)}. By replay, without it steps would be shorter by less than they differ anyway."
@@ -197,7 +197,7 @@ def _unproved(trace: Trace, f: Finding, gains: Gains) -> str:
     return f"{_limits(f, 'Communication')}: {_messages(f)}."
 
 
-def _is_straggler(trace: Trace, f: Finding, gains: Gains) -> bool:
+def _is_straggler(trace: Trace, f: LimitFinding, gains: Gains) -> bool:
     """Whether the rank that is usually late would save more at the pace of the others than any better network."""
     change, _ = like_others(trace, f.late_rank)
     saved = {gain.change: gain.saved_ns for gain in gains.gains}
@@ -220,7 +220,7 @@ def _predicted(gains: Gains | None) -> Iterator[str]:
             yield f"{begin}: {listed(said)}."
 
 
-def _bubble(trace: Trace, f: Finding, pipeline: Pipeline) -> str:
+def _bubble(trace: Trace, f: LimitFinding, pipeline: Pipeline) -> str:
     """What a pipeline loses: its bubble, beside that of equal stages."""
     stages, micro_batches = len(pipeline.chains[0]), pipeline.micro_batches
     few, many = (percent(schedule("gpipe", stages=stages, micro_batches=m).bubble) for m in (micro_batches, 2 * micro_batches))
@@ -245,7 +245,7 @@ def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
     return _Conditions(cores, load, threads, tuple(loaders), lacking)
 
 
-def _sentences(f: Finding, ranks: Sequence[str], advice: str) -> list[str]:
+def _sentences(f: LimitFinding, ranks: Sequence[str], advice: str) -> list[str]:
     everybody = "The rank" if len(ranks) == 1 else "The ranks"
     spent = [f"{everybody} computed for {percent(f.compute)} of it"]
     spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
@@ -267,7 +267,7 @@ def _sentences(f: Finding, ranks: Sequence[str], advice: str) -> list[str]:
     return found
 
 
-def _advice(f: Finding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
+def _advice(f: LimitFinding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
     cores, busy = conditions.cores, conditions.load > 0
     if f.limit is not Limit.DATA and (crowded := _crowded(len(ranks), conditions, CROWDED)):
         return crowded
@@ -374,13 +374,13 @@ def _crowded(ranks: int, conditions: _Conditions, most: float = 1) -> str:
     return f"{which}, which makes {processes}. {cure}"
 
 
-def _limits(f: Finding, limit: str) -> str:
+def _limits(f: LimitFinding, limit: str) -> str:
     if f.compute > 0.5:
         return f"Computing takes most of the time; {limit.lower()} limits the rest"
     return f"{limit} limits this run"
 
 
-def _messages(f: Finding) -> str:
+def _messages(f: LimitFinding) -> str:
     """How much each rank sent: "each rank took part in 8 operations per step, of 1.72 MB"."""
     count, nbytes = (f.messages / f.steps, f.nbytes / f.steps) if f.steps else (f.messages, f.nbytes)
     often = f"{count:.0f}" if abs(count - round(count)) < 0.05 else f"{count:.1f}"

@@ -52,7 +52,7 @@ class _NumberedCall(NamedTuple):
     replies: bool  # otherwise its result stays at the callee, as an RRef
 
 
-class _Thread(threading.local):
+class _ServingThread(threading.local):
     """The call that a thread is preparing."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class RpcCalls:
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
         self._references = References()
-        self._thread = _Thread()
+        self._thread = _ServingThread()
         self._replies = _Replies()
         self._promises: dict[int, tuple[Any, _NumberedCall, str]] = {}  # by slot: future, call and function
         self._values: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()  # by RRef, the call whose result it refers to

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder
-from labkit.worker.network_namespace import INTERFACES, Network
+from labkit.worker.network_namespace import INTERFACES, PrivateNetwork
 
 if TYPE_CHECKING:
     from labkit.worker.comm.process_group_initialization import Initialization
@@ -60,7 +60,7 @@ class Runtime:
         """Return whether the others take over a rank's work if its process ends, as long as one like it is left."""
         return False
 
-    def __init__(self, rank_config: RankConfig, network: Network, wait_for_release: Callable[[], None]) -> None:
+    def __init__(self, rank_config: RankConfig, network: PrivateNetwork, wait_for_release: Callable[[], None]) -> None:
         self.rank_config, self.options, self.place = rank_config, rank_config.options, rank_config.place
         self.network = network
         # On the main thread: waits until the ranks that were called and do not serve have returned.

@@ -21,16 +21,16 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from labkit.worker.comm.torch_internals import RPC_SOCKETS
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 
 HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network
-MACHINE: Final = Network()
+MACHINE: Final = PrivateNetwork()
 STANDARD: Final = timedelta(seconds=300)  # torch's default time limit for a connection
 LOOK_EVERY_S: Final = 0.02
 LISTENING: Final = "0A"  # the state of a socket in /proc
 
 
-def open_in(network: Network, own_port: Callable[[], int]) -> None:
+def open_in(network: PrivateNetwork, own_port: Callable[[], int]) -> None:
     """Open torch's sockets in a network from now on, in this process.
 
     Args:
@@ -39,7 +39,7 @@ def open_in(network: Network, own_port: Callable[[], int]) -> None:
     """
     from torch.distributed import rpc
 
-    def server_of(host: str, port: int, limit: timedelta) -> Network:
+    def server_of(host: str, port: int, limit: timedelta) -> PrivateNetwork:
         return network if host in HERE and port == own_port() else _server_of(network, host, port, limit)
 
     _replace(dist.TCPStore, "__init__", lambda init: _store_in(network, server_of, init))
@@ -61,14 +61,16 @@ def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callabl
     setattr(owner, name, staticmethod(replacement) if name.startswith("create_") else replacement)
 
 
-def _in(network: Network, function: Callable[..., Any]) -> Callable[..., Any]:
+def _in(network: PrivateNetwork, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return network.call(function, *args, **kwargs)
 
     return call
 
 
-def _store_in(network: Network, server_of: Callable[..., Network], init: Callable[..., None]) -> Callable[..., None]:
+def _store_in(
+    network: PrivateNetwork, server_of: Callable[..., PrivateNetwork], init: Callable[..., None]
+) -> Callable[..., None]:
     """Wrap a store's constructor: a store that is served outside is reached through the machine's network."""
 
     def call(self: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +82,7 @@ def _store_in(network: Network, server_of: Callable[..., Network], init: Callabl
     return call
 
 
-def _clone_in(network: Network, server_of: Callable[..., Network], clone: Callable[..., Any]) -> Callable[..., Any]:
+def _clone_in(network: PrivateNetwork, server_of: Callable[..., PrivateNetwork], clone: Callable[..., Any]) -> Callable[..., Any]:
     def call(store: Any) -> Any:
         inner = store
         while isinstance(inner, dist.PrefixStore):
@@ -91,7 +93,7 @@ def _clone_in(network: Network, server_of: Callable[..., Network], clone: Callab
     return call
 
 
-def _server_of(network: Network, host: str, port: int, limit: timedelta) -> Network:
+def _server_of(network: PrivateNetwork, host: str, port: int, limit: timedelta) -> PrivateNetwork:
     """Wait for the server of a store, and return the network in which it listens.
 
     Raises:

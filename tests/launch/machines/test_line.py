@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 
-from labkit.launch.machines.line import BEGIN, PART_BYTES, READ_BYTES, Block, Kind, Large, Line
+from labkit.launch.machines.line import BEGIN, PART_BYTES, READ_BYTES, Block, FrameKind, Large, Line
 
 
 def run(scenario: Callable[[Line, Line], Awaitable[None]]) -> None:
@@ -39,11 +39,11 @@ async def received(line: Line, count: int) -> list[Block]:
 
 def test_blocks_arrive_in_order_and_urgent_ones_first() -> None:
     async def scenario(near: Line, far: Line) -> None:
-        near.send(Kind.OUTPUT, 3, b"first")
-        near.send(Kind.RECORDS, 3, b"second")
-        near.send(Kind.CLOCK, 0, b"now", urgent=True)
+        near.send(FrameKind.OUTPUT, 3, b"first")
+        near.send(FrameKind.RECORDS, 3, b"second")
+        near.send(FrameKind.CLOCK, 0, b"now", urgent=True)
         blocks = await received(far, 3)
-        assert blocks == [(Kind.CLOCK, 0, b"now"), (Kind.OUTPUT, 3, b"first"), (Kind.RECORDS, 3, b"second")]
+        assert blocks == [(FrameKind.CLOCK, 0, b"now"), (FrameKind.OUTPUT, 3, b"first"), (FrameKind.RECORDS, 3, b"second")]
         assert near.backlog == 0
 
     run(scenario)
@@ -57,10 +57,10 @@ def test_other_blocks_pass_large_data() -> None:
         reports = asyncio.ensure_future(received(near, 1))  # the far end says how much it has received
         large, blocks = Large(), []
         async for kind, of, part in far.blocks():
-            if kind is Kind.PART:
+            if kind is FrameKind.PART:
                 large.add(of, part)
                 if not blocks:
-                    near.send(Kind.CLOCK, urgent=True)
+                    near.send(FrameKind.CLOCK, urgent=True)
                 blocks.append("part")
             else:
                 blocks.append("clock")
@@ -92,9 +92,9 @@ def test_large_data_is_freed_when_no_frame_needs_it_any_more() -> None:
 def test_what_a_login_shell_prints_is_not_part_of_the_line() -> None:
     async def scenario(near: Line, far: Line) -> None:
         near._writer.write(b"Welcome to pc1!\n" + BEGIN)
-        near.send(Kind.GONE, 1)
+        near.send(FrameKind.GONE, 1)
         assert await far.begin() == "Welcome to pc1!\n"
-        assert await received(far, 1) == [(Kind.GONE, 1, b"")]
+        assert await received(far, 1) == [(FrameKind.GONE, 1, b"")]
 
     run(scenario)
 

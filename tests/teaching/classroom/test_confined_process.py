@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labkit.teaching.classroom.confined_process import MOST_OUTPUT, Ended, Limits, run_confined, why_unconfined
+from labkit.teaching.classroom.confined_process import MOST_OUTPUT, Limits, ProcessEnd, run_confined, why_unconfined
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ def namespaces() -> None:
         pytest.skip(f"this system has no namespaces: {why}")
 
 
-def run(code: str, tmp_path: Path, limits: Limits = Limits(60), *, confined: bool = False, text: str = "the input") -> Ended:  # noqa: B008  # it is frozen
+def run(code: str, tmp_path: Path, limits: Limits = Limits(60), *, confined: bool = False, text: str = "the input") -> ProcessEnd:  # noqa: B008  # it is frozen
     indented = code.replace("\n", "\n    ")
     program = f"import os, sys, time\ndef main(fd, cover):\n    result = os.fdopen(fd, 'w')\n    {indented}\n"
     (tmp_path / "submitted.py").write_text(program)
@@ -38,7 +38,7 @@ def test_input_result_output_and_exit_code(confined: bool, tmp_path: Path, reque
     ended = run(code.replace("os._exit", "sys.stdout.flush(); os._exit"), tmp_path, confined=confined)
     assert (ended.result, sorted(ended.output.split())) == ("THE INPUT", ["error", "printed"])
     assert ended.why == "it ended with exit code 3"
-    assert run("pass", tmp_path, confined=confined) == Ended("", "", "")
+    assert run("pass", tmp_path, confined=confined) == ProcessEnd("", "", "")
 
 
 FORK = "for _ in range(30):\n    if os.fork() == 0: time.sleep(1000)\ntime.sleep(1000)"
@@ -137,7 +137,7 @@ def test_code_after_go_on_in_child_has_a_process_with_one_thread(tmp_path: Path)
         "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\ncover([])\ngo_on_in_child()\n"
         "result.write(str(len(os.listdir('/proc/self/task'))))\nresult.flush()\nos._exit(7)"
     )
-    assert run(code, tmp_path, confined=True) == Ended("1", "", "it ended with exit code 7")
+    assert run(code, tmp_path, confined=True) == ProcessEnd("1", "", "it ended with exit code 7")
 
 
 def test_a_process_imports_nothing_from_its_folder_and_has_nothing_of_the_teachers_environment(

@@ -24,11 +24,11 @@ from submitted import AVERAGE, LESSON, RATE, RATE_BODY, RIGHT_RATE, notebook, ra
 
 import labkit as lab
 from labkit.teaching.classroom import grade_submission
-from labkit.teaching.classroom.confined_process import Ended
+from labkit.teaching.classroom.confined_process import ProcessEnd
 from labkit.teaching.classroom.grade import UNCONFINED, main
-from labkit.teaching.classroom.grade_submission import Graded, Settings, grade, hidden_for, judges_in
+from labkit.teaching.classroom.grade_submission import Graded, GradeSettings, grade, hidden_for, judges_in
 from labkit.teaching.classroom.judge_process import Judging, _verdict
-from labkit.teaching.classroom.results import Results
+from labkit.teaching.classroom.results import ClassResults
 from labkit.teaching.classroom.statements import parsed
 from labkit.teaching.classroom.submission_process import SELECTED, Job, _collect, _examiner
 from labkit.teaching.classroom.submissions import Submission
@@ -126,31 +126,31 @@ FORGED = [
 def test_whatever_the_process_of_a_submission_sends_it_gets_no_points(
     sent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("labkit.teaching.classroom.grade_submission.run_confined", lambda *_, **__: Ended(sent, "", ""))
-    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), Settings())
+    monkeypatch.setattr("labkit.teaching.classroom.grade_submission.run_confined", lambda *_, **__: ProcessEnd(sent, "", ""))
+    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), GradeSettings())
     assert not one.passed
 
 
 def test_a_line_of_a_judge_that_was_ended_in_the_middle_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [json.dumps({RATE: {"value": 1}}), '{"name": "scaled_lea']
-    monkeypatch.setattr(grade_submission, "run_confined", lambda *_, **__: Ended(sent.pop(0), "", "it was ended"))
-    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), Settings())
+    monkeypatch.setattr(grade_submission, "run_confined", lambda *_, **__: ProcessEnd(sent.pop(0), "", "it was ended"))
+    (one,) = grade(Submission("anna", tmp_path, ("",), (RATE,)), GradeSettings())
     assert one.message == "Not judged to the end: it was ended."
 
 
 def test_what_one_answer_prints_is_not_shown_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"name": AVERAGE, "passed": True, "message": "", "details": [], "written": True, "score": None, "seconds": 1}
     found = json.dumps({AVERAGE: {"value": 1}, RATE: {"value": 1}})
-    sent = [Ended(found, "", ""), Ended(json.dumps(first) + "\n", "its print", "it was ended")]
+    sent = [ProcessEnd(found, "", ""), ProcessEnd(json.dumps(first) + "\n", "its print", "it was ended")]
     monkeypatch.setattr("labkit.teaching.classroom.grade_submission.run_confined", lambda *_, **__: sent.pop(0))
-    _, second = grade(Submission("anna", tmp_path, ("",), (AVERAGE, RATE)), Settings())
+    _, second = grade(Submission("anna", tmp_path, ("",), (AVERAGE, RATE)), GradeSettings())
     assert second.details == ()
 
 
 # ------------------------------------------------------------------------- what goes wrong while a class is graded
 
 
-def right(submission: Submission, _: Settings) -> list[Graded]:
+def right(submission: Submission, _: GradeSettings) -> list[Graded]:
     return [Graded(name, True, "passed", "Right.") for name in submission.exercises]
 
 
@@ -166,11 +166,11 @@ def three(tmp_path: Path) -> list[str]:
 def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_others(
     three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(_: Results) -> str:
+    def full(_: ClassResults) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("labkit.teaching.classroom.grade.grade", right)
-    monkeypatch.setattr(Results, "as_csv", full)
+    monkeypatch.setattr(ClassResults, "as_csv", full)
     assert main([*three, "--figure", str(tmp_path / "class.unknown"), "--feedback", str(tmp_path / "told")]) == 1
     said = capsys.readouterr()
     assert "| cem     | ✓ " in said.out
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written_costs_neither_the_table_nor_the_others(
 def test_a_submission_that_cannot_be_graded_does_not_cost_the_others(
     three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def graded(submission: Submission, settings: Settings) -> list[Graded]:
+    def graded(submission: Submission, settings: GradeSettings) -> list[Graded]:
         if submission.student == "ben":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return right(submission, settings)
@@ -200,7 +200,7 @@ def test_what_is_graded_before_a_signal_counts(
 ) -> None:
     ended = threading.Event()
 
-    def graded(submission: Submission, settings: Settings) -> list[Graded]:
+    def graded(submission: Submission, settings: GradeSettings) -> list[Graded]:
         if submission.student == "ben":
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # impatience

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from labkit.teaching.classroom.grade_submission import Graded
-from labkit.teaching.classroom.results import Results
+from labkit.teaching.classroom.results import ClassResults
 
 ROOT = Path(__file__).resolve().parents[3]
 HINT = "The gradients were summed, not averaged"
@@ -21,7 +21,7 @@ WRONG = Graded("average_gradients", False, "wrong", HINT, ("on 3 ranks",))
 STUB = Graded("bubble", False, "not written yet", "Return the idle share.")
 ABSENT = Graded("bubble", False, "no answer", "There is no answer in the notebook.")
 POINTS = {"average_gradients": 2.0, "bubble": 1.0}
-CLASS = Results(
+CLASS = ClassResults(
     {
         "anna": {"average_gradients": RIGHT, "bubble": STUB},
         "ben": {"average_gradients": WRONG, "bubble": ABSENT},
@@ -54,7 +54,7 @@ def test_what_could_not_be_read_and_one_mistake_in_two_cells() -> None:
     broken = Graded("bubble", False, "no answer", "There is no answer in the notebook.", ("cell 3: SyntaxError",))
     stuck = [Graded("bubble", False, "wrong", f"Deadlock (cell {cell}, line 4): rank 0 waits") for cell in (33, 34)]
     given = {"anna": {"bubble": broken}, "ben": {"bubble": stuck[0]}, "cem": {"bubble": stuck[1]}}
-    table = Results(given, {"bubble": 1.0}).as_table()
+    table = ClassResults(given, {"bubble": 1.0}).as_table()
     assert "  2  bubble: Deadlock: rank 0 waits\n" in table
     assert table.endswith("Not read:\n  anna: cell 3: SyntaxError")
 
@@ -81,7 +81,7 @@ def test_points_as_csv() -> None:
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-h38 --json x", "@a", "\t=1", " =1", "\uff1d1"])
 def test_no_name_in_the_csv_file_is_a_formula(name: str) -> None:
-    given = Results({name: {name: RIGHT}, "a;=1": {}}, {name: 1.0})
+    given = ClassResults({name: {name: RIGHT}, "a;=1": {}}, {name: 1.0})
     rows = [*csv.reader(given.as_csv().splitlines())]
     shown = "'" + name.replace("\t", " ")
     assert rows == [["student", shown, "points"], [shown, "1", "1"], ["a,=1", "", "0"]]
@@ -89,7 +89,7 @@ def test_no_name_in_the_csv_file_is_a_formula(name: str) -> None:
 
 def test_names_neither_break_nor_widen_the_table() -> None:
     long = "a" * 240 + ".its_end"
-    rows = Results({"x|y": {}, long: {}, long + "|": {}}, {"e|" * 100: 1.0}).as_table().splitlines()[:6]
+    rows = ClassResults({"x|y": {}, long: {}, long + "|": {}}, {"e|" * 100: 1.0}).as_table().splitlines()[:6]
     assert {(len(row), row.count("|")) for row in rows} == {(len(rows[0]), 4)}
     assert len(rows[0]) < 110
     assert rows[2].startswith("| x¦y ")
@@ -103,8 +103,8 @@ def test_everything_as_json() -> None:
     assert written["mistakes"] == [{"exercise": "average_gradients", "message": HINT, "students": 2}]
 
 
-def only(student: str) -> Results:
-    return Results({student: CLASS.by_student[student]}, POINTS)
+def only(student: str) -> ClassResults:
+    return ClassResults({student: CLASS.by_student[student]}, POINTS)
 
 
 def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
@@ -116,7 +116,9 @@ def test_the_figure_of_mistakes_shows_hints_by_how_many_got_them() -> None:
 
 
 def test_a_class_without_mistakes_has_an_empty_figure() -> None:
-    assert Results({"anna": {}, "ben": {}}, {}).draw_mistakes().get_title(loc="left") == "The commonest mistakes of 2 students"
+    assert (
+        ClassResults({"anna": {}, "ben": {}}, {}).draw_mistakes().get_title(loc="left") == "The commonest mistakes of 2 students"
+    )
 
 
 def converted(heading: str, begin: str, folder: Path) -> None:
@@ -129,7 +131,7 @@ def converted(heading: str, begin: str, folder: Path) -> None:
 @pytest.mark.processes
 def test_the_python_of_the_docs_writes_what_gradescope_and_classroom50_read(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
-    (tmp_path / "graded.json").write_text(Results({"anna": CLASS.by_student["anna"]}, POINTS).as_json())
+    (tmp_path / "graded.json").write_text(ClassResults({"anna": CLASS.by_student["anna"]}, POINTS).as_json())
     converted("Gradescope", "", tmp_path)
     (right, _) = json.loads((tmp_path / "results" / "results.json").read_text())["tests"]
     assert right == {

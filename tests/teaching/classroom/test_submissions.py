@@ -13,7 +13,7 @@ from submitted import AVERAGE, LESSON, RATE, RIGHT_RATE, notebook
 
 from labkit.errors.exceptions import LabError
 from labkit.teaching.classroom.grade import main
-from labkit.teaching.classroom.grade_submission import Settings
+from labkit.teaching.classroom.grade_submission import GradeSettings
 from labkit.teaching.classroom.submissions import exercises_of, submissions
 from labkit.teaching.lessons import lessons_named
 
@@ -112,7 +112,7 @@ def test_of_a_folder_only_regular_files_are_read(required: list[str], tmp_path: 
     assert given["a_library"].error == "a_library.ipynb is no notebook: it is a link, and links in a folder are not followed"
     assert given["pipe"].error == "pipe.ipynb is no notebook: it is no regular file of at most 64 MiB"
 
-    seen: list[Settings] = []
+    seen: list[GradeSettings] = []
     monkeypatch.setattr("labkit.teaching.classroom.grade.grade", lambda _, settings: seen.append(settings) or [])
     assert main([str(tmp_path / "class"), "--unconfined"]) == 0
     hidden = {str(tmp_path / "class"), str(ROOT / "notebooks" / "solutions")}

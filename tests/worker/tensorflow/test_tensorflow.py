@@ -29,7 +29,7 @@ from labkit.errors.exit_reasons import Cause
 from labkit.group.deadlock import Reason
 from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
@@ -132,7 +132,7 @@ def test_each_rank_gets_the_gpus_it_asked_for_or_none(ranks: int, each: int, gpu
     def runtime(**more: Any) -> TensorFlow:
         options = Options(names=names, runtime="tensorflow", devices_per_rank=each, **more)
         place = Place.here(ranks - 1, ranks)
-        return TensorFlow(RankConfig(ranks - 1, options, place=place), Network(), lambda: None)
+        return TensorFlow(RankConfig(ranks - 1, options, place=place), PrivateNetwork(), lambda: None)
 
     offers = [Offer(gpus=tuple(runtime()._own(gpus)))] * ranks
     share, notes = runtime()._share(gpus, offers)

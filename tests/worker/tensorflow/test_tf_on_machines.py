@@ -15,7 +15,7 @@ import labkit as lab
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.runtimes.tensorflow.runtime import TensorFlow
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
@@ -76,7 +76,7 @@ def test_ranks_that_share_another_machine_listen_within_it() -> None:
 
 def tensorflow_rank(place: Place, **options: Any) -> TensorFlow:
     named = Options(names=("0", "1", "2"), runtime="tensorflow", **options)
-    return TensorFlow(RankConfig(0, named, place=place), Network(), lambda: None)
+    return TensorFlow(RankConfig(0, named, place=place), PrivateNetwork(), lambda: None)
 
 
 @pytest.mark.parametrize(

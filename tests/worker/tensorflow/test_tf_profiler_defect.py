@@ -89,11 +89,11 @@ def profile_with_another_version() -> list[str]:
 
     from labkit.recording.record import here
     from labkit.worker.runtimes.tensorflow.profiler_events import Role
-    from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
+    from labkit.worker.runtimes.tensorflow.profiler_timeline import ProfilerTimeline
 
     tf.__version__ = "2.22.0"
     assert here.recorder is not None
-    timeline = Timeline(here.recorder, Role(0, {}, 1))
+    timeline = ProfilerTimeline(here.recorder, Role(0, {}, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LABKIT_TENSORFLOW_TIMELINE")
         notes = timeline.install()

@@ -74,7 +74,7 @@ class _Executor:
 
 
 @dataclass(slots=True)
-class _Issued:
+class _IssuedOperation:
     """The start of a collective or a receive."""
 
     name: str
@@ -104,18 +104,18 @@ def spans_of(
         times: how often each device has run a collective, by group, instance key and device, in earlier sessions;
             updated.
     """
-    reader = _Reader(role, names, nbytes, Counter() if times is None else times)
+    reader = _ProtoReader(role, names, nbytes, Counter() if times is None else times)
     reader.read(events)
     return reader.spans()
 
 
-class _Reader:
+class _ProtoReader:
     """Reads events, thread by thread, and converts them to spans."""
 
     def __init__(self, role: Role, names: Sequence[str], nbytes: Callable[..., int], times: Any) -> None:
         self._role, self._names, self._nbytes, self._times = role, names, nbytes, times
         self._executors: dict[int, _Executor] = defaultdict(_Executor)
-        self._issued: dict[int, _Issued] = {}  # by the context of its end
+        self._issued: dict[int, _IssuedOperation] = {}  # by the context of its end
         self._runs: dict[int, int] = {}  # from the context of a collective's kernel to the one of its start
         self._executes: dict[int, int] = {}  # from the context of a collective's algorithm to the one of its kernel
         self._ends: dict[int, int] = {}
@@ -144,7 +144,7 @@ class _Reader:
         if name == "ExecutorState::Process":
             return
         if name == "ExecutorState::ProcessAsync::Start":
-            issued = _Issued(stats["name"], event.start_ns, _context(within))
+            issued = _IssuedOperation(stats["name"], event.start_ns, _context(within))
             self._issued[stats["_p"]] = issued
             if issued.context:
                 kind = stats["kernel_type"]
@@ -157,7 +157,7 @@ class _Reader:
                 self._runs[stats["_p"]] = starts[-1].stats["_p"]
             else:
                 self._runs[stats["_p"]] = stats["_p"]
-                self._issued[stats["_p"]] = _Issued(stats["name"], event.start_ns, eager=True)
+                self._issued[stats["_p"]] = _IssuedOperation(stats["name"], event.start_ns, eager=True)
         elif name == "CollectiveExecutor::CompleteParams":
             self._members[int(stats["group_key"])] = int(stats["group_size"])
         elif name == "BaseCollectiveExecutor::ExecuteAsync":
@@ -304,7 +304,7 @@ class _Reader:
         for event in sorted(self._algorithms, key=lambda e: e.start_ns):
             kernel = self._executes.get(event.stats.get("_c", 0), 0)
             context = self._runs.get(kernel, 0)
-            issued = self._issued.get(context) or _Issued(event.name.rpartition(":")[0], event.start_ns)
+            issued = self._issued.get(context) or _IssuedOperation(event.name.rpartition(":")[0], event.start_ns)
             name, _, kind = event.name.rpartition(":")
             executor = self._executors.get(issued.context)
             device = max(executor.device, 0) if executor is not None else 0

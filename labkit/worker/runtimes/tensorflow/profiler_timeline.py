@@ -35,7 +35,7 @@ LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at
 MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
 
 
-class Timeline:
+class ProfilerTimeline:
     """Records the TensorFlow operations of a rank's runs."""
 
     def __init__(self, recorder: Recorder, role: Role) -> None:
@@ -263,7 +263,7 @@ def next_reading(now_ns: int, reading_ns: int) -> int:
 class _Profilers:
     """Replaces TensorFlow's module of profilers, so that labkit's session gives way to the student's."""
 
-    def __init__(self, module: Any, timeline: Timeline, stopping: SafeStop) -> None:
+    def __init__(self, module: Any, timeline: ProfilerTimeline, stopping: SafeStop) -> None:
         self._module, self._timeline, self._stopping = module, timeline, stopping
 
     def __getattr__(self, name: str) -> Any:
@@ -276,13 +276,13 @@ class _Profilers:
 
     def ProfilerSession(self) -> Any:  # noqa: N802  # TensorFlow's name
         """Create a session of the student's."""
-        return _Session(self._module.ProfilerSession(), self._timeline, self._stopping)
+        return _ProfilerSession(self._module.ProfilerSession(), self._timeline, self._stopping)
 
 
-class _Session:
+class _ProfilerSession:
     """A session of the student's, during which labkit's does not run."""
 
-    def __init__(self, session: Any, timeline: Timeline, stopping: SafeStop) -> None:
+    def __init__(self, session: Any, timeline: ProfilerTimeline, stopping: SafeStop) -> None:
         self._session, self._timeline, self._stopping, self._started = session, timeline, stopping, False
 
     def start(self, *args: Any) -> None:

@@ -18,7 +18,7 @@ from labkit.worker.runtimes.base import MIB, Runtime, has_server
 from labkit.worker.runtimes.tensorflow import patches, servers
 from labkit.worker.runtimes.tensorflow.empty_replicas import EmptyReplicas
 from labkit.worker.runtimes.tensorflow.profiler_events import Role
-from labkit.worker.runtimes.tensorflow.profiler_timeline import Timeline
+from labkit.worker.runtimes.tensorflow.profiler_timeline import ProfilerTimeline
 
 
 class TensorFlow(Runtime):
@@ -38,7 +38,7 @@ class TensorFlow(Runtime):
     has_logical_devices = True
     certain_after_s = 3.0  # seconds; a process that is idle in TensorFlow for so long waits for another rank
 
-    _timeline: Timeline | None = None
+    _timeline: ProfilerTimeline | None = None
     _all_called = False  # whether all ranks run the current function or cell
 
     def __init__(self, *args: Any) -> None:
@@ -145,7 +145,7 @@ class TensorFlow(Runtime):
         here.recorder.facts = empty_replicas = EmptyReplicas()
         empty_replicas.install()
         ranks = {job: rank for rank, job in enumerate(self.options.jobs)}
-        self._timeline = Timeline(here.recorder, role._replace(ranks=ranks))
+        self._timeline = ProfilerTimeline(here.recorder, role._replace(ranks=ranks))
         return self._timeline.install()
 
     def _own(self, gpus: Sequence[Any]) -> Sequence[Any]:

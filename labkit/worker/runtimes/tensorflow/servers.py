@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
-from labkit.worker.network_namespace import Network
+from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.runtimes.base import Released
 from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE
@@ -21,7 +21,7 @@ LOOPBACK: Final = "lo"
 
 
 def apply(
-    network: Network,
+    network: PrivateNetwork,
     options: Any,
     wait_for_release: Callable[[], None],
     check: Callable[[tuple[Any, ...]], None],
