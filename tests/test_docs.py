@@ -1,7 +1,11 @@
-"""The documentation agrees with the tree: links, files and make targets exist, and lines are not too wide."""
+"""The documentation agrees with the tree: links, files and make targets exist, and lines are not too wide.
+
+The docstrings of packages belong to it: each is a map that says which file to open for which change.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,9 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])}
 LIMIT = 120  # characters in a line of prose
-# Where a path in the text may begin: CONTRIBUTING.md leaves out `labkit/` and `tests/`, and abbreviates after "there".
-RUNTIMES = "labkit/worker/runtimes"
-FOLDERS = (".", "labkit", "labkit/worker", RUNTIMES, f"{RUNTIMES}/tensorflow", "tests", "bench", "bench/chaos")
+# Where a path in a page may begin.
+FOLDERS = (".", "labkit", "tests", "bench")
 ELSEWHERE = {
     "train.py",
     "script.py",
@@ -25,6 +28,8 @@ ELSEWHERE = {
     "images",
     "solutions",
 }  # examples, and what tools write
+LABKIT = ROOT / "labkit"
+MAPS = {str(path.parent.relative_to(LABKIT)): path for path in sorted(LABKIT.glob("*/**/__init__.py"))}
 
 
 def prose(page: str) -> list[tuple[int, str]]:
@@ -73,6 +78,27 @@ def test_named_files_exist(page: str) -> None:
     in_commands = re.findall(r"(?:python|pytest)\b[^`\n]* ((?:bench|tools|tests|notebooks)/[\w/]+\.(?:py|ipynb))", text)
     missing = {name for name in [*quoted, *in_drawings, *in_commands] if not file_exists(name.rstrip("/"))}
     assert missing == set()
+
+
+def files_named_by(package: str) -> dict[str, set[Path]]:
+    """The files that the map of a package names; each name with the files that it may mean (CONTRIBUTING.md)."""
+    text = ast.get_docstring(ast.parse(MAPS[package].read_text())) or ""
+    folders = [LABKIT / package, LABKIT, ROOT / "tests" / package, ROOT / "tests", ROOT]
+    if package == "worker/runtimes/tensorflow":
+        folders.append(ROOT / "tests/worker/tensorflow")
+    names = set(re.findall(r"[\w./*-]+\.(?:pyi|py|js|css|md|mplstyle|toml)\b", text))
+    return {name: {path for folder in folders for path in folder.glob(name)} for name in names}
+
+
+@pytest.mark.parametrize("package", MAPS)
+def test_files_in_the_map_of_a_package_exist(package: str) -> None:
+    assert [name for name, found in files_named_by(package).items() if not found] == []
+
+
+def test_each_file_is_in_the_map_of_a_package() -> None:
+    named = {path for package in MAPS for found in files_named_by(package).values() for path in found}
+    parts = {path for path in LABKIT.rglob("*") if path.suffix in {".py", ".js", ".css"} and path.name != "__init__.py"}
+    assert {str(path.relative_to(LABKIT)) for path in parts - named} == set()
 
 
 @pytest.mark.parametrize("page", PAGES)

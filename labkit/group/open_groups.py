@@ -49,7 +49,7 @@ class Notebook:
         Args:
             runtime: the runtime's name.
             start: "fork" or "spawn".
-            on: the `machines.engines.Engine` of the ranks' machines; None for this machine.
+            on: the `launch.machines.engines.Engine` of the ranks' machines; None for this machine.
 
         Raises:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".

@@ -1,1 +1,1 @@
-"""Diagrams of the lessons as SVG: `kit` has the shapes, each lesson has a file, and `draw` writes the pictures."""
+"""Diagrams of the lessons as SVG: `kit` has shapes and colours, each lesson has a file, and `draw` lists them."""

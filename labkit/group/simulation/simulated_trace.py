@@ -24,7 +24,7 @@ from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.replaying.times import Times, play
 from labkit.tracing.trace import Trace
 
-TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `replaying.graph.ThreadEvents.times`
+TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # as in `tracing.replaying.graph.ThreadEvents.times`
 
 
 def simulated_trace(

@@ -5,6 +5,12 @@ widget's state contains no spans, and the output does not reference the widget, 
 instead of the image once the kernel is gone. The widget starts with its model (anywidget's `initialize`), finds its
 image by a class, and covers it while the kernel is alive. In front ends that only show widgets referenced by an output,
 the output references it.
+
+What to open for which change (tests plots/test_explore.py):
+- what a page gets: window.py (bars and details of a time window), read by layer.js; what is drawn: picture.js; keys,
+  wheel, when a tooltip is shown: input.js; its words: texts.js; the widget: explorer.js, explorer.css; `lab.explore`:
+  plots/explore.py
+- in a browser: notebook/test_browser.py (slow)
 """
 
 from __future__ import annotations

@@ -1,6 +1,20 @@
 """The exercises of the course: `lab.check`, and the judges, a file per lesson, which stand beside the lessons.
 
 The file of a lesson is imported as a module of this package when one of its exercises is checked.
+
+What to open for which change:
+- another exercise: a function with `@exercise` (exercise.py) in notebooks/judges/, its name in `LESSONS` below, its
+  stub, its solution; another argument of `exercise`: exercise.py. Tests: test_exercises_*.py, with right and wrong
+  answers, judged by helpers/answers.py
+- a mistake that an exercise knows: in its judge, one more result in the list for `expect` or `expect_numbers`, or
+  `wrong_if` (comparisons.py); a second hint after another wrong answer: `cure=`; a leaderboard: the check returns a
+  score, as in notebooks/judges/fast_step.py
+- where an answer runs, and how long: answer_ranks.py. Its `LIMIT_S` is one limit for all exercises: a limit per
+  exercise would be an argument in exercise.py, for both of the places that set `timeout_s` in answer_ranks.py. Which
+  answers are not run: `refused` in check.py; tests test_check.py
+- where a course's own exercises are found: `find`, `own_exercises` below; tests test_own_exercises.py
+- random inputs, graders' other inputs: random_state.py; tests test_seeds.py. Waits of exercises on RPC: rpc_waits.py
+- judging.py and calculations.py are of older judges; a new judge uses exercise.py
 """
 
 from __future__ import annotations

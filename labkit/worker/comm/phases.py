@@ -214,10 +214,10 @@ def _line(caller: FrameType) -> str:
 def _trace_through(wrapper: Any) -> None:
     """Let `torch.compile` trace through a wrapper, and start to compile at what it calls.
 
-    It is told to leave labkit's files alone (`comm.install`), so the wrapper names another. There is no public way to
-    except one function. Without it, each layer of a compiled model breaks the graph; without `skip_code`, a wrapper is
-    compiled with what it calls, and DistributedDataParallel's buckets are one graph.
-    Test: `test_the_wrappers_are_no_part_of_a_graph`.
+    It is told to leave labkit's files alone (`worker.comm.install`), so the wrapper names another. There is no public
+    way to except one function. Without it, each layer of a compiled model breaks the graph; without `skip_code`, a
+    wrapper is compiled with what it calls, and DistributedDataParallel's buckets are one graph. Test:
+    `test_the_wrappers_are_no_part_of_a_graph`.
     """
     wrapper.__code__ = wrapper.__code__.replace(co_filename="<labkit phases>")
 
