@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any, Final, ParamSpec, TypeVar
 
-from labkit.errors.exceptions import LABKIT, LabError, Stopped
+from labkit.errors.exceptions import OWN_CODE, LabError, Stopped
 from labkit.errors.lists import listed
 
 
@@ -115,7 +115,7 @@ def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackTyp
     """Return the traceback without labkit's frames."""
     kept = []
     while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(LABKIT):
+        if not traceback.tb_frame.f_code.co_filename.startswith(OWN_CODE):
             kept.append(traceback)
         traceback = traceback.tb_next
     rest: types.TracebackType | None = None
@@ -126,7 +126,7 @@ def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackTyp
 
 def _is_in_libraries(traceback: types.TracebackType | None) -> bool:
     """Whether all frames are in labkit, other libraries or Python itself, and none in the student's code."""
-    libraries = (LABKIT, "<frozen ", *(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix}))
+    libraries = (*OWN_CODE, "<frozen ", *(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix}))
     return all(frame.f_code.co_filename.startswith(libraries) for frame, _ in walk_tb(traceback))
 
 
@@ -204,7 +204,7 @@ def _is_raised_here(error: BaseException) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or not last.tb_frame.f_code.co_filename.startswith(LABKIT):
+    if last is None or not last.tb_frame.f_code.co_filename.startswith(OWN_CODE):
         return False
     return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 

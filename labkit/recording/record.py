@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
-from labkit.errors.exceptions import LABKIT
+from labkit.errors.exceptions import OWN_CODE
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.ring_layout import SPAN_RECORD
@@ -438,7 +438,7 @@ def is_students(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
     path = os.path.normcase(os.path.abspath(filename))
-    return not path.startswith((*_LIBRARIES, LABKIT)) and not any(part in path for part in _NOT_STUDENTS)
+    return not path.startswith((*_LIBRARIES, *OWN_CODE)) and not any(part in path for part in _NOT_STUDENTS)
 
 
 def student_line(innermost: FrameType | None = None) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, Final
 
-from labkit.errors.exceptions import LABKIT, RankFailure
+from labkit.errors.exceptions import OWN_CODE, RankFailure
 from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, is_students, span
@@ -96,7 +96,7 @@ class RankPdb(pdb.Pdb):
 
 
 def _is_labkits(filename: str) -> bool:
-    return filename.startswith((LABKIT, "<labkit"))
+    return filename.startswith((*OWN_CODE, "<labkit"))
 
 
 class Quit(BaseException):

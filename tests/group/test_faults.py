@@ -396,11 +396,11 @@ def test_a_rank_that_only_serves_dies(ranks: lab.Group) -> None:
 
 
 def test_exit_codes_as_text() -> None:
-    assert explain_exit(0).startswith("the process ended with exit code 0")
-    assert explain_exit(-signal.SIGILL) == "killed by SIGILL (an instruction that this processor does not support)"
-    assert explain_exit(-signal.SIGFPE).startswith("killed by SIGFPE (integer division by zero")
-    assert explain_exit(-64) in ("killed by SIGRTMAX", "killed by signal 64")
-    assert explain_exit(-99) == "killed by signal 99"
+    assert explain_exit(0)[1].startswith("the process ended with exit code 0")
+    assert explain_exit(-signal.SIGILL)[1] == "killed by SIGILL (an instruction that this processor does not support)"
+    assert explain_exit(-signal.SIGFPE)[1].startswith("killed by SIGFPE (integer division by zero")
+    assert explain_exit(-64)[1] in ("killed by SIGRTMAX", "killed by signal 64")
+    assert explain_exit(-99)[1] == "killed by signal 99"
 
 
 # Exceptions of all kinds

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 import labkit as lab
-from labkit.notebook import lessons as module
+from labkit.teaching import lessons as module
 from labkit.teaching.lessons import ORIGINALS, Copies, reset_lesson
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from labkit import __main__
-from labkit.notebook import open_lessons
+from labkit.teaching import open_lessons
 from labkit.teaching.open_lessons import command, has_browser
 
 ROOT = Path(__file__).resolve().parents[2]

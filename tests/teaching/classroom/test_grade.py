@@ -107,7 +107,7 @@ def test_a_folder_is_hidden_but_not_one_that_python_needs(tmp_path: Path) -> Non
     assert str(here) in hidden
     assert str(ROOT) not in hidden
     assert str(ROOT / "notebooks" / "solutions") in hidden
-    assert judges_in() == (str(ROOT / "labkit" / "exercises"), str(ROOT / "notebooks" / "judges"))
+    assert judges_in() == (str(ROOT / "labkit" / "teaching" / "exercises"), str(ROOT / "notebooks" / "judges"))
 
 
 def test_a_message_of_a_submission_cannot_change_the_table_or_break_a_file() -> None:

@@ -36,19 +36,23 @@ def rank_error(headline: str, hint: str = "") -> RankError:
     return RankError([failure], hint=hint)
 
 
-@exercise("w1", "Twice, each time.", [(1, 2), (5, 4)], other=lambda random: (random.randint(10, 99), 1))
-def product(answer: Any, a: int, b: int) -> None:
-    """product(a, b) returns
-    a times b."""
-    expect_numbers(answer(a, b), a * b, [(a + b, "that is the sum", "use *")], "not the product")
+@pytest.fixture
+def product() -> Exercise:  # in a fixture: an exercise of a module is one of a course's own
+    @exercise("w1", "Twice, each time.", [(1, 2), (5, 4)], other=lambda random: (random.randint(10, 99), 1))
+    def product(answer: Any, a: int, b: int) -> None:
+        """product(a, b) returns
+        a times b."""
+        expect_numbers(answer(a, b), a * b, [(a + b, "that is the sum", "use *")], "not the product")
+
+    return product
 
 
-def test_the_docstring_is_the_task_and_the_function_gives_the_name() -> None:
+def test_the_docstring_is_the_task_and_the_function_gives_the_name(product: Exercise) -> None:
     assert (product.name, product.lesson, product.number) == ("product", "w1", False)
     assert product.target == "product(a, b) returns a times b."
 
 
-def test_a_check_without_ranks_calls_the_answer_for_each_case() -> None:
+def test_a_check_without_ranks_calls_the_answer_for_each_case(product: Exercise) -> None:
     calls = []
 
     def answer(a: int, b: int) -> int:
@@ -62,7 +66,7 @@ def test_a_check_without_ranks_calls_the_answer_for_each_case() -> None:
     assert error.details == ("product(1, 2)", "given 3, expected 2")
 
 
-def test_a_grader_judges_with_other_cases_too() -> None:
+def test_a_grader_judges_with_other_cases_too(product: Exercise) -> None:
     known = {(1, 2): 2, (5, 4): 20}
     assert product.judge(lambda *case: known[case], never)
     calls: list[tuple[int, int]] = []

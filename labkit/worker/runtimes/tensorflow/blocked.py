@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
-from labkit.errors.exceptions import LABKIT
+from labkit.errors.exceptions import OWN_CODE
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.record import Recorder, clock, here, is_students, student_line
 from labkit.recording.ring_buffer import RingWriter
@@ -124,7 +124,7 @@ def call_within(innermost: FrameType | None) -> FrameType | None:
         file = frame.f_code.co_filename
         if _is_tensorflows(file):
             return frame
-        if not (_LOCKS.search(file) or file.startswith(LABKIT)):
+        if not (_LOCKS.search(file) or file.startswith(OWN_CODE)):
             return None
         frame = frame.f_back
     return None
@@ -132,7 +132,7 @@ def call_within(innermost: FrameType | None) -> FrameType | None:
 
 def _is_tensorflows(file: str) -> bool:
     """Whether a file belongs to TensorFlow, not to this package or to a program in a folder named "tensorflow"."""
-    return _TENSORFLOW in file and not is_students(file) and not file.startswith(LABKIT)
+    return _TENSORFLOW in file and not is_students(file) and not file.startswith(OWN_CODE)
 
 
 def describe(innermost: FrameType) -> str:
