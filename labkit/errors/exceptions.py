@@ -11,7 +11,7 @@ from typing import Any, Final
 from labkit.errors.exit_reasons import Cause
 
 LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Where labkit's own code is, whose frames tracebacks leave out: the package, and the judges beside a checkout's lessons.
+# Where labkit's own code is, whose frames tracebacks leave out: the package, and the judges beside a checkout's lessons
 OWN_CODE: Final = (LABKIT, os.path.join(os.path.dirname(LABKIT[:-1]), "notebooks", "judges") + os.sep)
 _RULE = "─" * 70
 _ALL_STOPPED = "All ranks were stopped; the next run starts fresh ones."
