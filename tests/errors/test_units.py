@@ -76,7 +76,7 @@ def test_slow_steps_are_shown_by_their_duration() -> None:
     for step in range(2):
         book.whole(0, "step", step * 400_000, (step + 1) * 400_000)
     progress.add(book.trace(1))
-    assert progress.in_words() == "2 steps  ·  400 s per step"
+    assert progress.parts() == ("2 steps", "400 s per step", "")
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_the_steps_of_each_loop_are_counted(written):
     progress.add(reported(written)[1])
     assert progress.done == 1.5 * STEPS
     assert progress.fraction == 1
-    assert progress.in_words().startswith("8000 of 8000 steps  ·  100000 steps/s")
-    assert progress.in_words().endswith("loss 7999")
+    steps, rate, _, loss = progress.parts()
+    assert (steps, rate, loss) == ("8000 of 8000 steps", "100000 steps/s", "loss 7999")
 
 
 def test_the_picture_keeps_the_share_of_each_kind(written):

@@ -420,7 +420,7 @@ def test_where_nobody_else_has_an_account_the_machines_network_is_the_default(mo
 
 
 def test_naming_another_interface_requests_the_machines_network() -> None:
-    own = network_namespace.Network(fd=1000)  # which nothing enters
+    own = network_namespace.PrivateNetwork(fd=1000)  # which nothing enters
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "lo"}) is own
     assert own.unless_asked_outside({"GLOO_SOCKET_IFNAME": "eth0"}).why == "GLOO_SOCKET_IFNAME=eth0 asks for it"
     with pytest.raises(lab.LabError, match=r"LABKIT_NETWORK=private and TP_SOCKET_IFNAME=eth0: .* only the interface 'lo'"):
