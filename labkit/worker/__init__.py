@@ -4,8 +4,8 @@ What to open for which change:
 - what a rank does with a message: main_loop.py; tests group/test_group.py, group/test_faults.py
 - what it copies: process_state.py (folder, import path, environment; tests also test_working_folder.py),
   notebook_settings.py (logging, filters of warnings)
-- what it shows: display.py (figures, last expressions), warnings_capture.py (tests test_notebook_settings.py); prints:
-  ipc/stdio.py
+- what it shows: display.py, figure_backend.py (figures, last expressions), warnings_capture.py
+  (tests test_notebook_settings.py); prints: ipc/stdio.py
 - `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; tests group/test_breakpoints.py
 - stacks of a blocked rank: stack_writer.py; who asks for them: launch/stack_dump.py; tests launch/test_stack_dump.py
 - errors that come late (GPU, child processes): late_errors.py

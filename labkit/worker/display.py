@@ -4,8 +4,6 @@ It follows IPython's protocol (`_repr_html_` etc., `_repr_mimebundle_`) without 
 than most runs. Without a notebook, as in a plain script, the text form is printed.
 
 Source: "Integrating your objects with IPython", IPython's documentation.
-
-Ranks have a matplotlib backend of their own: it opens no windows, and `plt.show()` displays figures below the cell.
 """
 
 from __future__ import annotations
@@ -22,37 +20,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
-from matplotlib.backend_bases import FigureManagerBase
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-
 from labkit.ipc.protocol import Displayed
 from labkit.ipc.tracebacks import students_traceback
 from labkit.recording.import_hook import when_imported
-
-
-class FigureManager(FigureManagerBase):
-    """Manages one figure for pyplot."""
-
-    @classmethod
-    def pyplot_show(cls, *, block: bool | None = None) -> None:  # noqa: ARG003  # matplotlib's signature
-        """Display all open figures, and close them."""
-        pyplot: Any = sys.modules["matplotlib.pyplot"]
-        show = getattr(builtins, "display", print)  # `print` in a program that a rank has started
-        for number in pyplot.get_fignums():
-            figure = pyplot.figure(number)
-            pyplot.close(figure)
-            show(figure)
-
-    def show(self) -> None:
-        """Display this figure; called by `figure.show()`."""
-        getattr(builtins, "display", print)(self.canvas.figure)
-
-
-class FigureCanvas(FigureCanvasAgg):
-    """Draws into memory."""
-
-    manager_class = FigureManager
-
 
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
@@ -70,7 +40,7 @@ METHODS: Final = {
 }
 WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
 IPYTHONS: Final = ("IPython.core.display_functions", "IPython.core.display")  # from IPython 8 on; in IPython 7
-BACKEND: Final = "module://labkit.worker.display"
+BACKEND: Final = "module://labkit.worker.figure_backend"
 FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
 
 

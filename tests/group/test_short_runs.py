@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,21 +110,6 @@ def test_a_plain_result_needs_no_pickler_of_our_own(result: Any, monkeypatch: py
     monkeypatch.setattr(pickling, "_Unpickler", unused)
     back = pickling.unpack(pickling.pack(result, received=Received()), sent=Sent())
     assert (back, type(back)) == (result, type(result))
-
-
-def test_classes_that_cannot_leave_a_rank_are_checked_only_for_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    class Asked(pickling.RankOnlyTypes):  # type: ignore[misc, name-defined]  # wire imports it, and does not give it on
-        def __init__(self) -> None:
-            asked.append(True)
-            super().__init__()
-
-    monkeypatch.setattr(pickling, "RankOnlyTypes", Asked)
-    pickling.pack({"loss": [1.0, 2.0], "steps": (3, "text")}, received=Received())
-    assert asked == []
-    pickling.pack([Path(os.sep), Path("x")], received=Received())
-    assert asked == [True]
 
 
 def test_a_number_of_a_librarys_class_keeps_its_class() -> None:

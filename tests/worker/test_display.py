@@ -172,7 +172,7 @@ plt.figure();
     assert all(d["image/png"].startswith("iVBORw0KGgo") for d in page.shown[1:])
     page.shown.clear()
     run_cell(cells, "matplotlib.get_backend(), plt.get_fignums()", [0])
-    assert page.shown == ["[a] ('module://labkit.worker.display', [])"]
+    assert page.shown == ["[a] ('module://labkit.worker.figure_backend', [])"]
     page.shown.clear()
     run_cell(cells, "display(fig); fig", [0])
     assert [d["text/plain"] for d in page.shown[1:]] == ["<Figure size 200x100 with 1 Axes>"] * 2

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, Final
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.wrong_calls import check_number, public_api
+from labkit.group.group import Group
 from labkit.group.simulation.program import Program
 from labkit.group.simulation.representatives import programs_of
 from labkit.group.simulation.simulated_trace import simulated_trace
-from labkit.group.simulation.streams import lateness_ns
 from labkit.ipc.code_names import name_of
+from labkit.recording.record import clock
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 MOST_RANKS: Final = 1 << 18  # of which a small program takes half a minute; torch and each communication list all of them
+TRIES: Final = 60
+LINK: Final = Link(gbit_per_s=1000, latency_us=100)  # slow enough to be what an operation waits for
 
 
 class Simulation:
@@ -106,6 +110,29 @@ def simulate(
     programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured)
     note = f"Simulated, not run: {len(programs)} of {ranks:,} ranks were executed, the others copy one of them."
     name = name_of(function)
-    computes, late_ns = (None, lateness_ns()) if measured else (device or Device.h100, 0)
+    computes, late_ns = (None, _lateness_ns()) if measured else (device or Device.h100, 0)
     trace = simulated_trace(programs, computes, link, name=name, show=show, notes=[note], late_ns=late_ns)
     return Simulation(ranks, programs, trace)
+
+
+def _lateness_ns() -> int:
+    """Return how much longer a communication takes in a real group on this machine than its link's model says.
+
+    It is measured with all-reduces of a single number between two ranks.
+    """
+    with Group(2, devices="cpu", threads=1, link=LINK) as group:
+        taken_ns = min(float(median(of_rank)) for of_rank in group.run(_reduce).results)
+    return max(round(taken_ns - LINK.seconds("all_reduce", 4, 2) * 1e9), 0)
+
+
+def _reduce() -> list[int]:
+    """Return how long each of some all-reduces takes, in ns."""
+    import torch
+    import torch.distributed as dist
+
+    number, found = torch.ones(1), []
+    for _ in range(TRIES):
+        start_ns = clock()
+        dist.all_reduce(number)
+        found.append(clock() - start_ns)
+    return found[TRIES // 3 :]

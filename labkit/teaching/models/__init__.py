@@ -19,7 +19,7 @@ __all__ = ["CNN", "TextClassifier", "keras_cnn"]
 def __getattr__(name: str) -> Any:
     """Import a framework's file when one of its models is first used (PEP 562)."""
     if name not in __all__:
-        raise AttributeError(f"labkit.teaching.models has no {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"labkit.models has no {name!r}; it has {', '.join(__all__)}")
     framework, extra = ("keras", "tf") if name == "keras_cnn" else ("torch", "torch")
     try:
         module = importlib.import_module(f"labkit.teaching.models.in_{framework}")

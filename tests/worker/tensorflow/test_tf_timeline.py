@@ -451,7 +451,7 @@ def coordinate_or_serve() -> None:
     if resolver.task_type == "chief":
         coordinate()
     else:
-        tf_timeline.Timeline.read = lambda _: None  # type: ignore[method-assign]
+        tf_timeline.ProfilerTimeline.read = lambda _: None  # type: ignore[method-assign]
         tf.distribute.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc").join()
 
 
@@ -483,7 +483,7 @@ def rest_as_a_server_does() -> tuple[bool, bool]:
     del os.environ["LABKIT_TENSORFLOW_TIMELINE"]
     tf_timeline.next_reading = lambda now_ns, _: now_ns + 10_000_000
     assert here.recorder is not None
-    timeline = tf_timeline.Timeline(here.recorder, Role(0, {}, 1, serves=True))
+    timeline = tf_timeline.ProfilerTimeline(here.recorder, Role(0, {}, 1, serves=True))
     timeline.install()
     timeline.begin()
     first, end_s = timeline._session, time.monotonic() + 100
