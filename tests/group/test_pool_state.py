@@ -50,7 +50,7 @@ def test_where_the_framework_is_spent_only_cells_go_on_after_cells() -> None:
 
 
 def test_where_each_run_is_fresh_cells_share_until_a_function_is_called() -> None:
-    assert after(kind=Fresh) == set(ALL)
+    assert after(kind=Fresh) == {"call", "cell", "rpc cell"}
     assert after(CELL, kind=Fresh) == {"cell", "rpc cell"}
     assert after(CALL, kind=Fresh) == set()
 
