@@ -60,7 +60,7 @@ class Rpc(Torch):
         return f"{shared}." if (shared := sharing(offers)) else ""
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
-        """Let a program that starts RPC itself find it initialised."""
+        """As for torch; and record how many threads serve, if RPC runs."""
         super().adapt_initialization(recorder, record_rpc)
         if not self.rank_config.starts_rpc:
             recorder.ring.serving(self._rpc_options().num_worker_threads)
