@@ -39,7 +39,7 @@ from labkit.group.run import Execution, Run
 from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
-from labkit.ipc.code_names import assigned, mentions, name_of, parameters_of, reads
+from labkit.ipc.code_names import assigned, function_mentions, mentions, name_of, parameters_of, reads
 from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options
 from labkit.ipc.pickling_errors import Call, Names
@@ -264,7 +264,8 @@ class Group:
             return protocol.RunCell(all_called, check, source, filename, label, names.send_to(member), payload)
 
         try:
-            request = Request(cell=True, starts_rpc=self._kind.has_rpc and "init_rpc" in source)
+            starts_rpc = self._kind.has_rpc and all_called and mentions("init_rpc", code, home.__dict__)
+            request = Request(cell=True, starts_rpc=starts_rpc)
             called = StackFrame(filename, 1, "<module>", Owner.STUDENT)
             return self._execute(request, payload, "the cell", on, message, called, watch=watch)
         finally:
@@ -321,8 +322,9 @@ class Group:
         name = name_of(function)
         payload = pickling.pack(Call(function, args, kwargs), home=sys.modules["__main__"], sent=self._sent, label=f"{name}()")
         try:
-            starts_rpc = self._kind.has_rpc and mentions("init_rpc", function, payload.data)
-            call = protocol.CallFunction(len(on) == len(self), bool(check), payload)
+            all_called = len(on) == len(self)
+            starts_rpc = self._kind.has_rpc and all_called and function_mentions("init_rpc", function, payload.data)
+            call = protocol.CallFunction(all_called, bool(check), payload)
             code = getattr(function, "__code__", None)
             called = StackFrame(code.co_filename, code.co_firstlineno, code.co_name, Owner.STUDENT) if code is not None else None
             request = Request(cell=False, starts_rpc=starts_rpc)

@@ -144,7 +144,7 @@ class Request:
 
     Args:
         cell: whether it runs a cell, which may use what earlier cells have left, rather than call a function.
-        starts_rpc: whether it calls `init_rpc` itself.
+        starts_rpc: whether all ranks run it and it calls `init_rpc` itself, so that the ranks must be without RPC.
     """
 
     cell: bool
@@ -160,14 +160,13 @@ class PoolState:
 
     Attributes:
         phase: what the pool is doing.
-        framework_spent: whether the framework has computed in the processes and cannot be initialized again.
+        framework_spent: whether a run has left the framework in a state from which no other function can start.
     """
 
     def __init__(self, kind: type[Runtime], *, starts_rpc: bool) -> None:
         self._kind, self._starts_rpc = kind, starts_rpc
         self.phase = Phase.STARTING
-        self._used = False  # whether a run has begun
-        self._called = False  # whether a run of a function, as opposed to a cell, has begun
+        self._last: Request | None = None  # the last run that has begun
         self.framework_spent = False
 
     @property
@@ -178,16 +177,14 @@ class PoolState:
     def may_serve(self, request: Request) -> bool:
         """Whether the processes may serve a run.
 
-        If the framework cannot be initialized again, each function call gets new processes, and cells share theirs
-        until a function is called.
+        Where the framework is spent, or each run needs it afresh, cells go on until a function is called. Only where
+        it is spent does a cell that starts RPC need other processes, since torch can start RPC only once in each.
         """
         if self.phase is not Phase.IDLE:
             return False
-        if self._kind.fresh_each_run:
-            return not self._used or (request.cell and not self._called)
-        if request.starts_rpc and not request.cell:
-            return self._starts_rpc and not self._used
-        return not self.framework_spent or (request.cell and not request.starts_rpc)
+        if self._last is not None and (self.framework_spent or self._kind.fresh_each_run):
+            return request.cell and self._last.cell and not (request.starts_rpc and self.framework_spent)
+        return request.cell or request.starts_rpc == self._starts_rpc
 
     def set_up(self) -> None:
         """The ranks are set up, and wait for a run."""
@@ -195,7 +192,7 @@ class PoolState:
 
     def begin(self, request: Request) -> None:
         """A run begins."""
-        self._used, self._called = True, self._called or not request.cell
+        self._last = request
         self._follow(Phase.IDLE, Phase.RUNNING)
 
     def end(self) -> None:

@@ -369,6 +369,7 @@ class Execution:
         clock = member.process.clock
         self._failures[member.rank] = dataclasses.replace(message.failure, at_ns=clock.here(message.failure.at_ns))
         self._breakpoints.left(member.rank)
+        self._pool.state.framework_spent |= message.spent
         if message.failure.broken:
             self._pool.state.spend()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import linecache
+import pickle
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -30,11 +30,21 @@ def parameters_of(function: Callable[..., Any]) -> Collection[str]:
         return ()
 
 
-def mentions(name: str, function: Callable[..., Any], pickled: bytes) -> bool:
-    """Whether a name occurs in the source file of a function, or in the code that was pickled with it."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    lines = linecache.getlines(code.co_filename) if code is not None else []
-    return name.encode() in pickled or any(name in line for line in lines)
+def function_mentions(name: str, function: Callable[..., Any], pickled: bytes) -> bool:
+    """Whether a name occurs in a function's code, or in that of the functions and classes that it uses.
+
+    These are the ones of its module, and those that were pickled with it.
+    """
+    if pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() in pickled:  # the whole of a string, not part of one
+        return True
+    function = inspect.unwrap(function)
+    return hasattr(function, "__code__") and mentions(name, function.__code__, function.__globals__)
+
+
+def mentions(name: str, code: types.CodeType, home: Mapping[str, Any]) -> bool:
+    """Whether a name occurs in code, or in that of the functions and classes that it reads in turn."""
+    codes = [code, *(inner for read in reads(code, home) for inner in _codes(home[read], home))]
+    return any(name in inner.co_names for outer in codes for inner in _nested(outer))
 
 
 def names_read(code: types.CodeType) -> set[str]:
@@ -56,7 +66,7 @@ def reads(code: types.CodeType, home: Mapping[str, Any]) -> set[str]:
     new = names_read(code) & home.keys()
     while new:
         found |= new
-        new = {n for name in new for code in _codes(home[name]) for n in names_read(code)} & home.keys() - found
+        new = {n for name in new for code in _codes(home[name], home) for n in names_read(code)} & home.keys() - found
     return found
 
 
@@ -72,13 +82,13 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _codes(value: Any) -> Iterator[types.CodeType]:
-    """Yield the code of a function or class that was defined in the notebook."""
-    if getattr(value, "__module__", None) != "__main__":
+def _codes(value: Any, home: Mapping[str, Any]) -> Iterator[types.CodeType]:
+    """Yield the code of a function or class that was defined in a namespace."""
+    if getattr(value, "__module__", None) != home.get("__name__", "__main__"):
         return
     if isinstance(value, type):
         for member in vars(value).values():
-            yield from _codes(getattr(member, "fget", getattr(member, "__func__", member)))  # properties, class methods
+            yield from _codes(getattr(member, "fget", getattr(member, "__func__", member)), home)  # properties, class methods
     while value is not None:
         if isinstance(value, types.FunctionType):
             yield value.__code__

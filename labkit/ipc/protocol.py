@@ -47,7 +47,7 @@ class RankConfig(Message):
     environment: Mapping[str, str | None] = field(default_factory=dict, repr=False)
     readable_memory: bool = False  # whether the notebook may read this rank's memory, so that large results can stay there
     rich: bool = False  # whether the notebook can display more than text
-    starts_rpc: bool = False  # whether the program calls `init_rpc` itself, so that RPC must not be used before
+    starts_rpc: bool = False  # whether the program calls `init_rpc` itself, so that labkit does not
     shares_cores: bool = False  # whether the ranks of its group outnumber the cores that they may use
     place: Place = field(default_factory=Place)
     payload: Payload | None = None  # the memory of an emulated link, which ranks share; None without one
@@ -157,7 +157,7 @@ class Returned(Message):
 
     communicated: bool  # whether the rank has completed a communication
     unfinished: bool  # whether it has left an operation pending or failed
-    spent: bool  # whether the framework has been set up in a way that the next function cannot repeat
+    spent: bool  # whether the rank is in a state from which no other function can start
     notes: list[str]  # remarks for the student, each shown once
     exits: dict[int, RankFailure]  # by rank, where its function ended with `exit()` or `exit(0)`; times of the rank's clock
     facts: list[Fact]  # what is to be compared with other ranks
@@ -168,6 +168,7 @@ class Returned(Message):
 class Raised(Message):
     """A request has raised an error. The failure's time is on the rank's clock."""
 
+    spent: bool  # as in `Returned`
     failure: RankFailure
 
 

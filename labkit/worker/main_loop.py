@@ -323,10 +323,9 @@ class _Rank:
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        spent, notes = self._runtime.end_run()
-        notes += self._take_folder_notes()
+        notes = [*self._runtime.notes(), *self._take_folder_notes()]
         facts = here.recorder.facts.take() if here.recorder is not None and here.recorder.facts is not None else []
-        self._send(protocol.Returned(communicated, unfinished, spent, notes, self._exits, facts, payload))
+        self._send(protocol.Returned(communicated, unfinished, self._runtime.spent, notes, self._exits, facts, payload))
         if payload.owner_pid:
             self._unread_result = payload
         else:
@@ -339,7 +338,7 @@ class _Rank:
             with contextlib.suppress(RuntimeError):  # CUDA no longer works; its pending records are lost
                 recorder.device_clock.flush(GPU_AFTER_ERROR_S)
         self._flush()
-        self._send(protocol.Raised(failure))
+        self._send(protocol.Raised(self._runtime.spent, failure))
 
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()

@@ -37,18 +37,20 @@ def test_runs_share_processes() -> None:
     assert after(CALL, CELL, CALL) == {"call", "cell", "rpc cell"}
 
 
-def test_a_program_that_starts_rpc_gets_processes_for_it() -> None:
-    assert after(starts_rpc=True) == set(ALL)
-    assert after(RPC_CALL, starts_rpc=True) == {"call", "cell", "rpc cell"}
+def test_a_function_that_starts_rpc_gets_processes_without_it_and_no_other_function_does() -> None:
+    assert after(starts_rpc=True) == {"cell", "rpc call", "rpc cell"}
+    assert after(RPC_CALL, starts_rpc=True) == {"cell", "rpc call", "rpc cell"}
 
 
-def test_where_the_framework_is_spent_only_cells_go_on() -> None:
+def test_where_the_framework_is_spent_only_cells_go_on_after_cells() -> None:
     assert after(CELL, framework_spent=True) == {"cell"}
     assert after(CELL, CELL, framework_spent=True) == {"cell"}
+    assert after(CALL, framework_spent=True) == set()
+    assert after(RPC_CALL, starts_rpc=True, framework_spent=True) == set()
 
 
 def test_where_each_run_is_fresh_cells_share_until_a_function_is_called() -> None:
-    assert after(kind=Fresh) == set(ALL)
+    assert after(kind=Fresh) == {"call", "cell", "rpc cell"}
     assert after(CELL, kind=Fresh) == {"cell", "rpc cell"}
     assert after(CALL, kind=Fresh) == set()
 

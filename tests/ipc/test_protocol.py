@@ -35,7 +35,7 @@ MESSAGES: list[Message] = [
     protocol.CallFunction(True, False, Payload(b"stream", [(0, 10), (1 << 47, 1 << 40)], owner_pid=77, copied_from_gpu=True)),
     protocol.RunCell(False, True, "x = 1", "<cell>", "cell 1", {"y"}, Payload(b"")),
     protocol.Returned(True, False, False, ["a note"], {1: FAILURE}, [FACT], Payload(b"stream")),
-    protocol.Raised(FAILURE),
+    protocol.Raised(False, FAILURE),
     protocol.Changes("folder", ("new",), ("old",), {"A": "b"}),
     protocol.NewSettings(Payload(b"stream")),
     protocol.Forget([1, 2]),

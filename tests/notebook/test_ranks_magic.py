@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -16,7 +17,7 @@ import pytest
 from processes import SELDOM_SPAWNED
 
 import labkit as lab
-from labkit.ipc.code_names import assigned, name_of, names_read, reads
+from labkit.ipc.code_names import assigned, function_mentions, mentions, name_of, names_read, reads
 from labkit.ipc.ranks_cell import CellSyntaxError, cell_filename
 from labkit.notebook.ranks_magic import USAGE
 from labkit.notebook.ranks_magic import rank as rank_magic
@@ -597,6 +598,29 @@ def test_names_that_functions_and_classes_read_in_turn(cells: in_cells.Cells) ->
         "outer", "middle", "Thing", "through_property", "through_static", "through_class", "circle",
     }  # fmt: skip
     assert "unknown" in names_read(home["circle"].__code__)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [("init_rpc()", True), ("direct()", True), ("through()", True), ("Trainer()", True), ("documented()", False), ("()", False)],
+)
+def test_whether_code_mentions_a_name(call: str, found: bool, cells: in_cells.Cells) -> None:
+    cells("""
+        from torch.distributed import rpc
+        def direct(): rpc.init_rpc("worker0")
+        def through(): direct()
+        class Trainer:
+            def main(self): through()
+        def documented():
+            "It needs no init_rpc."
+            print("init_rpc is not called")
+    """)
+    home = cells._main.__dict__
+    assert mentions("init_rpc", compile(call, "<test>", "eval"), home) is found
+    if (function := home.get(call[:-2])) and not isinstance(function, type):
+        assert function_mentions("init_rpc", function, b"") is found
+    assert function_mentions("init_rpc", print, pickle.dumps(["init_rpc"])), "a name of code in the pickle"
+    assert not function_mentions("init_rpc", print, pickle.dumps(["no init_rpc"]))
 
 
 def test_the_name_of_a_function() -> None:

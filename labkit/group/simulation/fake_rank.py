@@ -125,11 +125,6 @@ class _Chunks:
     """The parts of a tensor that `torch.chunk` returns, each made when it is asked for; beyond these, empty tensors.
 
     FSDP2 splits each parameter into a part for each rank, and uses its own and the first.
-
-    Args:
-        tensor: the tensor.
-        num_chunks: the number of parts.
-        dim: the dimension that is split.
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:

@@ -32,96 +32,58 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Tensors are allocated or freed.
+    """Tensors are allocated or freed."""
 
-    Args:
-        live_bytes: bytes of all tensors of the rank that exist from now on.
-    """
-
-    live_bytes: int
+    live_bytes: int  # bytes of all tensors of the rank that exist from now on
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """A collective or a message that the rank issues.
+    """A collective or a message that the rank issues."""
 
-    Args:
-        number: the index of this communication among all of the rank.
-        name: as in the trace of a real run: "all_reduce", "send".
-        nbytes: the rank's input or output, whichever is larger, in bytes.
-        group: the global ranks of the process group; for a message, the sender and the receiver.
-        process_group: torch's name of the process group, the same on all its ranks, with its axis in a device mesh.
-        peer: the global rank at the other end of a message; -1 for a collective.
-        root: the global rank of a rooted collective's root; -1 for all others.
-        tag: the tag of a message.
-        line: the student's line that issued it; "" if there is none.
-    """
-
-    number: int
-    name: str
-    nbytes: int
-    group: tuple[int, ...]
-    process_group: str
-    peer: int = -1
-    root: int = -1
+    number: int  # the index of this communication among all of the rank
+    name: str  # as in the trace of a real run: "all_reduce", "send"
+    nbytes: int  # the rank's input or output, whichever is larger, in bytes
+    group: tuple[int, ...]  # the global ranks of the process group; for a message, the sender and the receiver
+    process_group: str  # torch's name of the process group, the same on all its ranks, with its axis in a device mesh
+    peer: int = -1  # the global rank at the other end of a message; -1 for a collective
+    root: int = -1  # the global rank of a rooted collective's root; -1 for all others
     tag: int = 0
-    line: str = ""
+    line: str = ""  # the student's line that issued it; "" if there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The rank cannot go on before a communication has completed.
-
-    Args:
-        communication: the number of the communication.
-        explicit: whether the program calls a function that waits; otherwise the next event uses the data.
-    """
+    """The rank cannot go on before a communication has completed."""
 
     communication: int
-    explicit: bool
+    explicit: bool  # whether the program calls a function that waits; otherwise the next event uses the data
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The begin or the end of a span: one of the program's, a phase of training, or a step.
+    """The begin or the end of a span: one of the program's, a phase of training, or a step."""
 
-    Args:
-        name: the name of the span: "forward", "step".
-        kind: "compute" or "step".
-        begins: whether it begins here; otherwise it ends.
-        line: the student's line of the span.
-    """
-
-    name: str
-    kind: str
-    begins: bool
-    line: str = ""
+    name: str  # the name of the span: "forward", "step"
+    kind: str  # "compute" or "step"
+    begins: bool  # whether it begins here; otherwise it ends
+    line: str = ""  # the student's line of the span
 
 
 @dataclass(frozen=True, slots=True)
 class OnStream:
-    """What follows is issued on another stream of the device.
+    """What follows is issued on another stream of the device."""
 
-    Args:
-        stream: the number of the stream; 0 is the default stream.
-    """
-
-    stream: int
+    stream: int  # the number of the stream; 0 is the default stream
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """A stream records an event, or waits for one: what follows on it begins after what preceded the event.
+    """A stream records an event, or waits for one: what follows on it begins after what preceded the event."""
 
-    Args:
-        number: the number of the event.
-        stream: the number of the stream.
-        waits: whether the stream waits for it; otherwise the stream records it.
-    """
-
-    number: int
-    stream: int
-    waits: bool
+    number: int  # the number of the event
+    stream: int  # the number of the stream
+    waits: bool  # whether the stream waits for it; otherwise the stream records it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +96,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Elapsed:
-    """Time that passes, where it was measured.
+    """Time that passes, where it was measured."""
 
-    Args:
-        ns: how long, in ns; negative if what passed before contains time that a real rank does not need.
-    """
-
-    ns: int
+    ns: int  # how long, in ns; negative if what passed before contains time that a real rank does not need
 
 
 Event = Kernel | Memory | Elapsed | Communication | Wait | Mark | OnStream | StreamEvent | Value
@@ -148,17 +106,11 @@ Event = Kernel | Memory | Elapsed | Communication | Wait | Mark | OnStream | Str
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does.
-
-    Args:
-        rank: the rank's number.
-        size: the number of ranks.
-        events: everything that the rank does, in program order.
-    """
+    """What one rank does."""
 
     rank: int
     size: int
-    events: tuple[Event, ...]
+    events: tuple[Event, ...]  # everything that the rank does, in program order
 
     @property
     def kernels(self) -> list[Kernel]:

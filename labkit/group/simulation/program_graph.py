@@ -99,13 +99,7 @@ class ProgramGraph:
         return len(self._spans) - 1
 
     def communicate(self, rank: int, communication: Communication, matches: Counter[str]) -> int:
-        """Add the span of a communication, and return its number.
-
-        Args:
-            rank: the rank.
-            communication: the communication.
-            matches: how many the rank has issued, by group; updated.
-        """
+        """Add the span of a communication, count it in `matches` by group, and return its number."""
         of = communication
         if of.peer >= 0:
             source, destination = of.group
@@ -188,13 +182,7 @@ def _in_words(communication: Communication) -> str:
 
 
 class _SimulatedRank:
-    """Makes the threads of one rank.
-
-    Args:
-        whole: the graph of all ranks.
-        program: what the rank does.
-        device: its device, or None.
-    """
+    """Makes the threads of one rank."""
 
     def __init__(self, whole: ProgramGraph, program: Program, device: Device | None) -> None:
         self._whole, self._program, self._rank, self._device = whole, program, program.rank, device
@@ -209,11 +197,7 @@ class _SimulatedRank:
         self._open: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # spans that have begun
 
     def threads(self, name: str) -> list[ThreadEvents]:
-        """Return the threads.
-
-        Args:
-            name: the name of the function.
-        """
+        """Return the threads."""
         call = self._whole.add(self._rank, name, "call")
         self._append(PLAIN, call, START)
         # Of measured ranks, only `track_memory` knows the memory, as of real ones.

@@ -87,11 +87,7 @@ def _at_once(measured: bool) -> int:
 
 
 class _SimulatedExecution:
-    """A function that is executed as one of many ranks; messages call it by the function's name.
-
-    Args:
-        function, ranks, size, measured: as for `execute_ranks`.
-    """
+    """A function that is executed as one of many ranks; messages call it by the function's name."""
 
     def __init__(self, function: Callable[..., Any], ranks: Sequence[int], size: int, measured: bool) -> None:
         self._function, self._ranks, self._size, self._measured = function, ranks, size, measured

@@ -80,11 +80,7 @@ for _name in DECISIONS:
 
 
 def hide_values(log: RankLog) -> None:
-    """From now on in this process, answer for the values of tensors without data.
-
-    Args:
-        log: knows which tensors have data.
-    """
+    """From now on in this process, answer for the values of tensors without data."""
 
     def hidden(tensor: Any) -> bool:
         local = getattr(tensor, "to_local", None)  # a DTensor consists of a local tensor

@@ -62,13 +62,7 @@ _TIME: Final = struct.Struct("<q")
 
 
 class _AgentRank:
-    """A rank on this machine.
-
-    Args:
-        number: its number on the line.
-        process: its process.
-        agent: the agent.
-    """
+    """A rank on this machine."""
 
     def __init__(self, number: int, process: RankProcess, agent: _Agent) -> None:
         self.number, self.process, self._line = number, process, agent.line
@@ -158,11 +152,7 @@ class _AgentRank:
 
 
 class _Agent:
-    """The agent's side of a line.
-
-    Args:
-        line: the line.
-    """
+    """The agent's side of a line."""
 
     def __init__(self, line: Line) -> None:
         self.line, self.large = line, Large()

@@ -18,11 +18,7 @@ HELLO: Final = 0  # the number of the first reply, which answers no request: the
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Import what a runtime's ranks need. The reply is `AgentReady`.
-
-    Args:
-        runtime: the runtime's name.
-    """
+    """Import what a runtime's ranks need. The reply is `AgentReady`."""
 
     runtime: str
 

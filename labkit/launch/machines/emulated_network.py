@@ -52,13 +52,7 @@ CONNECT_S: Final = 10.0
 
 
 class _Port:
-    """A machine, and its cable.
-
-    Args:
-        name: the machine's name.
-        address: its address.
-        cores: the cores that it has of this computer.
-    """
+    """A machine, and its cable."""
 
     def __init__(self, name: str, address: str, cores: Collection[int]) -> None:
         self.name, self.address, self.cores = name, address, cores
@@ -153,11 +147,7 @@ def _namespace(address: str) -> tuple[network_namespace.PrivateNetwork, int]:
 
 
 class _Agents:
-    """Starts agents in the machines' namespaces, and answers requests.
-
-    Args:
-        ports: the machines, the notebook's first.
-    """
+    """Starts agents in the machines' namespaces, and answers requests; the first port is the notebook's."""
 
     def __init__(self, ports: Sequence[_Port]) -> None:
         self._here, *machines = ports

@@ -28,31 +28,18 @@ ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an agent says about its machine.
+    """What an agent says about its machine."""
 
-    Args:
-        host: the machine's own name.
-        address: the address at which the other machines reach it.
-        interface: the network interface with that address; "" if none has it.
-        addresses: all its addresses, without those of the loopback.
-        python: the path of Python.
-        versions: by package, "Python" included, the version; none of a package that is not installed.
-        layout: identifies the layout of rings, which both sides must have.
-        cores: the cores that ranks may use.
-        memory_bytes: the memory that is free.
-        gpus: the number of GPUs.
-    """
-
-    host: str
-    address: str
-    interface: str
-    addresses: tuple[str, ...]
-    python: str
-    versions: dict[str, str]
-    layout: str
-    cores: float
-    memory_bytes: int
-    gpus: int
+    host: str  # the machine's own name
+    address: str  # the address at which the other machines reach it
+    interface: str  # the network interface with that address; "" if none has it
+    addresses: tuple[str, ...]  # all its addresses, without those of the loopback
+    python: str  # the path of Python
+    versions: dict[str, str]  # by package, "Python" included, the version; none of a package that is not installed
+    layout: str  # identifies the layout of rings, which both sides must have
+    cores: float  # the cores that ranks may use
+    memory_bytes: int  # the memory that is free
+    gpus: int  # the number of GPUs
 
     @classmethod
     def here(cls) -> Facts:
@@ -71,19 +58,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class KnownMachine:
-    """What the relay knows of a machine.
-
-    Args:
-        name: its name.
-        facts: what its agent has said.
-        round_trip_ns: the shortest round trip to its agent so far, in ns.
-        clock_error_ns: a bound on the error of its clock, in ns.
-    """
+    """What the relay knows of a machine."""
 
     name: str
-    facts: Facts
-    round_trip_ns: int
-    clock_error_ns: int
+    facts: Facts  # what its agent has said
+    round_trip_ns: int  # the shortest round trip to its agent so far, in ns
+    clock_error_ns: int  # a bound on the error of its clock, in ns
 
 
 def _address() -> str:

@@ -31,11 +31,7 @@ TAKEN: Final = struct.Struct("<QQ")  # bytes of frames, and of prints
 
 
 class Segments:
-    """Sends large data over a line, once if several ranks get the same.
-
-    Args:
-        line: the line.
-    """
+    """Sends large data over a line, once if several ranks get the same."""
 
     def __init__(self, line: Line) -> None:
         self._line = line

@@ -320,12 +320,7 @@ def _start(node_id: str, limit_s: float) -> Any:
 
 
 class _ActorStream:
-    """Passes bytes between a socket and an actor, on two threads.
-
-    Args:
-        actor: the actor.
-        sock: the socket.
-    """
+    """Passes bytes between a socket and an actor, on two threads."""
 
     def __init__(self, actor: Any, sock: socket.socket) -> None:
         self._actor, self._sock, self._why = actor, sock, ""

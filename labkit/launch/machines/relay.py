@@ -72,10 +72,6 @@ class LostError(Exception):
 class _AgentMachine:
     """A machine and its agent.
 
-    Args:
-        name: its name.
-        connection: the connection to the agent.
-
     Attributes:
         facts: what the agent has said about it.
         ranks: the ranks there, by number.
@@ -542,14 +538,7 @@ def _boot_s() -> float:
 
 
 def relay(fds: list[int], engine: bytes, runtime: str, notebook: int) -> NoReturn:
-    """Run the relay until the notebook's process has ended.
-
-    Args:
-        fds: the file descriptor of the socket that carries requests.
-        engine: the pickled engine.
-        runtime: the name of the runtime.
-        notebook: the notebook's process id.
-    """
+    """Run the relay until the process `notebook` has ended; the socket in `fds` carries requests."""
     raise_limit()
 
     async def serve() -> None:

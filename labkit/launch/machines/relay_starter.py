@@ -39,11 +39,7 @@ class _HasThread:
 
 
 class _MachinesClock(Clock):
-    """The clock of a rank's machine, as the relay follows it.
-
-    Args:
-        process: the rank.
-    """
+    """The clock of a rank's machine, as the relay follows it."""
 
     def __init__(self, process: RelayedRankProcess) -> None:
         super().__init__()
@@ -60,12 +56,7 @@ class _MachinesClock(Clock):
 
 
 class RelayedRankProcess(RankProcess):
-    """The notebook's end of a rank on another machine.
-
-    Args:
-        starter: its starter.
-        number, ring_bytes, make_shared: as for `RankProcess`.
-    """
+    """The notebook's end of a rank on another machine."""
 
     def __init__(self, starter: RelayStarter, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(number, ring_bytes, make_shared)

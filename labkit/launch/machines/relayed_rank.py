@@ -33,15 +33,10 @@ STATE_BYTES: Final = _STATE.size
 
 @dataclass(frozen=True, slots=True)
 class RelayedState:
-    """The state of a rank, as its agent has last reported it.
+    """The state of a rank, as its agent has last reported it."""
 
-    Args:
-        status: the state of its process.
-        load: the resources that it uses.
-    """
-
-    status: Status
-    load: Load
+    status: Status  # the state of its process
+    load: Load  # the resources that it uses
 
 
 UNREPORTED: Final = RelayedState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
@@ -64,11 +59,7 @@ def write_state(memory: Any, state: RelayedState, offset_ns: int, error_ns: int,
 
 
 def read_state(memory: int) -> tuple[RelayedState, int, int, int]:
-    """In the notebook: return a rank's state, offset and error of its clock, and when its machine reported last, in ns.
-
-    Args:
-        memory: the file descriptor of its memory.
-    """
+    """In the notebook: return a rank's state, its clock's offset and error, and its machine's last report, in ns."""
     data = os.pread(memory, _STATE.size, RING_BYTES)
     if len(data) < _STATE.size:  # the relay has not mapped it yet
         return UNREPORTED, 0, 0, 0

@@ -1,29 +1,27 @@
 """Makes a program's own calls of `init_process_group` and `destroy_process_group` work in a rank.
 
 A rank of a group is initialized before its function runs. If the program initializes the same default group again,
-there is nothing to do; if size, rank or backend differ, labkit's group is detached, and torch creates the program's.
-After `destroy_process_group`, the program has no default group, as it expects; labkit's group is kept, and restored
-when the program initializes again or the next run starts.
+there is nothing to do; if size, rank or backend differ, that group is destroyed, and torch creates the program's.
+`destroy_process_group` is torch's own. A rank whose default group is no longer that of its start is spent: after a
+function, the next run starts new ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from labkit.recording.record import Recorder
-from labkit.worker.comm.default_group import DefaultGroup
 from labkit.worker.comm.rendezvous import Address, Rendezvous
 from labkit.worker.comm.time_limits import ends_by_itself
-from labkit.worker.comm.torch_internals import DEFAULT_GROUP, DTENSOR_CACHE, in_place_of
+from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
 
 
 class Initialization:
@@ -34,39 +32,35 @@ class Initialization:
         machines: the names and addresses of the group's machines, as in `Place`.
         connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
             address.
-        rpc_given: the name and the options with which the group has initialized RPC.
-        rpc_unused: whether no call has been made since.
+        rpc_options: the options with which a program starts RPC that gives none; None: torch's.
+        rpc_name: the name under which the group has initialized RPC; "" if it has not.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        rank: int,
-        size: int,
         watch_rpc: Callable[[], None],
         machines: Collection[str] = (),
         connect: Callable[[], Any] | None = None,
-        rpc_given: tuple[str, Any] | None = None,
-        rpc_unused: bool = False,
+        rpc_options: Any = None,
+        rpc_name: str = "",
     ) -> None:
         self._notes: list[str] = []
-        rendezvous = Rendezvous(recorder, rank, connect, machines)
+        rendezvous = Rendezvous(recorder, connect, machines)
         if connect is not None:
             rendezvous.install()
-        self._process_group = ProcessGroupInitialization(rank, size, rendezvous, self._notes.append)
+        self._process_group = ProcessGroupInitialization((recorder.rank, recorder.size), rendezvous, self._notes.append)
         self._process_group.install()
         self._rpc = None
         if rpc.is_available():
             from labkit.worker.comm.rpc_initialization import RpcInitialization  # not every build of torch has RPC
 
-            self._rpc = RpcInitialization(recorder, rank, size, rendezvous, self._notes.append, watch_rpc, rpc_given, rpc_unused)
+            self._rpc = RpcInitialization(recorder, rendezvous, self._notes.append, watch_rpc, rpc_options, rpc_name)
             self._rpc.install()
 
-    def begin_run(self, *, keep: bool, all_called: bool) -> None:
+    def begin_run(self, *, keep: bool) -> None:
         """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
         self._process_group.begin_run(keep=keep)
-        if self._rpc is not None:
-            self._rpc.begin_run(keep=keep, all_called=all_called)
 
     @property
     def spent(self) -> bool:
@@ -90,22 +84,18 @@ ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 class ProcessGroupInitialization:
     """Replaces the functions by which a rank's program initializes and destroys the default process group."""
 
-    def __init__(self, rank: int, size: int, rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
-        self._rank, self._size, self._rendezvous, self._tell = rank, size, rendezvous, tell
-        self._own: DefaultGroup | None = None  # None in a rank of RPC or a bare rank
-        self._given: Any = None  # the group's default group, if it cannot be detached
-        self._initialised = False  # by this run's program, and not yet destroyed
-        self._destroy: Callable[..., None] = functools.partial(_destroy, c10d.destroy_process_group)
-        self._environment: dict[str, str] = {}
-        self._used = False  # by this run's program
+    def __init__(self, place: tuple[int, int], rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
+        self._place = place  # the rank and the size of its group
+        self._rendezvous, self._tell = rendezvous, tell
+        self._given: Any = c10d.GroupMember.WORLD  # the group's default group; None in a rank of RPC or a bare rank
+        # Whether NCCL transfers GPU tensors of this group, since each rank has its own GPU.
+        self._nccl = self._given is not None and "nccl" in c10d.get_backend_config(self._given)
+        self._environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        self._initialised = False  # by this run's program
+        self._used = False  # by a program since the last run of a function began
 
     def install(self) -> None:
-        """Replace torch's functions; torch's current default group, if any, is labkit's."""
-        if c10d.GroupMember.WORLD is not None and DEFAULT_GROUP.found:
-            self._own = DefaultGroup()
-        else:
-            self._given = c10d.GroupMember.WORLD
-        self._environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        """Replace torch's functions."""
         ours = (
             in_place_of(c10d.init_process_group, self._init),
             in_place_of(c10d.destroy_process_group, self._destroyed),
@@ -117,36 +107,17 @@ class ProcessGroupInitialization:
 
     def begin_run(self, *, keep: bool) -> None:
         """Reset the rank to the state in which a program starts; `keep` what the previous cell has initialized."""
-        if not self._used:
-            return
         self._initialised = False
-        if not keep:
+        if self._used and not keep:
             self._used = False
             os.environ |= self._environment
-        if c10d.GroupMember.WORLD not in (None, self._given) and not self._own_in_place:
-            if keep:
-                return
-            self._destroy()
-        if self._own is not None:
-            if not self._own.in_place:
-                self._own.restore()
-            if not keep:
-                self._own.set_timeout(None)
+            if self._given is not None:
+                self._given.set_timeout(default_pg_nccl_timeout if self._nccl else default_pg_timeout)
 
     @property
     def spent(self) -> bool:
-        """Whether the next program could read this program's store, which rank 0 still serves at the same address.
-
-        Ranks destroy this program's group when they start the next program. Ranks that start it before rank 0 does
-        would find stale addresses in the old store.
-        """
-        if self._given is not None and self._given is not c10d.GroupMember.WORLD:
-            return True  # the group's own default group is gone
-        return not self._rendezvous.in_groups_store and c10d.GroupMember.WORLD not in (None, self._given)
-
-    @property
-    def _own_in_place(self) -> bool:
-        return self._own is not None and self._own.in_place
+        """Whether the default group is no longer that with which the rank started."""
+        return c10d.GroupMember.WORLD is not self._given
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Replace torch's `init_process_group`."""
@@ -156,75 +127,61 @@ class ProcessGroupInitialization:
         except TypeError:
             init(*args, **kwargs)  # raises torch's error
             return
-        if not self._initialised:
-            asked = _asked(given)
-            if (asked.rank, asked.size) == self._present() and self._suits(given):
-                self._keep(given.get("timeout"))
-                return
-            if self._own_in_place:
-                assert self._own is not None
-                self._own.unset(self._destroy)
-            elif c10d.GroupMember.WORLD is not None:  # created in an earlier cell
-                self._destroy()
-            timed = ends_by_itself(given.get("timeout")) or self._rendezvous.others_may_come(asked)
-            with self._rendezvous.waiting("init_process_group", asked.where, asked.size, timed):
-                init(*args, **kwargs)
-            self._initialised = True
-        else:
+        world: Any = c10d.GroupMember.WORLD
+        if self._initialised and world is not None:
             init(*args, **kwargs)  # raises torch's error about a second call
-
-    def _present(self) -> tuple[int, int]:
-        """Return the rank and the size of the current default group, or of the detached one; -1 for none."""
-        world = c10d.GroupMember.WORLD
-        if world is not None:
-            return world.rank(), world.size()
-        return (self._rank, self._size) if self._own is not None else (-1, -1)
+            return
+        asked = _asked(given)
+        suits = self._suits(given) or world is not self._given  # the program knows the backend of a group of its own
+        if suits and world is not None and (world.rank(), world.size()) == (asked.rank, asked.size):
+            if given.get("timeout") is not None:
+                world.set_timeout(given["timeout"])
+            self._tell(NOTHING_TO_DO)
+        else:
+            limit = given.get("timeout")
+            whole = (asked.rank, asked.size) == self._place and self._rendezvous.in_groups_store
+            timed = ends_by_itself(limit) or (not whole and self._rendezvous.others_may_come(asked))
+            with self._rendezvous.waiting("init_process_group", asked.where, asked.size, timed):
+                if world is not None:
+                    c10d.destroy_process_group()
+                if whole:  # at whatever address, or with whatever store
+                    given.pop("init_method", None)
+                    store = self._rendezvous.meet(asked.where, asked.size, limit or default_pg_timeout)
+                    given |= {"store": store, "rank": asked.rank, "world_size": asked.size}
+                init(**given)
+        self._initialised = True
 
     def _suits(self, given: dict[str, Any]) -> bool:
-        """Whether the current group can stand in for one with the backends that a program asks for."""
-        if self._own is None or (c10d.GroupMember.WORLD is not None and not self._own.in_place):
-            return True
+        """Whether the group's default group has the backends that a program asks for.
+
+        Where it has gloo alone, the program gets gloo instead of NCCL: the arguments are changed.
+        """
+        if self._given is None:
+            return False
         wanted = c10d.BackendConfig(c10d.Backend(given.get("backend") or "undefined")).get_device_backend_map()
-        if self._own.moves_by_nccl:
+        if self._nccl:
             return wanted == {"cuda": "nccl"}
         if not set(wanted.values()) <= {"gloo", "nccl", "xccl"} or wanted.get("cpu", "gloo") != "gloo":
             return False
         if "cpu" not in wanted:
             self._tell(INSTEAD.format(str(given["backend"])))
+        if set(wanted.values()) != {"gloo"}:
+            given["backend"] = "gloo"
+            for name in ("pg_options", "device_id"):  # they are NCCL's
+                given.pop(name, None)
         return True
 
-    def _keep(self, timeout: timedelta | None) -> None:
-        if self._own is not None and not self._own.in_place and c10d.GroupMember.WORLD is None:
-            self._own.restore()
-        if self._own_in_place and timeout is not None:
-            assert self._own is not None
-            self._own.set_timeout(timeout)
-        self._initialised = True
-        self._tell(NOTHING_TO_DO)
+    def _destroyed(self, destroy: Callable[..., None], group: Any = None) -> None:
+        """Replace torch's `destroy_process_group`, to clear DTensor's cache.
 
-    def _destroyed(self, _: Callable[..., None], group: Any = None) -> None:
-        """Replace torch's `destroy_process_group`."""
+        DTensor caches which groups to use, by an operation's shapes and mesh. If the next cell's mesh equals the old
+        one, the same model would use destroyed groups.
+        """
         self._used = True
-        world = c10d.GroupMember.WORLD
-        if group is None or group is world:
-            self._initialised = False
-            if world is not None and self._own_in_place:
-                assert self._own is not None
-                self._own.unset(self._destroy)
-                return
-        self._destroy(group)
-
-
-def _destroy(destroy: Callable[..., None], group: Any = None) -> None:
-    """Call torch's `destroy_process_group`, and clear DTensor's cache.
-
-    DTensor caches which groups to use, by an operation's shapes and mesh. The next program's mesh equals the old one,
-    so that the same model would use destroyed groups.
-    """
-    destroy(group)
-    if "torch.distributed.tensor" in sys.modules and DTENSOR_CACHE.found:
-        DTENSOR_CACHE["_clear_python_sharding_prop_cache"]()
-        DTENSOR_CACHE["_clear_fast_path_sharding_prop_cache"]()
+        destroy(group)
+        if "torch.distributed.tensor" in sys.modules and DTENSOR_CACHE.found:
+            DTENSOR_CACHE["_clear_python_sharding_prop_cache"]()
+            DTENSOR_CACHE["_clear_fast_path_sharding_prop_cache"]()
 
 
 def _asked(given: dict[str, Any]) -> Address:

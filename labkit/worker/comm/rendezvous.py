@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import socket
 from collections import defaultdict
@@ -66,10 +65,8 @@ class Rendezvous:
         machines: the names and addresses of the group's machines; none if all ranks are on this one.
     """
 
-    def __init__(
-        self, recorder: Recorder, rank: int, connect: Callable[[], Any] | None = None, machines: Collection[str] = ()
-    ) -> None:
-        self._ring, self._size, self._rank, self._connect = recorder.ring, recorder.size, rank, connect
+    def __init__(self, recorder: Recorder, connect: Callable[[], Any] | None = None, machines: Collection[str] = ()) -> None:
+        self._ring, self._size, self._connect = recorder.ring, recorder.size, connect
         self._machines = machines
         self._operation: Operation | None = None  # the current call of a function of torch's
         self._timed = False  # see `waiting`
@@ -116,11 +113,8 @@ class Rendezvous:
         finally:
             self._operation, self._timed = before
 
-    def meet(self, where: str, size: int, value: Any, timeout: timedelta = default_pg_timeout) -> tuple[Any, list[Any]]:
-        """Wait until `size` processes have arrived, as part of the current call if there is one.
-
-        Returns:
-            a store for these processes, and the values (plain data) of all, in order of arrival.
+    def meet(self, where: str, size: int, timeout: timedelta = default_pg_timeout) -> Any:
+        """Wait until `size` processes have arrived, as part of the current call if there is one; return their store.
 
         Raises:
             DistStoreError: the time limit has expired.
@@ -128,13 +122,13 @@ class Rendezvous:
         assert self._connect is not None, "a rank without a store of its group has torch meet where the program says"
         if self._operation is None:
             with self.waiting("rendezvous", where, size):
-                return self.meet(where, size, value, timeout)
+                return self.meet(where, size, timeout)
         store, group = self._connect(), rendezvous_key(where, size)
         generation, place = divmod(store.add(f"{group}/came", 1) - 1, size)
         under_way = self._operation
         self._operation = self._blocked(under_way.name, under_way.start_ns, group, generation + 1)
         under_way.withdrawn()
-        store.set(f"{group}/{generation}/{place}", json.dumps(value))
+        store.set(f"{group}/{generation}/{place}", "here")
         keys = [f"{group}/{generation}/{i}" for i in range(size)]
         try:
             store.wait(keys, timeout)
@@ -144,7 +138,7 @@ class Rendezvous:
             raise dist.DistStoreError(
                 f"Timed out after {seconds:g} seconds waiting for clients. {came}/{size} clients joined."
             ) from None
-        return dist.PrefixStore(f"{group}/{generation}", store), [json.loads(store.get(key)) for key in keys]
+        return dist.PrefixStore(f"{group}/{generation}", store)
 
     def _blocked(self, name: str, start_ns: int, group: str, match: int) -> Operation:
         operation = Operation(self._ring, name, start_ns, group=group, match=match, line=student_line())
@@ -157,8 +151,7 @@ class Rendezvous:
         if asked.rank < 0 or asked.size < 1 or not self._is_here(asked.where):
             yield from torchs(url, timeout=timeout, **kwargs)  # reports missing numbers, or connects to another machine
             return
-        store, _ = self.meet(asked.where, asked.size, [asked.rank, self._rank], timeout)
-        yield store, asked.rank, asked.size
+        yield self.meet(asked.where, asked.size, timeout), asked.rank, asked.size
         raise RuntimeError(f"Unable to perform re-rendezvous using {asked.scheme}:// method")  # torch's own message
 
     def _is_here(self, where: str) -> bool:

@@ -1,8 +1,9 @@
 """Makes a program's own calls of `init_rpc` and `shutdown` work in a rank.
 
-A rank of an RPC group is initialized before its function runs. All ranks that call `init_rpc` wait for one another, as
-in torch. If names, numbers and options equal the group's, there is nothing to do; otherwise RPC is restarted with the
-program's. `shutdown` is torch's own, and waits for all ranks; the next run starts new ranks.
+A rank of an RPC group is initialized before its function runs, unless the function calls `init_rpc` itself: then its
+call is the first. All ranks that call it wait for one another, as in torch. `shutdown` is torch's own, and waits for
+all ranks. torch cannot start RPC twice in a process, since the context of remote references keeps the first agent; so
+the next run starts new ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any, Final, NamedTuple
 from torch.distributed import rpc
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import UNSHOWN
 from labkit.worker.comm.rendezvous import Address, Rendezvous
-from labkit.worker.comm.torch_internals import RPC_START, RPC_TRANSPORTS, in_place_of
+from labkit.worker.comm.torch_internals import RPC_TRANSPORTS, in_place_of
 
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.
@@ -52,51 +52,33 @@ class RpcInitialization:
 
     Args:
         tell: prints a note for the student, once per group.
-        watch: starts recording calls; called before RPC starts for the first time.
-        given: the name and the options with which the group has initialized RPC; None if it has not.
-        unused: whether no call has been made since.
+        watch: starts recording calls; called before the program starts RPC.
+        options: those of a program that gives none.
+        name: the name under which the group has initialized RPC; "" if it has not.
 
     Attributes:
-        spent: whether RPC is no longer in its initial state. torch cannot restore it: the context of remote references
-            keeps the first agent.
+        spent: whether the program has started or ended RPC.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        rank: int,
-        size: int,
         rendezvous: Rendezvous,
         tell: Callable[[str], None],
         watch: Callable[[], None],
-        given: tuple[str, RpcOptions] | None = None,
-        unused: bool = False,
+        options: RpcOptions | None = None,
+        name: str = "",
     ) -> None:
-        self._ring, self._rank, self._size = recorder.ring, rank, size
-        self._rendezvous, self._tell, self._watch, self._given = rendezvous, tell, watch, given
-        self._initialised = False  # by this run's program, and not yet shut down
-        self._watched = given is not None
-        self._all_called = True
-        self._shutdown: Callable[..., None] = rpc.shutdown
-        self._autograd = None if given is None else rank
-        self._workers = size  # of RPC; -1 if the program does not say how many
-        self._unused = self._anew = unused
+        self._ring, self._rank, self._size = recorder.ring, recorder.rank, recorder.size
+        self._rendezvous, self._tell, self._watch = rendezvous, tell, watch
+        self._options, self._name = options or RpcOptions(), name
+        self._workers = recorder.size  # of RPC; -1 if the program does not say how many
         self.spent = False
 
     def install(self) -> None:
         """Replace torch's functions."""
         rpc.init_rpc = in_place_of(rpc.init_rpc, self._init)
         rpc.shutdown = rpc.api.shutdown = in_place_of(rpc.shutdown, self._shut_down)
-        if RPC_START.found:
-            RPC_START.replace("_init", self._init_autograd)
-
-    def begin_run(self, *, keep: bool, all_called: bool) -> None:
-        """Prepare for a run of a function or a cell; `keep` what the previous cell has initialized."""
-        self._all_called = all_called
-        self._initialised = False
-        self._anew, self._unused = self._unused, False
-        if self._given is None and not keep and _is_running():
-            self._shutdown(graceful=False)  # the previous program did not shut it down
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Replace torch's `init_rpc`."""
@@ -105,63 +87,42 @@ class RpcInitialization:
         except TypeError:
             init(*args, **kwargs)  # raises torch's error
             return
-        if self._initialised:
-            init(*args, **kwargs)  # raises torch's error about a second call
-            return
         options = given.get("rpc_backend_options")
         address = Address.of(
             getattr(options, "init_method", "env://"), int(given.get("rank", -1)), int(given.get("world_size") or -1)
         )
-        timed = self._rendezvous.others_may_come(address)
-        with self._rendezvous.waiting("init_rpc", address.where, address.size, timed):
-            if _is_running():
-                if self._nothing_to_do(given["name"], options, address):
-                    self._initialised = True
-                    self._tell(NOTHING_TO_DO)
-                    return
-                self._make_way(given["name"], address)
-            self._start(init, given, options)
+        if self._name and not self.spent:
+            self._check_same(given["name"], options, address)
+            self._tell(NOTHING_TO_DO)
+        elif is_running():
+            init(*args, **kwargs)  # raises torch's error about a second call
+        else:
+            timed = self._rendezvous.others_may_come(address)
+            with self._rendezvous.waiting("init_rpc", address.where, address.size, timed):
+                self._start(init, given, options)
             self._workers = address.size
 
-    def _nothing_to_do(self, name: str, options: Any, asked: Address) -> bool:
-        """Whether RPC is already initialized as the program wants, on all ranks that call `init_rpc`."""
-        if self._given is None:
-            return False
-        own_name, own_options = self._given
-        wanted = own_options if options is None else RpcOptions.of(options)
-        mapped = bool(getattr(options, "device_maps", None) or getattr(options, "devices", None))
-        same = (name, wanted, asked.rank, asked.size, mapped) == (own_name, own_options, self._rank, self._size, False)
-        same = same and not self.spent
-        if same and not self._all_called:
-            return True
-        _, others = self._rendezvous.meet(f"{asked.where} for RPC", asked.size, same)
-        return all(others)
-
-    def _make_way(self, name: str, asked: Address) -> None:
-        """Shut down RPC as the group has started it, so that the program can start it.
+    def _check_same(self, name: str, options: Any, asked: Address) -> None:
+        """Check that the group has initialized RPC as the program asks for.
 
         Raises:
-            LabError: the ranks have already used RPC.
+            LabError: it has not, and RPC cannot be started again.
         """
-        if not (self._anew and RPC_START.found):
+        wanted = self._options if options is None else RpcOptions.of(options)
+        mapped = getattr(options, "device_maps", None) or getattr(options, "devices", None)
+        if mapped or (name, asked.rank, asked.size, wanted) != (self._name, self._rank, self._size, self._options):
             raise LabError(
-                f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and its "
-                "ranks have used RPC. Call it in a function of group.run, which gets fresh ranks for it."
+                f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and "
+                "torch starts RPC only once in a process. Call it in a function that group.run runs on all ranks: it gets fresh "
+                "ranks, without RPC."
             )
-        # The same as torch's `shutdown`, without the steps that cannot be undone in a process. torch's context of
-        # remote references keeps for ever the agent that exists when it is first used. Since no call has been made, it
-        # has not been used.
-        with quiet_stderr():
-            RPC_START["_get_current_rpc_agent"]().shutdown()
-            RPC_START["_cleanup_python_rpc_handler"]()
-            RPC_START["_reset_current_rpc_agent"]()
 
     def _start(self, init: Callable[..., None], given: dict[str, Any], options: Any) -> None:
         """Let torch start RPC with the program's options, and record the calls."""
-        if not self._watched:
+        if not self.spent:
             self._watch()
-            self._watched = True
-        wanted = RpcOptions() if options is None else RpcOptions.of(options)
+        self.spent = True
+        wanted = self._options if options is None else RpcOptions.of(options)
         if options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions):
             given["rpc_backend_options"] = wanted.for_torch(
                 getattr(options, "init_method", "env://"),
@@ -171,14 +132,13 @@ class RpcInitialization:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns of a constructor that it calls itself
             init(**given)
         self._ring.serving(wanted.num_worker_threads)
-        self._initialised = self.spent = True
 
     def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
         """Replace torch's `shutdown`."""
-        if not _is_running():
+        if not is_running():
             shutdown(graceful, *args, **kwargs)  # raises torch's error
             return
-        self._initialised, self.spent = False, True
+        self.spent = True
         if graceful:
             timed = bool(args or kwargs.get("timeout")) or self._workers < 1  # without a number, others may still join
             with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, self._workers, timed):
@@ -189,18 +149,9 @@ class RpcInitialization:
             shutdown(graceful, *args, **kwargs)
         self._ring.serving(0)
 
-    def _init_autograd(self, init: Callable[[int], None], worker: int) -> None:
-        """Replace torch's `_init`, which cannot be called again with another number.
 
-        torch derives the ids of contexts and messages from this number. It only has to be unique among processes, so
-        the first number that this process was given is used each time.
-        """
-        if self._autograd is None:
-            self._autograd = worker
-        init(self._autograd)
-
-
-def _is_running() -> bool:
+def is_running() -> bool:
+    """Whether RPC is initialized in this process."""
     try:
         rpc.get_worker_info()
     except RuntimeError:

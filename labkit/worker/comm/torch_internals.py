@@ -143,10 +143,6 @@ TIME_LIMITS: Final = PrivateNames(
     lost="which operations end by a time limit of the program, and so are no deadlock",
 )
 GROUP_CREATION: Final = PrivateNames(f"{_C10D}:_new_process_group_helper", lost="waits for the members of a new group")
-DEFAULT_GROUP: Final = PrivateNames(
-    f"{_C10D}:_world", f"{_C10D}:_register_process_group", f"{_C10D}:_unregister_process_group",
-    lost="the default group of a rank whose program has destroyed it: the next run starts new ranks",
-)  # fmt: skip
 RENDEZVOUS: Final = PrivateNames(
     "torch.distributed.rendezvous:_rendezvous_handlers",
     lost="meeting in the group's store: init_process_group opens the port that the program names",
@@ -154,7 +150,7 @@ RENDEZVOUS: Final = PrivateNames(
 DTENSOR_CACHE: Final = PrivateNames(
     "torch.distributed.tensor.debug:_clear_python_sharding_prop_cache",
     "torch.distributed.tensor.debug:_clear_fast_path_sharding_prop_cache",
-    lost="runs with DTensor after a run that has destroyed the default group",
+    lost="cells with DTensor after a cell that has destroyed its groups",
 )
 DDP_HOOKS: Final = PrivateNames(
     "torch.nn.parallel:DistributedDataParallel.register_comm_hook(_comm_hooks)",
@@ -201,11 +197,6 @@ REMOTE_STEPS: Final = PrivateNames(
     "torch.distributed.optim.optimizer:_script_local_optimizer_step",
     lost="steps of a DistributedOptimizer on the owners of the parameters",
 )
-RPC_START: Final = PrivateNames(
-    f"{_RPC}:_all_gather", f"{_RPC}:_get_current_rpc_agent", f"{_RPC}:_cleanup_python_rpc_handler",
-    f"{_RPC}:_reset_current_rpc_agent", "torch.distributed.autograd:_init",
-    lost="init_rpc with other names or options than those of the group",
-)  # fmt: skip
 RPC_TRANSPORTS: Final = PrivateNames(
     "torch.distributed.rpc:TensorPipeRpcBackendOptions(_transports)",
     lost="idle cores of ranks that wait in RPC: a thread of each polls shared memory",

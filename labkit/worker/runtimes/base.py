@@ -111,13 +111,11 @@ class Runtime:
             from labkit.worker.comm.process_group_initialization import Initialization
 
             install.watch_script(recorder, given=False)
-            self._initialization = Initialization(
-                recorder, self.rank_config.rank, self.rank_config.size, record_rpc, self.place.names
-            )
+            self._initialization = Initialization(recorder, record_rpc, self.place.names)
 
         when_imported("torch", lambda _: watch())
 
-    def begin_run(self, *, keep: bool, all_called: bool) -> None:
+    def begin_run(self, *, keep: bool, all_called: bool) -> None:  # noqa: ARG002  # TensorFlow needs it
         """In the rank: called before a function or a cell runs.
 
         Args:
@@ -125,15 +123,16 @@ class Runtime:
             all_called: whether all ranks of the group run it.
         """
         if self._initialization is not None:
-            self._initialization.begin_run(keep=keep, all_called=all_called)
+            self._initialization.begin_run(keep=keep)
 
-    def end_run(self) -> tuple[bool, list[str]]:
-        """In the rank: called after the run.
+    @property
+    def spent(self) -> bool:
+        """In the rank: whether its program has left it in a state from which no other program can start."""
+        return self._initialization is not None and self._initialization.spent
 
-        Returns:
-            whether the next function needs new processes, and remarks for the student, each shown once.
-        """
-        return (False, []) if self._initialization is None else (self._initialization.spent, self._initialization.notes())
+    def notes(self) -> list[str]:
+        """In the rank, after a run: return remarks for the student, each shown once."""
+        return [] if self._initialization is None else self._initialization.notes()
 
     def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
         """In the rank: whether an error certainly does not come from a failed operation of the framework."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.protocol import Offer
 from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import Recorder
-from labkit.worker.comm.torch_internals import RPC_START
 from labkit.worker.runtimes.torch import Torch, sharing
 
-ALL_GATHER: Final = "_all_gather"  # with which `init_rpc` waits for the other ranks
+if TYPE_CHECKING:
+    from labkit.worker.comm.rpc_initialization import RpcOptions
 
 
 class Rpc(Torch):
-    """`torch.distributed.rpc` is initialised, each rank with its name."""
+    """`torch.distributed.rpc` is initialised, each rank with its name, unless the program does so."""
 
     serving_threads = 16
     has_rpc = True
@@ -33,7 +33,7 @@ class Rpc(Torch):
         return watch_rpc(recorder, self._slow_link(shared_link))
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
-        """Join the RPC group."""
+        """Join the RPC group, unless the program starts RPC: torch can do so only once in a process."""
         import torch.distributed as dist
         from torch.distributed import rpc
 
@@ -41,22 +41,18 @@ class Rpc(Torch):
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
         _, notes = self._prepare(offers)
         _hide_optimizer_warning()
-        name, options = self._rpc_given()
+        if self.rank_config.starts_rpc:
+            return notes
         store = self._store if self.rank_config.rank == 0 else self._connect()
         place = dist.PrefixStore("labkit", store), self.rank_config.rank, self.rank_config.size
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
-        first_round = RPC_START[ALL_GATHER] if self.rank_config.starts_rpc and RPC_START.found else None
-        if first_round is not None:  # make no call before the program starts RPC itself
-            RPC_START.set(ALL_GATHER, lambda *_, **__: None)
         with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
             rpc.init_rpc(
-                name,
+                self.rank_config.name,
                 rank=self.rank_config.rank,
                 world_size=self.rank_config.size,
-                rpc_backend_options=options.for_torch("labkit://"),
+                rpc_backend_options=self._rpc_options().for_torch("labkit://"),
             )
-        if first_round is not None:
-            RPC_START.set(ALL_GATHER, first_round)
         return notes
 
     def _about_gpus(self, offers: Sequence[Offer]) -> str:
@@ -64,20 +60,27 @@ class Rpc(Torch):
         return f"{shared}." if (shared := sharing(offers)) else ""
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
-        """Let a program that starts RPC itself find it initialised."""
+        """As for torch; and record how many threads serve, if RPC runs."""
         super().adapt_initialization(recorder, record_rpc)
-        recorder.ring.serving(self._rpc_given()[1].num_worker_threads)
+        if not self.rank_config.starts_rpc:
+            recorder.ring.serving(self._rpc_options().num_worker_threads)
 
-    def _rpc_given(self) -> tuple[str, Any]:
+    def _rpc_options(self) -> RpcOptions:
         from labkit.worker.comm.rpc_initialization import RpcOptions
 
-        return self.rank_config.name, RpcOptions(*self.options.rpc_options)
+        return RpcOptions(*self.options.rpc_options)
+
+    def _rpc_name(self) -> str:
+        return "" if self.rank_config.starts_rpc else self.rank_config.name
 
     def tear_down(self) -> None:
         """Shut RPC down without waiting for the other ranks, which may have failed."""
         from torch.distributed import rpc
 
-        rpc.shutdown(graceful=False)
+        from labkit.worker.comm.rpc_initialization import is_running
+
+        if is_running():
+            rpc.shutdown(graceful=False)
 
 
 def _hide_optimizer_warning() -> None:

@@ -18,6 +18,7 @@ from labkit.worker.runtimes.devices import devices, share_of_devices
 
 if TYPE_CHECKING:
     from labkit.worker.comm.emulated_link import SlowLink
+    from labkit.worker.comm.rpc_initialization import RpcOptions
 
 THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 
@@ -124,16 +125,18 @@ class Torch(Runtime):
         from labkit.worker.comm.install import watch_device
         from labkit.worker.comm.process_group_initialization import Initialization
 
-        rank_config = self.rank_config
-        rpc = self._rpc_given(), rank_config.starts_rpc
         self._initialization = Initialization(
-            recorder, rank_config.rank, rank_config.size, record_rpc, self.place.names, self._connect, *rpc
+            recorder, record_rpc, self.place.names, self._connect, self._rpc_options(), self._rpc_name()
         )
         watch_device(recorder, devices()[0])
 
-    def _rpc_given(self) -> tuple[str, Any] | None:
-        """Return the name and the options with which this rank has initialised RPC; None without RPC."""
+    def _rpc_options(self) -> RpcOptions | None:
+        """Return the group's options of RPC; None without RPC."""
         return None
+
+    def _rpc_name(self) -> str:
+        """Return the name under which this rank has initialised RPC; "" if it has not."""
+        return ""
 
     def _connect(self) -> Any:
         """Connect to the group's store."""

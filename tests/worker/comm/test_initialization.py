@@ -75,13 +75,47 @@ def names(run: lab.Run, rank: int = 0) -> list[str]:
     return [s.name for s in run.trace.filter(rank=rank, kind="communication")]
 
 
-def test_the_same_initialisation_does_nothing_and_says_so_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_initialisation_does_nothing_and_says_so_once(three: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         run = three.run(three_experiments)
         assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
-        assert names(run) == ["all_reduce"] * 3
+        assert names(run) == ["all_reduce", *["init_process_group", "all_reduce"] * 2]
     assert capsys.readouterr().out.count(NOTHING_TO_DO) == 1
     assert three.run(total, 2.0).results == [6.0] * 3, "destroyed by one run, there again for the next"
+
+
+def destroys(fail: bool = False) -> int:
+    dist.destroy_process_group()
+    if fail:
+        raise ValueError("no")
+    return os.getpid()
+
+
+def test_after_a_function_that_destroys_its_group_the_next_run_has_new_ranks(three: lab.Group) -> None:
+    before = three.run(destroys).results
+    after = three.run_cell("import os, torch.distributed as dist\nprint(dist.get_world_size(), os.getpid())", "<cell>", "cell 1")
+    for line, pid in zip(after.output.splitlines(), before, strict=True):
+        _, _, size, new = line.split()
+        assert size == "3"
+        assert int(new) != pid
+    with pytest.raises(RankError, match="ValueError: no"):
+        three.run(destroys, fail=True)
+    assert three.run(total, 2.0).results == [6.0] * 3
+
+
+def test_after_a_cell_that_destroys_its_group_the_ranks_are_kept(three: lab.Group) -> None:
+    def run(source: str) -> list[str]:
+        output = three.run_cell(f"import os, torch.distributed as dist\n{source}", "<cell>", "cell 1").output
+        return sorted(line.partition("] ")[2] for line in output.splitlines() if line.startswith("[rank"))
+
+    pids = run("print(os.getpid())")
+    run("dist.destroy_process_group()")
+    with pytest.raises(RankError, match="Default process group has not been initialized"):
+        run("dist.barrier()")
+    for _ in range(2):
+        program = "dist.init_process_group('nccl'); dist.barrier(); dist.destroy_process_group(); print(os.getpid())"
+        assert run(program) == pids
+    assert not set(map(str, three.run(os.getpid).results)) & set(pids)
 
 
 def ways_to_initialise() -> list[float]:
@@ -104,9 +138,7 @@ def ways_to_initialise() -> list[float]:
 
 
 def test_any_init_method_port_and_backend_works(three: lab.Group) -> None:
-    run = three.run(ways_to_initialise)
-    assert run.results == [[3.0] * 8] * 3
-    assert "init_process_group" not in names(run), "nothing was made anew"
+    assert three.run(ways_to_initialise).results == [[3.0] * 8] * 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where each rank has a GPU, NCCL can be had")
@@ -154,7 +186,7 @@ def test_another_size_or_rank_works(which: str, groups: dict[str, lab.Group]) ->
         run = group.run(three_experiments)
         assert run.results == [[3.0, r, True, False, 6.0, r, True, False, 9.0, r, True, False] for r in range(3)]
     made = [s for s in run.trace.filter(rank=0, name="init_process_group") if s.kind == "communication"]
-    assert len(made) == (3 if which == "rpc" else 0)
+    assert len(made) == (3 if which == "rpc" else 2)
     assert all(s.wait_end_ns > s.wait_start_ns > 0 for s in made), "who makes a group waits for the others"
 
 
@@ -170,8 +202,8 @@ def test_two_initialisations_without_an_end_are_torchs_error(three: lab.Group) -
 
 def changes_its_environment() -> tuple[str, str]:
     before = os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"]
+    dist.init_process_group()
     os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"] = "1", "29500"
-    dist.destroy_process_group()
     return before
 
 
@@ -250,12 +282,12 @@ def test_a_process_group_beside_rpc(remote: lab.Group) -> None:
     assert remote.run(both).results == [(3.0, f"trainer{r}") for r in range(3)]
 
 
-def takes_the_groups_options() -> float:
-    rpc.init_rpc(f"worker{my_rank()}", rank=my_rank(), world_size=2)
+def takes_the_groups_options(size: int = 2) -> float:
+    rpc.init_rpc(f"worker{my_rank()}", rank=my_rank(), world_size=size)
     return rpc.get_rpc_timeout()
 
 
-def test_a_group_takes_rpc_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_takes_rpc_options() -> None:
     for given in (
         {"rpc_timeout": 5, "num_worker_threads": 3},
         rpc.TensorPipeRpcBackendOptions(rpc_timeout=5, num_worker_threads=3),
@@ -263,8 +295,25 @@ def test_a_group_takes_rpc_options(capsys: pytest.CaptureFixture[str]) -> None:
         with lab.Group(2, runtime="rpc", rpc_backend_options=given) as group:
             assert group.run(rpc.get_rpc_timeout).results == [5.0, 5.0]
             assert [m.reader.serving for m in group._pool.members] == [3, 3]  # type: ignore[union-attr]  # it has ranks
-            assert group.run(takes_the_groups_options).results == [5.0, 5.0], "given none, the group's are kept"
-        assert "init_rpc had nothing to do" in capsys.readouterr().out
+            assert group.run(takes_the_groups_options).results == [5.0, 5.0], "given none, the group's are used"
+
+
+def test_where_rpc_runs_init_rpc_does_nothing_or_is_an_error(remote: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    start = "from torch.distributed import rpc\nrpc.init_rpc({}, rank={}, world_size=3)"
+    remote.run(uses_rpc)
+    remote.run_cell(start.format("rpc.get_worker_info().name", "rpc.get_worker_info().id"), "<cell>", "cell 1")
+    assert "init_rpc had nothing to do" in capsys.readouterr().out
+    with pytest.raises(RankError, match=r"init_rpc\('other', rank=0, world_size=3\) is not what this group has initialised"):
+        remote.run_cell(start.format("'other'", 0), "<cell>", "cell 1")
+    assert remote.run(uses_rpc).results == [3] * 3
+
+
+def as_the_group_in_one_rank() -> float:
+    return takes_the_groups_options(3)
+
+
+def test_a_function_on_some_ranks_finds_rpc_running(remote: lab.Group) -> None:
+    assert remote[0].run(as_the_group_in_one_rank).results == [60.0]
 
 
 @pytest.mark.parametrize(

@@ -28,4 +28,4 @@ from labkit.worker.comm.rendezvous import Rendezvous
 )
 def test_programs_meet_at_addresses_of_the_groups_machines(machines: tuple[str, ...], where: str, here: bool) -> None:
     ring: Any = SimpleNamespace()
-    assert Rendezvous(Recorder(ring, 0, 2), 0, None, machines)._is_here(where) is here
+    assert Rendezvous(Recorder(ring, 0, 2), None, machines)._is_here(where) is here
