@@ -465,6 +465,21 @@ def test_pending_operations_come_and_go(writer: RingWriter, reader: RingReader) 
     assert reader.pending() == []
 
 
+def test_an_operation_is_pending_whatever_becomes_of_records(writer: RingWriter, reader: RingReader, memory: mmap.mmap) -> None:
+    """Records are lost, or hidden behind one whose thread was interrupted for good: who waits is seen all the same."""
+    slot = writer.pend("irecv", 5)
+    write(writer, 2 * CAPACITY)
+    reader.read()
+    assert reader.dropped > CAPACITY // 2
+    assert [p.name for p in reader.pending()] == [p.name for p in RingReader(memory).pending()] == ["irecv"]
+    writer.next_slot()  # and then a signal handler of the program raises an exception
+    write(writer, 1000)
+    writer.unpend(slot)
+    writer.pend("recv", 6)
+    assert len(reader.read()) == 0
+    assert [p.name for p in reader.pending()] == ["recv"]
+
+
 def test_a_reused_slot_does_not_say_that_a_rank_waits(writer: RingWriter, reader: RingReader) -> None:
     for start in range(1, 3 * ring_buffer.PENDING_SLOTS):
         slot = writer.pend("recv", start)
