@@ -10,6 +10,8 @@ memory at any time, even while the rank is blocked in C++ or after it was killed
     names (1 MiB)        interned strings: names, lines of code, process groups
     records              a ring; record i is in slot i % capacity and is complete once its commit field is i
 
+A pending operation is a record as well. Its commit field is the time of its issue; 0 says that its slot is free.
+
 What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that shows it:
 
     Threads of the rank write at once. `next_slot` gives each its own number, in one step under the GIL; a thread may
@@ -65,11 +67,11 @@ from labkit.recording.ring_layout import (  # fmt: skip
     NO_ROOM,
     NO_ROOM_AT,
     PART_RECORD,
-    PENDING,
     PENDING_AT,
+    PENDING_RECORD,
     PENDING_SLOTS,
-    PENDING_START,
     PENDING_WAIT,
+    PENDING_WAIT_OFFSET,
     RECORD_BYTES,
     RECORDS_AT,
     SCALAR_RECORD,
@@ -82,7 +84,6 @@ from labkit.recording.ring_layout import (  # fmt: skip
     UNNOTED_AT,
     WAIT_RECORD,
     WORD,
-    pending_dtype,
     record_dtype,
 )
 from labkit.recording.schema import (  # fmt: skip
@@ -128,7 +129,7 @@ def keep_from_forks(memory: mmap.mmap) -> None:
 
 _pack_part = PART_RECORD.pack_into
 _pack_span, _pack_scalar, _pack_communication = SPAN_RECORD.pack_into, SCALAR_RECORD.pack_into, COMMUNICATION_RECORD.pack_into
-_pack_pending, _pack_wait = PENDING.pack_into, WAIT_RECORD.pack_into
+_pack_pending, _pack_wait = PENDING_RECORD.pack_into, WAIT_RECORD.pack_into
 OTHER_SPANS, OTHER_SCALARS = "(other spans)", "(other values)"
 
 
@@ -236,8 +237,8 @@ class RingWriter:
         signature_id = ids[signature] if signature in ids else self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
-            self.buffer, at, start_ns, end_ns, wait_start_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns,
-            nbytes, match, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            self.buffer, at, start_ns, end_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns, nbytes, match,
+            wait_start_ns, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
     def write_wait(self, group: str, match: int, at_ns: int, flags: int = 0) -> None:
@@ -270,8 +271,8 @@ class RingWriter:
             line_id = ids[line] if line in ids else self.name(line)
             signature_id = ids[signature] if signature in ids else self._signature(signature)
             _pack_pending(
-                self.buffer, PENDING_AT + slot * PENDING.size, 0, get_native_id(), name_id, nbytes, match, line_id, group_id,
-                signature_id, peer, root, start_ns,
+                self.buffer, PENDING_AT + slot * RECORD_BYTES, start_ns, nbytes, match, 0, get_native_id(), name_id, line_id,
+                group_id, signature_id, peer, root, start_ns,
             )  # fmt: skip
         return slot
 
@@ -289,12 +290,13 @@ class RingWriter:
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
         """Record that a thread (default: this one), or `STREAM` or `TIMED`, is blocked until an operation completes."""
         if slot >= 0:
-            PENDING_WAIT.pack_into(self.buffer, PENDING_AT + slot * PENDING.size, since_ns, thread or get_native_id())
+            at = PENDING_AT + slot * RECORD_BYTES + PENDING_WAIT_OFFSET
+            PENDING_WAIT.pack_into(self.buffer, at, since_ns, thread or get_native_id())
 
     def unpend(self, slot: int) -> None:
         """Record that a pending operation has completed."""
         if slot >= 0:
-            WORD.pack_into(self.buffer, PENDING_AT + slot * PENDING.size + PENDING_START, 0)
+            WORD.pack_into(self.buffer, PENDING_AT + slot * RECORD_BYTES + COMMIT_OFFSET, 0)
             self._free.append(slot)
 
     @property
@@ -329,7 +331,7 @@ class RingReader:
         self._defaults = [(f.name, f.default) for f in TAIL_FIELDS if f.default not in (0, "")]
         # Records as rows of words: copying these takes a twentieth of the time that numpy needs field by field.
         words = RECORD_BYTES // WORD.size
-        self._slots = numpy.frombuffer(buffer, pending_dtype(), PENDING_SLOTS, PENDING_AT)
+        self._slots = numpy.frombuffer(buffer, numpy.int64, PENDING_SLOTS * words, PENDING_AT).reshape(PENDING_SLOTS, words)
         self._words = numpy.frombuffer(buffer, numpy.int64, CAPACITY * words, RECORDS_AT).reshape(CAPACITY, words)
         self._commits = self._words[:, COMMIT_OFFSET // WORD.size]
         self._next = first
@@ -393,26 +395,20 @@ class RingReader:
 
     def pending(self) -> list[Pending]:
         """Return the operations that are issued and not completed at this moment, oldest first."""
-        found = []
-        started = self._slots["start_ns"]
-        for slot in self._numpy.flatnonzero(started).tolist():
-            before = started[slot]
-            row = self._slots[slot].copy()
-            if before and before == row["start_ns"] == started[slot]:  # otherwise it was freed, and perhaps reused, meanwhile
-                found.append(pending_of(row, self.names(), thread=int(row["thread"])))
-        return sorted(found, key=lambda p: p.start_ns)
+        _, rows = self.slots_in_use()
+        names = self.names()
+        return sorted((pending_of(row, names) for row in rows.view(self._dtype)[:, 0]), key=lambda p: p.start_ns)
 
-    def slots(self) -> Any:
-        """Return a copy of all slots for pending operations, as an array of `pending_dtype()`.
+    def slots_in_use(self) -> tuple[Any, Any]:
+        """Return the numbers of the slots that hold a pending operation, and these records as rows of words.
 
-        A slot is free if its `start_ns` is 0. One that was freed or taken during the copy is free in it.
+        A slot that was freed or taken during the copy is left out.
         """
-        started = self._slots["start_ns"]
-        before = started.copy()
-        # As bytes: numpy does not copy those between fields, and a caller compares rows with earlier ones as a whole.
-        rows = self._numpy.frombuffer(self.buffer, "u1", self._slots.nbytes, PENDING_AT).copy().view(self._slots.dtype)
-        rows["start_ns"][(rows["start_ns"] != before) | (rows["start_ns"] != started)] = 0
-        return rows
+        before = self._slots[:, -1].copy()
+        numbers = self._numpy.flatnonzero(before)
+        rows = self._slots[numbers]
+        whole = (rows[:, -1] == before[numbers]) & (self._slots[numbers, -1] == before[numbers])
+        return numbers[whole], rows[whole]
 
     def newest(self) -> int:
         """Return the number of a finished record behind which none was finished, or was so only during this call.
@@ -492,10 +488,10 @@ class RingReader:
         return low
 
 
-def pending_of(row: Any, names: Sequence[str], thread: int = 0) -> Pending:
-    """Return the operation that a row of `pending_dtype()` or of `record_dtype()` describes; strings are in `names`."""
+def pending_of(row: Any, names: Sequence[str]) -> Pending:
+    """Return the operation that a row of `record_dtype()` describes; strings are in `names`."""
     values: dict[str, Any] = {f.name: names[row[f.name]] if f.is_text else int(row[f.name]) for f in PENDING_FIELDS}
-    return Pending(**values, thread=thread)
+    return Pending(**values, thread=int(row["thread"]))
 
 
 def _places() -> Iterator[int]:

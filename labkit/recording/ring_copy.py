@@ -31,23 +31,18 @@ from labkit.recording.ring_layout import (  # fmt: skip
     NAMES_AT,
     NAMES_BYTES,
     NO_ROOM_AT,
-    PENDING,
     PENDING_AT,
     PENDING_SLOTS,
-    PENDING_WAIT,
     RECORD_BYTES,
     RECORDS_AT,
     SERVING_AT,
     UNNOTED_AT,
     WORD,
-    pending_dtype,
     record_dtype,
 )
-from labkit.recording.schema import FIELDS, PENDING_FIELDS
+from labkit.recording.schema import FIELDS
 
 RECORD_WORDS: Final = RECORD_BYTES // WORD.size
-SLOT_WORDS: Final = PENDING.size // WORD.size
-WAIT_WORDS: Final = -(-PENDING_WAIT.size // WORD.size)  # those that change while an operation is pending
 # Records that are invalid at the same time while they are written. A reader that is almost lapped loses them.
 TOGETHER: Final = 4096
 
@@ -75,7 +70,7 @@ class RingTap:
         import numpy  # imported here because ranks import this package, and a bare rank runs without numpy
 
         self._numpy, self._ring, self._reader = numpy, ring, RingReader(ring)
-        self._slots = numpy.zeros((PENDING_SLOTS, SLOT_WORDS), numpy.int64)  # as last sent
+        self._slots = numpy.zeros((PENDING_SLOTS, RECORD_WORDS), numpy.int64)  # as last sent; zeros are free
         self._seen = self._sent = _Header()
         # What was seen and not yet sent: bytes of names; records; slots, each behind its number. In this order.
         self._left: list[Any] = [numpy.empty((0, 1), numpy.uint8)]
@@ -113,7 +108,9 @@ class RingTap:
 
     def _look(self) -> None:
         np, reader = self._numpy, self._reader
-        slots = reader.slots().view(np.int64).reshape(PENDING_SLOTS, SLOT_WORDS)
+        slots = np.zeros_like(self._slots)
+        numbers, rows = reader.slots_in_use()
+        slots[numbers] = rows
         alive_ns, unnoted, serving = reader.alive_ns, reader.unnoted, reader.serving
         (no_room,) = struct.unpack_from("<I", self._ring, NO_ROOM_AT)
         newest = reader.newest()
@@ -144,12 +141,10 @@ class RingCopy:
         # Through arrays, since `struct` would clear a word before it writes it.
         self._longs = np.frombuffer(ring, np.int64, HEADER_BYTES // 8)
         self._ints = np.frombuffer(ring, np.uint32, HEADER_BYTES // 4)
-        self._slots = np.frombuffer(ring, np.int64, PENDING_SLOTS * SLOT_WORDS, PENDING_AT).reshape(-1, SLOT_WORDS)
+        self._slots = np.frombuffer(ring, np.int64, PENDING_SLOTS * RECORD_WORDS, PENDING_AT).reshape(-1, RECORD_WORDS)
         self._records = np.frombuffer(ring, np.int64, CAPACITY * RECORD_WORDS, RECORDS_AT).reshape(-1, RECORD_WORDS)
-        self._times, self._slot_times = (
-            [dtype.fields[f.name][1] // WORD.size for f in fields if f.is_time]
-            for dtype, fields in ((record_dtype(), FIELDS), (pending_dtype(), PENDING_FIELDS))
-        )
+        offsets = {name: offset for name, (_, offset, *_) in record_dtype().fields.items()}
+        self._times = [offsets[f.name] // WORD.size for f in FIELDS if f.is_time]
         self._next = 1  # the number of the next record
         self._names = 0  # bytes of names so far
 
@@ -165,14 +160,14 @@ class RingCopy:
         at = _START + names
         self._write(np.frombuffer(news, np.int64, records * RECORD_WORDS, at).reshape(-1, RECORD_WORDS).copy())
         at += records * RECORD_BYTES
-        self._change(np.frombuffer(news, np.int64, slots * (1 + SLOT_WORDS), at).reshape(-1, 1 + SLOT_WORDS).copy())
+        self._change(np.frombuffer(news, np.int64, slots * (1 + RECORD_WORDS), at).reshape(-1, 1 + RECORD_WORDS).copy())
         self._longs[ALIVE_AT // 8] = header.alive_ns and self._clock.here(header.alive_ns)
         for place, value in ((UNNOTED_AT, header.unnoted), (NO_ROOM_AT, header.no_room), (SERVING_AT, header.serving)):
             self._ints[place // 4] = value
 
-    def _convert(self, rows: Any, columns: list[int]) -> None:
-        """Convert the times in some columns of rows; 0 stays 0."""
-        for column in columns:
+    def _convert(self, rows: Any) -> None:
+        """Convert the times in records, given as words; 0 stays 0."""
+        for column in self._times:
             given = self._numpy.flatnonzero(rows[:, column])
             if len(given):
                 which = given if len(given) < len(rows) else slice(None)
@@ -180,7 +175,7 @@ class RingCopy:
 
     def _write(self, rows: Any) -> None:
         """Append records, given as words."""
-        self._convert(rows, self._times)
+        self._convert(rows)
         rows[:, -1] = 0
         while len(rows):
             slot = self._next & (CAPACITY - 1)
@@ -195,11 +190,8 @@ class RingCopy:
     def _change(self, rows: Any) -> None:
         """Write slots of pending operations, given as words behind their numbers."""
         slots, rows = rows[:, 0], rows[:, 1:]
-        self._convert(rows, self._slot_times)
-        # The same operation began or ended to block a thread: it is pending all the time.
-        same = (self._slots[slots, WAIT_WORDS:] == rows[:, WAIT_WORDS:]).all(axis=1)
-        self._slots[slots[same], :WAIT_WORDS] = rows[same, :WAIT_WORDS]
-        slots, rows = slots[~same], rows[~same]
-        self._slots[slots, -1] = 0
+        self._convert(rows)
+        # An operation that was pending before stays valid: it has only begun or ended to block a thread.
+        self._slots[slots[self._slots[slots, -1] != rows[:, -1]], -1] = 0
         self._slots[slots, :-1] = rows[:, :-1]
         self._slots[slots, -1] = rows[:, -1]

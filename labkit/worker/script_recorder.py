@@ -40,7 +40,7 @@ from labkit.recording.ring_layout import CAPACITY, RING_BYTES
 CHECK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s
 MOVE_AT: Final = CAPACITY // 8  # new records; fewer stay in the ring
-MOST_RECORDS: Final = 1 << 21  # that are moved: 252 MB per rank. After that only the ring keeps the newest
+MOST_RECORDS: Final = 1 << 21  # that are moved: 268 MB per rank. After that only the ring keeps the newest
 MEET_EVERY_S: Final = 0.02  # between checks whether rank 0 has published; short, because a script may end soon
 MEET_LIMIT_S: Final = 120.0  # for rank 0 to publish; after that a rank's clock is not compared
 CONNECT_LIMIT_S: Final = 10.0  # on a busy machine the agent that runs the store may get no core for a while

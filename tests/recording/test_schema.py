@@ -28,15 +28,15 @@ ADDED = """
 LAST = '    signature: Annotated[str, Tail("I")] = ""\n'
 DELAYS = "backend_ns: int = 0, issue_delay_ns: int = 0, wait_delay_ns: int = 0,\n"
 PARAMETERS = '        resumed_ns: int = 0, retries: int = -3, algorithm: str = "",\n'
-VALUES_WRITTEN = "resumed_ns, retries, self.name(algorithm)"
 # What adding a field takes: its declaration, its place in a record, and the parameter of what writes it.
 CHANGES = [
     ("schema.py", LAST, LAST + ADDED),
     ("schema.py", "    thread: int = 0  #", '    algorithm: str = ""\n    thread: int = 0  #'),
-    ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns", "retries", "algorithm",\n'),
-    ("ring_layout.py", '"peer", "root", "start_ns",\n', '"peer", "root", "algorithm", "start_ns",\n'),
+    ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns",\n'),
+    ("ring_layout.py", '"peer", "root", "count",', '"peer", "root", "retries", "algorithm", "count",'),
     ("ring_buffer.py", DELAYS, DELAYS + PARAMETERS),
-    ("ring_buffer.py", "            nbytes, match, name_id,", f"            nbytes, match, {VALUES_WRITTEN}, name_id,"),
+    ("ring_buffer.py", "wait_delay_ns, nbytes, match,\n", "wait_delay_ns, nbytes, match, resumed_ns,\n"),
+    ("ring_buffer.py", "peer, root, 1, flags,", "peer, root, retries, self.name(algorithm), 1, flags,"),
     ("ring_buffer.py", 'signature: str = "",\n    ) -> int:', 'signature: str = "", algorithm: str = "",\n    ) -> int:'),
     ("ring_buffer.py", "peer, root, start_ns,\n", "peer, root, self.name(algorithm), start_ns,\n"),
 ]
@@ -115,7 +115,7 @@ def test_each_field_has_a_place() -> None:
     assert [f.name for f in FIELDS] == [f.name for f in fields(Span)]
     assert {f.name for f in schema.PENDING_FIELDS} == {f.name for f in fields(Pending)} - {"thread"}
     in_ring = set(ring_layout.record_dtype().names)
-    assert {f.name for f in FIELDS if not isinstance(f.place, Flag | OfRank)} | {"flags", "commit", "value"} == in_ring
+    assert {f.name for f in FIELDS if not isinstance(f.place, Flag | OfRank)} | {"flags", "commit", "value", "thread"} == in_ring
     assert {f.name for f in FIELDS if not isinstance(f.place, Flag)} | {"flags"} == set(COLUMNS.names or ())
 
 
@@ -129,7 +129,7 @@ def test_memory_is_laid_out_in_whole_words() -> None:
     """A reader in another process sees each number whole, and copies records as rows of words."""
     dtype = ring_layout.record_dtype()
     assert dtype.itemsize == ring_layout.RECORD_BYTES
-    assert ring_layout.RECORD_BYTES % 8 == ring_layout.PENDING_START % 8 == ring_layout.PENDING_AT % 8 == 0
+    assert ring_layout.RECORD_BYTES % 8 == ring_layout.COMMIT_OFFSET % 8 == ring_layout.PENDING_AT % 8 == 0
     assert all(offset % kind.itemsize == 0 for kind, offset, *_ in dtype.fields.values())
 
 
