@@ -1,7 +1,7 @@
-"""The exercise with a leaderboard, in lesson 02b: a training step that is short on a slow link and has the same result.
+"""The exercise with a leaderboard, in lesson 02b: a step that is short on a slow link, with the same result.
 
-The score is the simulated time of the step, so that it is the same on each machine and beside other programs. The
-result is judged on real ranks, and both must communicate the same.
+The score is the simulated time of the step, so that it is the same on each machine and beside other programs.
+The result is judged on real ranks, and both must communicate the same.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _same(given: list[Gradients], right: list[Gradients]) -> bool:
 
 def _largest_difference(given: list[Gradients], right: list[Gradients]) -> float:
     return max(
-        float(abs(one[name] - array).max() / abs(array).max()) if name in one and one[name].shape == array.shape else 1.0
+        float(abs(one[name] - array).max() / abs(array).max())
+        if name in one and one[name].shape == array.shape else 1.0
         for one, other in zip(given, right, strict=True)
         for name, array in other.items()
     )
