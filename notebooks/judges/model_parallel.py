@@ -98,8 +98,8 @@ def best_cut(answer: Any, ms: list[int], nbytes: list[int], limit: int) -> None:
             wrong_if(True, f"given None, but a cut fits: with {cut} layers on rank 0, {memory[cut]} bytes")
         return
     wrong_if(whole_number(given) not in cuts,
-             f"given {given!r}, expected how many layers rank 0 gets, from 1 "
-             f"to {cuts[-1]}, or None if no cut fits")
+             f"given {given!r}, expected how many layers rank 0 gets, from 1 to {cuts[-1]}, or None if no "
+             "cut fits")
     fastest = min((slower[cut] for cut in fitting), default="-")
     shown = (
         f"given {given}: the parts take {sum(ms[:given])} and {sum(ms[given:])} ms and {memory[given]} bytes",

@@ -93,8 +93,7 @@ def balanced_stages(answer: Any, costs: list[int], stages: int) -> None:
     wrong_if(nested, f"given {given}; expected the number of layers of each stage, not their costs")
     sizes = whole_numbers(given, "a list with the number of layers of each stage")
     wrong_if(len(sizes) == stages - 1,
-             f"given {sizes}: {stages} stages have {stages - 1} cuts; expected each "
-             "stage's number of layers")
+             f"given {sizes}: {stages} stages have {stages - 1} cuts; expected each stage's number of layers")
     wrong_if(len(sizes) != stages, f"given {sizes}; expected one number per stage: {stages} numbers")
     wrong_if(min(sizes) < 1,
              f"given {sizes}; a rank without a layer would only pass messages on: at least 1 each")
@@ -281,8 +280,8 @@ def gpipe_step(results: Results, ranks: int, examples: int, m: int, seed: int) -
         ordered = step.order == "F" * m + "B" * m
         passes = f"passes of rank {rank}, in order: {step.order}"
         wrong_if(not ordered and results[0].peak == 1,
-                 "the gradients are right, but a micro-batch comes back "
-                 "before the next one starts, so only one rank works at a time",
+                 "the gradients are right, but a micro-batch comes back before the next one starts, so only "
+                 "one rank works at a time",
                  "run all forward passes first", passes)
         wrong_if(not ordered, "GPipe runs all forward passes before the first backward pass", "", passes)
 

@@ -59,8 +59,8 @@ def shard_range(answer: Any, numbers: int, ranks: int) -> None:
     wrong_if(not alike and ranges == expected, "the ranges are right, the padding is not: it is what this "
              "rank's own shard lacks to the common size", "", *shown)
     wrong_if(not alike,
-             "the shards, with their padding, differ in length; reduce_scatter and all_gather need "
-             "the same on every rank", "", *shown)
+             "the shards, with their padding, differ in length; reduce_scatter and all_gather need the same "
+             "on every rank", "", *shown)
     wrong_if(ranges != expected and sum(lengths) == numbers,
              "the numbers are spread evenly, so several shards need padding, in the middle of the whole",
              "fill the ranks in order, so that all padding lies at the end", *shown)
@@ -155,8 +155,8 @@ def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, 
 
 @exercise(
     LESSON,
-    "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer "
-    "state on each rank, and no more bytes than data parallel sends.",
+    "On 1, 2, 3 and 4 ranks: the parameters of one process with the whole batch, 1/p of the optimizer state "
+    "on each rank, and no more bytes than data parallel sends.",
     WORLDS, call=lambda ranks: f"zero1(parameters, make_optimizer) on {counted(ranks, 'rank')}",
 )
 def zero1(answer: Any, ranks: int) -> None:
@@ -176,8 +176,8 @@ def zero1(answer: Any, ranks: int) -> None:
              f"optimizer state for {max(kept)} of {sum(sizes)} numbers",
              "give make_optimizer this rank's shards instead of the parameters")
     wrong_if(max(kept) > fair,
-             f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} "
-             f"numbers, {fair} are enough on {ranks} ranks. Whole tensors are of different sizes",
+             f"the parameters are right, but the state is uneven: one rank keeps {max(kept)} numbers, {fair} "
+             f"are enough on {ranks} ranks. Whole tensors are of different sizes",
              "cut each tensor, or all of them joined, into equal shards",
              f"numbers of state per rank: {kept}")
     _judge_traffic(results, ranks, sizes)

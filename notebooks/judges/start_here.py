@@ -22,8 +22,8 @@ def introduce(results: Results, ranks: int) -> None:
     expected = [f"rank {rank} of {ranks}" for rank in range(ranks)]
     shown = f"given {results}", f"expected {expected}"
     wrong_if(all(text is None for text in results),
-             "the function returns nothing: print only shows the text; "
-             "`return` gives it to the notebook", "", *shown)
+             "the function returns nothing: print only shows the text; `return` gives it to the notebook",
+             "", *shown)
     wrong_if(results == [f"rank {rank + 1} of {ranks}" for rank in range(ranks)],
              "ranks are counted from 0: the first is rank 0, the last is rank N-1", "", *shown)
     wrong_if(len(set(map(str, results))) == 1,
@@ -61,14 +61,14 @@ def my_share(results: Results, ranks: int, items: int) -> None:
     wrong_if(unknown, f"there is no item {listing(unknown[:1])}; they are numbered 0 to {items - 1}",
              "", *shown)
     wrong_if(len(twice) == items,
-             f"every rank takes everything, so the work is done {ranks} times; each item "
-             "belongs to one rank", "", *shown)
+             f"every rank takes everything, so the work is done {ranks} times; each item belongs to one rank",
+             "", *shown)
     wrong_if(twice, f"{_items(twice)} to more than one rank", "", *shown)
     rest = f"; {items} // {ranks} rounds down, and some rank must take the rest" if items % ranks else ""
     wrong_if(lost, f"{_items(lost)} to no rank{rest}", "", *shown)
     wrong_if(max(sizes) - min(sizes) > 1,
-             f"rank {sizes.index(max(sizes))} has {max(sizes)}, another rank has "
-             f"{min(sizes)}, and all wait for the slowest", "", *shown)
+             f"rank {sizes.index(max(sizes))} has {max(sizes)}, another rank has {min(sizes)}, and all wait "
+             "for the slowest", "", *shown)
 
 
 def _items(numbers: list[int]) -> str:
