@@ -17,6 +17,8 @@ from labkit.teaching.exercises.comparisons import compare, expect_numbers, listi
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.random_state import case_seed
 
+from .data_parallel import Gradients, gradients_of
+
 LESSON = "04_model_parallel"
 
 
@@ -140,7 +142,7 @@ class _Split(NamedTuple):
     on_meta: tuple[_OnDevices, _OnDevices]
     calls: list[int]  # the parts that ran in the call on the CPU, in order
     trains: bool  # whether the model has parameters
-    gradients: dict[str, NDArray[Any]]  # of the parameters of the parts
+    gradients: Gradients  # of the parameters of the parts
 
 
 def _images() -> Tensor:
@@ -159,7 +161,7 @@ def _split_on_rank(answer: Any) -> _Split | str:
     outputs = model(_images())
     if isinstance(outputs, Tensor) and outputs.requires_grad:
         outputs.sum().backward()
-    gradients = {name: p.grad.numpy() for name, p in layers.named_parameters() if p.grad is not None}
+    gradients = gradients_of(layers)
     on_meta = _called_on(answer, "cpu", "meta"), _called_on(answer, "meta", "meta")
     return _Split(_seen_in(outputs, []), on_meta, calls, any(True for _ in model.parameters()), gradients)
 
@@ -229,7 +231,7 @@ class _Seen(NamedTuple):
     """What one rank observed in a step over three ranks."""
 
     received: list[NDArray[Any]]  # from the middle stage; on the middle rank, what the answer did not receive
-    gradients: dict[str, NDArray[Any]]  # of the parameters of this rank's stage
+    gradients: Gradients  # of the parameters of this rank's stage
     no_gradient: bool = False  # whether it failed on one that is None: its activation required none
 
 
@@ -294,8 +296,7 @@ def _middle_on_rank(answer: Callable[..., object]) -> _Seen:
         post(marker, 1)
     for work in posted:
         work.wait()
-    gradients = {n: p.grad.numpy() for n, p in stage.named_parameters() if p.grad is not None}
-    return _Seen([message.numpy() for message in received], gradients, no_gradient)
+    return _Seen([message.numpy() for message in received], gradients_of(stage), no_gradient)
 
 
 @exercise(
@@ -334,8 +335,7 @@ def middle_step(results: Results) -> None:
     wrong_if(not _same(to_first, before.grad), "what rank 0 got is not the gradient of its activation: from "
              "what does the backward of your stage start?",
              "it has to start from the gradient that rank 2 sends, output.backward(gradient)")
-    own = {n: p.grad.numpy() for n, p in stages[1].named_parameters() if p.grad is not None}
-    compare([middle.gradients], own, subject="the gradients of the middle stage")
+    compare([middle.gradients], gradients_of(stages[1]), subject="the gradients of the middle stage")
     wrong_if(len(first.received) + len(last.received) > 2, "one message to each neighbour is enough", "",
              f"to rank 0: {len(first.received)}", f"to rank 2: {len(last.received)}")
 

@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import (
-    compare,
-    differ,
-    expect,
-    expect_numbers,
-    whole_numbers,
-    wrong_if,
-)
+from labkit.teaching.exercises.comparisons import compare, differ, expect, expect_numbers, whole_numbers, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise, messages_sent
 from labkit.teaching.exercises.random_state import case_seed
 
@@ -161,7 +154,7 @@ def _batch(examples: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _step_on_rank(answer: Callable[..., object], examples: int, micro_batches: int, seed: int) -> _Passes:
-    """Call the student's function; ranks must not use inputs or targets that are full of NaN."""
+    """Call the student's function; inputs and targets that a rank must not use are full of NaN."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = _batch(examples, seed)
     stage, order, sizes = _stages(ranks)[rank], list[str](), list[int]()

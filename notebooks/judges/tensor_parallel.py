@@ -12,15 +12,7 @@ from torch import Tensor
 
 from labkit.errors.lists import counted
 from labkit.recording.operations import type_of
-from labkit.teaching.exercises.comparisons import (
-    AnswerError,
-    Hint,
-    compare,
-    expect,
-    expect_numbers,
-    factor,
-    wrong_if,
-)
+from labkit.teaching.exercises.comparisons import AnswerError, Hint, compare, expect, expect_numbers, factor, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 
 LESSON = "06_tensor_parallel"
@@ -108,8 +100,9 @@ def column_backward(results: Results, ranks: int) -> None:
 def _judge_own(name: str, given: Sequence[Any], own: Sequence[Any]) -> None:
     """Check a gradient of which each rank has its own part."""
     ranks = len(own)
-    each = "the shape of this rank's weight" if name == "grad_weight" else "one number per output, summed "
-    "over the batch"
+    each = "one number per output, summed over the batch"
+    if name == "grad_weight":
+        each = "the shape of this rank's weight"
     for rank, (value, right) in enumerate(zip(given, own, strict=True)):
         wrong_if(ranks > 1 and value.shape == right.T.shape != right.shape,
                  f"{name} is transposed: nn.Linear's weight, and so its gradient, has the shape (outputs, "

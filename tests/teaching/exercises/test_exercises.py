@@ -37,33 +37,20 @@ def my_share_in_blocks(items):
     return list(range(items * rank // ranks, items * (rank + 1) // ranks))
 
 
-@wrong("my_share", "10 // 4 rounds down")
-def my_share_rounded_down(items):
-    each = items // dist.get_world_size()
-    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
-
-
-@wrong("my_share", "there is no item 10")
-def my_share_rounded_up(items):
-    each = -(-items // dist.get_world_size())
-    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
-
-
-@wrong("my_share", "all wait for the slowest")
-def my_share_rest_to_the_last(items):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    each = items // ranks
-    return range(rank * each, items if rank == ranks - 1 else (rank + 1) * each)
-
-
-@wrong("my_share", "items 2, 5 and 8 belong to more than one rank")
-def my_share_with_seams(items):
-    each = -(-items // dist.get_world_size())
-    start = dist.get_rank() * each
-    return range(max(0, start - 1), min(items, start + each))
-
-
 SHARE = "range(items)[dist.get_rank() :: dist.get_world_size()]"
+RETURN, EACH = f"return {SHARE}", "each = items // dist.get_world_size()"
+BEGIN, END = "dist.get_rank() * each", "(dist.get_rank() + 1) * each"
+REST = f"items if dist.get_rank() == dist.get_world_size() - 1 else {END}"
+ROUNDED_UP = "each = -(-items // dist.get_world_size())"
+mutant("my_share", RETURN, f"{EACH}\n    return range({BEGIN}, {END})", "10 // 4 rounds down")
+mutant("my_share", RETURN, f"{ROUNDED_UP}\n    return range({BEGIN}, {END})", "there is no item 10")
+mutant("my_share", RETURN, f"{EACH}\n    return range({BEGIN}, {REST})", "all wait for the slowest")
+mutant(
+    "my_share",
+    RETURN,
+    f"{ROUNDED_UP}\n    return range(max(0, {BEGIN} - 1), min(items, {END}))",
+    "items 2, 5 and 8 belong to more than one rank",
+)
 mutant("my_share", SHARE, "range(items)", "every rank takes everything")
 mutant("my_share", SHARE, "items // dist.get_world_size()", "expected its item numbers")
 mutant("my_share", "range(items)", "items", "`items` is a number, not a list: here it was 10")

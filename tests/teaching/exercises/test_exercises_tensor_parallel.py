@@ -72,7 +72,7 @@ mutant(
     "column_backward",
     "grad.sum(0)",
     "grad",
-    "grad_bias has the shape (5, 5) on rank 0 of 2, expected (5,): one number per output",
+    "grad_bias has the shape (5, 5) on rank 0 of 2, expected (5,): one number per output, summed over the batch",
 )
 mutant("column_backward", "grad.sum(0)", "grad.sum(0) + grad.zero_()[0]", "grad was modified", cure="a new tensor")
 mutant(
