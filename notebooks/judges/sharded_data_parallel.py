@@ -126,11 +126,8 @@ Step = Callable[[], object]
 
 
 def _zero1_on_rank(answer: Callable[..., Step]) -> tuple[Weights, Weights, int, int]:
-    """Train with the student's function; return weights before and after, and numbers about the optimizer.
-
-    The numbers are those in its state, and how many optimizers there are; -1 if the function returned no
-    `step`.
-    """
+    """Train with the student's function; return weights before and after, the size of the optimizer's
+    state, and the number of optimizers, or -1 if the function returned no `step`."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, made = network(), []
 
@@ -309,11 +306,8 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
     ], *otherwise, *shown, same=same)
 
 
-INPUTS: Final = 5
-HIDDEN: Final = 7
-OUTPUTS: Final = 3
-PER_RANK: Final = 4  # examples of each rank in a step
-STEPS: Final = 3
+INPUTS, HIDDEN, OUTPUTS = 5, 7, 3
+PER_RANK, STEPS = 4, 3  # examples of each rank in a step, and steps
 
 Weights = dict[str, NDArray[Any]]
 
@@ -342,10 +336,7 @@ def weights(model: nn.Module) -> Weights:
 def serial(ranks: int, *, scale: float = 1.0, clear: bool = True) -> Weights:
     """Return the weights after one process has trained with the batches of all ranks.
 
-    Args:
-        ranks: how many ranks' batches to use.
-        scale: what to multiply each gradient with.
-        clear: whether to clear the gradients after each step.
+    Each gradient is multiplied with `scale`; without `clear`, gradients of all steps add up.
     """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
