@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import listing
-from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.teaching.exercises.comparisons import Hint, listing, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.rpc_waits import Meeting, happens_within
 
 LESSON = "07_rpc"
@@ -42,8 +42,15 @@ MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean h
 }
 
 
-def _names(workers: int) -> list[str]:
-    return ["master", *(f"worker{i}" for i in range(1, workers + 1))]
+def _workers(count: int) -> list[str]:
+    return [f"worker{i}" for i in range(1, count + 1)]
+
+
+def _shown(result: Any, *kinds: type) -> list[Any] | str:
+    """Return a list, with the types of parts that are of no such kind; or the type of something else."""
+    if not isinstance(result, (list, tuple)):
+        return type(result).__name__
+    return [part if isinstance(part, kinds) else type(part).__name__ for part in result]
 
 
 # ask_all
@@ -56,17 +63,11 @@ def _visit(meeting: Any, x: Tensor) -> Tensor:
 
 
 class _Asked(NamedTuple):
-    """What the master observed.
+    """What the master observed."""
 
-    Args:
-        result: the answer, tensors as arrays; the name of its type if it is no list.
-        visits: for each call, the worker that ran the function, and the number of the input.
-        alone: whether a worker was called only when another had finished.
-    """
-
-    result: list[Any] | str
-    visits: list[tuple[str, int]]
-    alone: bool
+    result: list[Any] | str  # the answer; the name of its type if it is no list
+    visits: list[tuple[str, int]]  # for each call, the worker that ran the function, and the input's number
+    alone: bool  # whether a worker was called only when another had finished
 
 
 def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Tensor]) -> _Asked | None:
@@ -74,66 +75,61 @@ def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Te
         return None
     meeting = Meeting(min(len(workers), len(inputs)))
     result = answer(list(workers), partial(_visit, rpc.RRef(meeting)), list(inputs))
-    shown: list[Any] | str = type(result).__name__
-    if isinstance(result, (list, tuple)):
-        shown = [part.numpy() if isinstance(part, Tensor) else type(part).__name__ for part in result]
-    return _Asked(shown, meeting.visits, meeting.alone)
+    return _Asked(_shown(result, Tensor), meeting.visits, meeting.alone)
+
+
+def _questions() -> list[tuple[list[str], list[Tensor]]]:
+    random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
+    return [
+        (_workers(workers), [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)])
+        for workers, count in ((2, 5), (3, 3), (1, 2))
+    ]
 
 
 @exercise(
-    LESSON,
-    "ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in turn, all at the "
-    "same time; return the list of results in the order of the inputs.",
-    "All workers worked at the same time, and the results are in order.",
+    LESSON, "All workers worked at the same time, and the results are in order.", _questions,
+    on_ranks=_ask_on_rank, ranks=lambda workers, _: ["master", *workers], runtime="rpc", errors=MISTAKES,
+    call=lambda workers, inputs: (
+        f"ask_all({workers}, function, inputs) with {counted(len(inputs), 'input')}"
+    ),
 )
-def _ask_all(answer: Any, on: OnRanks) -> None:
-    random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
-    for workers, count in ((2, 5), (3, 3), (1, 2)):
-        names = _names(workers)
-        inputs = [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)]
-        with showing(f"ask_all({names[1:]}, function, inputs) with {counted(count, 'input')}"), explaining(MISTAKES):
-            seen = on(names, _ask_on_rank, answer, names[1:], inputs, runtime="rpc")[0]
-            _judge_asked(seen, names[1:], [(x**2 + 1).numpy() for x in inputs])
-
-
-def _judge_asked(seen: _Asked, workers: Sequence[str], expected: list[Any]) -> None:
+def ask_all(results: Results, workers: list[str], inputs: list[Tensor]) -> None:
+    """ask_all(workers, function, inputs) runs on the master: call function(x) for every x, on the workers in
+    turn, all at the same time; return the list of results in the order of the inputs."""
+    seen: _Asked = results[0]
     visitors = [name for name, _ in seen.visits]
     visits = [f"{name}: {counted(visitors.count(name), 'call')}" for name in sorted(set(visitors))]
-    if "master" in visitors:
-        cure = "pass it to rpc_async, without calling it yourself"
-        raise AnswerError("the function ran on the master, which should only ask", *visits, cure=cure)
-    if isinstance(seen.result, str):
-        raise AnswerError(f"the answer is a {seen.result}: expected a list with one result for each input")
-    futures = [part for part in seen.result if isinstance(part, str)]
-    if futures:
-        raise AnswerError(
-            f"the list contains a {futures[0]} in place of a result",
-            cure="wait for the futures, for instance with torch.futures.wait_all",
-        )
+    wrong_if("master" in visitors, "the function ran on the master, which should only ask",
+             "pass it to rpc_async, without calling it yourself", *visits)
+    wrong_if(isinstance(seen.result, str),
+             f"the answer is a {seen.result}: expected a list with one result for each input")
+    for part in seen.result:
+        wrong_if(isinstance(part, str), f"the list contains a {part} in place of a result",
+                 "wait for the futures, for instance with torch.futures.wait_all")
     idle = sorted(set(workers) - set(visitors))
-    faults = {
-        f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn": idle and len(expected) >= len(workers),
-        "a worker was called only when another had finished: rpc_sync waits, and so does wait() right after rpc_async": (
-            seen.alone
-        ),
-        f"{counted(len(expected), 'input')} and {counted(len(seen.visits), 'call')}: with more inputs than workers, workers get "
-        "several; input i goes to worker i % len(workers)": len(seen.visits) != len(expected),
-    }
-    reject(faults, *visits)
+    wrong_if(idle and len(inputs) >= len(workers),
+             f"{listing(idle)} had nothing to do: deal the inputs out to all workers in turn", "", *visits)
+    wrong_if(seen.alone, "a worker was called only when another had finished: rpc_sync waits, and so does "
+             "wait() right after rpc_async", "", *visits)
+    wrong_if(len(seen.visits) != len(inputs), f"{counted(len(inputs), 'input')} and "
+             f"{counted(len(seen.visits), 'call')}: with more inputs than workers, workers get several; "
+             "input i goes to worker i % len(workers)", "", *visits)
     for name, number in sorted(seen.visits, key=lambda visit: visit[1]):
-        if name != (right := workers[number % len(workers)]):
-            raise AnswerError(f"input {number} went to {name}, and {number} modulo {len(workers)} workers is {right}", *visits)
-    if len(seen.result) != len(expected):
-        raise AnswerError(f"given {counted(len(seen.result), 'result')} for {counted(len(expected), 'input')}")
-    if all(map(_equal, seen.result, expected)):
-        return
-    if all(any(_equal(part, wanted) for wanted in expected) for part in seen.result):
-        raise AnswerError("the results are in another order than the inputs: result i belongs to input i")
-    raise AnswerError("the results are not what the function returns for these inputs")
+        right = workers[number % len(workers)]
+        wrong_if(name != right,
+                 f"input {number} went to {name}, and {number} modulo {len(workers)} workers is {right}",
+                 "", *visits)
+    wrong_if(len(seen.result) != len(inputs),
+             f"given {counted(len(seen.result), 'result')} for {counted(len(inputs), 'input')}")
+    expected = [x**2 + 1 for x in inputs]
+    in_order = all(map(_equal, seen.result, expected))
+    wrong_if(not in_order and all(any(_equal(part, wanted) for wanted in expected) for part in seen.result),
+             "the results are in another order than the inputs: result i belongs to input i")
+    wrong_if(not in_order, "the results are not what the function returns for these inputs")
 
 
 def _equal(given: Any, expected: Any) -> bool:
-    return given.shape == expected.shape and bool(np.allclose(given, expected, rtol=1e-5))
+    return given.shape == expected.shape and bool(np.allclose(given.detach(), expected, rtol=1e-5))
 
 
 # remote_tallies
@@ -151,19 +147,12 @@ class _Log:
 
 
 class _Event(NamedTuple):
-    """One call of a method.
+    """One call of a method."""
 
-    Args:
-        kind: "made", "add" or "total".
-        where: the process in which it ran.
-        copied: whether the object is a copy of another.
-        adds: how many additions the object has finished.
-    """
-
-    kind: str
-    where: str
-    copied: bool
-    adds: int
+    kind: str  # "made", "add" or "total"
+    where: str  # the process in which it ran
+    copied: bool  # whether the object is a copy of another
+    adds: int  # how many additions the object has finished
 
 
 class _Tally:
@@ -216,79 +205,62 @@ def _tally_on_rank(
         return None
     log = _Log()
     result = answer(partial(_Tally, rpc.RRef(log), slow), list(owners), [list(some) for some in amounts])
-    shown: list[Any] | str = type(result).__name__
-    if isinstance(result, (list, tuple)):
-        shown = [part if isinstance(part, (int, float)) else type(part).__name__ for part in result]
-    return shown, list(log.events)
+    return _shown(result, int, float), list(log.events)
+
+
+def _amounts() -> list[tuple[list[str], list[list[float]], bool]]:
+    """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
+    random = np.random.default_rng()
+    cases = []
+    for counts, slow in (((3,), True), ((2, 0, 4), False)):
+        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        while len({sum(own) for own in amounts}) < len(counts):
+            amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        cases.append((_workers(len(counts)), amounts, slow))
+    return cases
 
 
 @exercise(
-    LESSON,
-    "remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner, call its add(x) "
-    "for every x in amounts[i] on owner i, and return the list of what total() then says on each owner.",
-    "One object on each owner keeps the state; only numbers and references travelled.",
+    LESSON, "One object on each owner keeps the state; only numbers and references travelled.", _amounts,
+    on_ranks=_tally_on_rank, ranks=lambda owners, *_: ["master", *owners], runtime="rpc", errors=MISTAKES,
+    call="remote_tallies(tally_class, {owners}, {amounts})",
 )
-def _remote_tallies(answer: Any, on: OnRanks) -> None:
-    random = np.random.default_rng()
-    for counts, slow in (((3,), True), ((2, 0, 4), False)):
-        names = _names(len(counts))
-        amounts = _amounts(random, counts)
-        with showing(f"remote_tallies(tally_class, {names[1:]}, {amounts})"), explaining(MISTAKES):
-            result, events = on(names, _tally_on_rank, answer, names[1:], amounts, slow, runtime="rpc")[0]
-            _judge_tallies(result, events, names[1:], amounts)
-
-
-def _amounts(random: np.random.Generator, counts: Sequence[int]) -> list[list[float]]:
-    """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
-    while True:
-        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
-        if len({sum(own) for own in amounts}) == len(counts):
-            return amounts
-
-
-def _judge_tallies(result: list[Any] | str, events: list[_Event], owners: list[str], amounts: list[list[float]]) -> None:
+def remote_tallies(results: Results, owners: list[str], amounts: list[list[float]], _: bool) -> None:
+    """remote_tallies(tally_class, owners, amounts) runs on the master: make one tally_class() on each owner,
+    call its add(x) for every x in amounts[i] on owner i, and return the list of what total() then says on
+    each owner."""
+    result, events = results[0]
     made = [event.where for event in events if event.kind == "made"]
-    adds = [event for event in events if event.kind == "add"]
-    if any(event.copied for event in events):
-        raise AnswerError(
-            "to_here() brings a copy to the master, and the object on its owner does not change",
-            cure="call the method through the reference, as in tally.rpc_sync().add(x)",
-        )
-    if "master" in made:
-        raise AnswerError("an object was built on the master", cure="rpc.remote(owner, tally_class) builds it on its owner")
+    added = [event.where for event in events if event.kind == "add"]
+    wrong_if(any(event.copied for event in events),
+             "to_here() brings a copy to the master, and the object on its owner does not change",
+             "call the method through the reference, as in tally.rpc_sync().add(x)")
+    wrong_if("master" in made, "an object was built on the master",
+             "rpc.remote(owner, tally_class) builds it on its owner")
     for owner in owners:
-        if made.count(owner) > 1:
-            raise AnswerError(
-                f"{made.count(owner)} objects on {owner}: each rpc.remote(owner, tally_class) makes a new one",
-                cure="make it once, and keep its reference",
-            )
-        if owner not in made:
-            raise AnswerError(f"there is no object on {owner}: every owner gets one, even if it has nothing to add")
+        wrong_if(made.count(owner) > 1,
+                 f"{made.count(owner)} objects on {owner}: each rpc.remote(owner, tally_class) makes a new "
+                 "one",
+                 "make it once, and keep its reference")
+        wrong_if(owner not in made,
+                 f"there is no object on {owner}: every owner gets one, even if it has nothing to add")
     expected = [sum(some) for some in amounts]
-    details = (f"given {result}", f"expected {expected}")
-    if isinstance(result, str):
-        raise AnswerError(f"the answer is a {result}: expected a list with the total of each owner")
-    kinds = sorted({part for part in result if isinstance(part, str)})
-    if kinds:
-        raise AnswerError(
-            f"the list contains a {kinds[0]} in place of a number",
-            *details,
-            cure="wait() for a future, call to_here() for a reference",
-        )
-    early = [e for e in events if e.kind == "total" and e.adds < len(amounts[owners.index(e.where)])]
-    if early and result != expected:
-        raise AnswerError(
-            f"the total was asked for when {counted(early[0].adds, 'addition')} had finished: rpc_async and remote only send "
-            "the call",
-            *details,
-            cure="wait for the additions first",
-        )
+    shown = f"given {result}", f"expected {expected}"
+    wrong_if(isinstance(result, str),
+             f"the answer is a {result}: expected a list with the total of each owner")
+    for kind in sorted({part for part in result if isinstance(part, str)}):
+        wrong_if(True, f"the list contains a {kind} in place of a number",
+                 "wait() for a future, call to_here() for a reference", *shown)
     if result == expected:
         return
-    if isinstance(result, list) and sorted(result) == sorted(expected):
-        raise AnswerError("the totals are in another order than the owners", *details)
+    for event in events:
+        wrong_if(event.kind == "total" and event.adds < len(amounts[owners.index(event.where)]),
+                 f"the total was asked for when {counted(event.adds, 'addition')} had finished: rpc_async "
+                 "and remote only send the call", "wait for the additions first", *shown)
+    wrong_if(sorted(result) == sorted(expected), "the totals are in another order than the owners",
+             "", *shown)
     for owner, some in zip(owners, amounts, strict=True):
-        number = sum(event.where == owner for event in adds)
-        if number != len(some):
-            raise AnswerError(f"{owner} got {counted(number, 'addition')}, and has {counted(len(some), 'amount')}", *details)
-    raise AnswerError("the totals are not those of the owners' amounts", *details)
+        wrong_if(added.count(owner) != len(some),
+                 f"{owner} got {counted(added.count(owner), 'addition')}, and has "
+                 f"{counted(len(some), 'amount')}", "", *shown)
+    wrong_if(True, "the totals are not those of the owners' amounts", "", *shown)

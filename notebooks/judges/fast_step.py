@@ -1,7 +1,7 @@
-"""The exercise with a leaderboard, in lesson 02b: a training step that is short on a slow link and has the same result.
+"""The exercise with a leaderboard, in lesson 02b: a step that is short on a slow link, with the same result.
 
-The score is the simulated time of the step, so that it is the same on each machine and beside other programs. The
-result is judged on real ranks, and both must communicate the same.
+The score is the simulated time of the step, so that it is the same on each machine and beside other programs.
+The result is judged on real ranks, and both must communicate the same.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from labkit.errors.exceptions import LabError, RankError
 from labkit.group.simulation.simulate import Simulation, simulate
 from labkit.recording.record import steps
 from labkit.teaching.exercises.answer_ranks import by_value
-from labkit.teaching.exercises.comparisons import TOLERANCE, differ
-from labkit.teaching.exercises.judging import AnswerError, OnRanks, Results, exercise, judge_exchange, judge_result, showing
+from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, differ, expect, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise, judge_exchange
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.tracing.trace import Trace
 
@@ -65,7 +65,8 @@ def _steps_on_rank(answer: Callable[..., Any], after: Callable[[nn.Module], Any]
     model = _model()
     step = answer(model)
     if not callable(step):
-        raise TypeError(f"fast_step(model) returned {type(step).__name__}: expected a function step(inputs, targets)")
+        raise TypeError(f"fast_step(model) returned {type(step).__name__}: expected a function step(inputs, "
+                        "targets)")
     own = [[part.chunk(RANKS)[dist.get_rank()].clone() for part in both] for both in _batches()]
     for inputs, targets in steps(own):
         model.zero_grad()
@@ -85,25 +86,23 @@ def _serial(parts: int = 1, part: int = 0, divide: float = 1) -> list[Gradients]
 
 
 @exercise(
-    LESSON,
-    "fast_step(model) returns a function step(inputs, targets) that gives every parameter the gradient of "
-    "F.mse_loss(model(inputs), targets), averaged over the ranks. Who has the shortest step, on 4 ranks over 1 Gbit/s with a "
-    "latency of 300 µs?",
-    "The gradients are those of one process with the whole batch. A step takes {score:.1f} ms (simulated).",
+    LESSON, "The gradients are those of one process with the whole batch. A step takes {score:.1f} ms "
+    "(simulated).",
+    call=f"fast_step(model) and {STEPS} steps on {RANKS} ranks",
 )
-def _fast_step(answer: Any, on: OnRanks) -> float:
-    with showing(f"fast_step(model) and {STEPS} steps on {RANKS} ranks"):
-        results = on(RANKS, _gradients_on_rank, answer, link=LINK)
-        _judge_gradients(results)
-        judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4, "the gradients")
-        simulated = _simulated(answer.answer)
-        if _communication(simulated.trace) != _communication(results.trace):
-            raise AnswerError("the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
-        if simulated.step_ms < COMPUTE_MS:
-            raise AnswerError(
-                "the simulated step computes less than forward and backward pass need",
-                f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication",
-            )
+def fast_step(answer: Any) -> float:
+    """fast_step(model) returns a function step(inputs, targets) that gives every parameter the gradient of
+    F.mse_loss(model(inputs), targets), averaged over the ranks. Who has the shortest step, on 4 ranks over 1
+    Gbit/s with a latency of 300 µs?"""
+    results = answer.on(RANKS, _gradients_on_rank, answer, link=LINK)
+    _judge_gradients(results)
+    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4, "the gradients")
+    simulated = _simulated(answer.answer)
+    wrong_if(_communication(simulated.trace) != _communication(results.trace),
+             "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
+    wrong_if(simulated.step_ms < COMPUTE_MS,
+             "the simulated step computes less than forward and backward pass need", "",
+             f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication")
     return simulated.step_ms
 
 
@@ -122,32 +121,32 @@ def _communication(trace: Trace) -> list[tuple[str, int]]:
 
 
 def _judge_gradients(results: Results) -> None:
-    if any(not gradients for of_rank in results for gradients in of_rank):
-        raise AnswerError("no parameter has a gradient after the step: does it call backward()?")
+    wrong_if(any(not gradients for of_rank in results for gradients in of_rank),
+             "no parameter has a gradient after the step: does it call backward()?")
     right, summed, divided = _serial(), _serial(divide=1 / RANKS), _serial(divide=RANKS)
     for rank, given in enumerate(results):
         own = _serial(RANKS, rank)
-        mistakes = {
-            ("the gradients are those of this rank's own examples", "average them over the ranks"): own,
-            ("the gradients were summed over the ranks, not averaged", "divide by the number of ranks"): summed,
-            ("the gradients were divided by the number of ranks twice", "DDP and ReduceOp.AVG divide already"): divided,
-            (
-                "the gradients are those of the step before",
-                "wait() for each operation before the step returns",
-            ): [own[0], *right[:-1]],
-        }  # fmt: skip
+        difference = _largest_difference(given, right)
         otherwise = (
             "the gradients are not those of one process with the whole batch",
-            "compare with an all_reduce of each gradient after backward(). Is every operation awaited before its tensor is read?",
+            "compare with an all_reduce of each gradient after backward(). Is every operation awaited before "
+            "its tensor is read?",
         )
-        difference = _largest_difference(given, right)
         if TOLERANCE < difference < SIXTEEN_BITS:
             otherwise = (
                 "the gradients are nearly right: some of their digits were lost on the way",
                 "the differences may be 1/10,000 of the largest gradient; numbers of 16 bits lose more",
             )
-        details = f"largest difference on rank {rank}: {difference:.1g} of the largest gradient"
-        judge_result(given, right, mistakes, otherwise, details, same=_same)
+        expect(given, right, [
+            (own, "the gradients are those of this rank's own examples", "average them over the ranks"),
+            (summed, "the gradients were summed over the ranks, not averaged",
+             "divide by the number of ranks"),
+            (divided, "the gradients were divided by the number of ranks twice",
+             "DDP and ReduceOp.AVG divide already"),
+            ([own[0], *right[:-1]], "the gradients are those of the step before",
+             "wait() for each operation before the step returns"),
+        ], *otherwise, f"largest difference on rank {rank}: {difference:.1g} of the largest gradient",
+               same=_same)
 
 
 def _same(given: list[Gradients], right: list[Gradients]) -> bool:
@@ -156,7 +155,8 @@ def _same(given: list[Gradients], right: list[Gradients]) -> bool:
 
 def _largest_difference(given: list[Gradients], right: list[Gradients]) -> float:
     return max(
-        float(abs(one[name] - array).max() / abs(array).max()) if name in one and one[name].shape == array.shape else 1.0
+        float(abs(one[name] - array).max() / abs(array).max())
+        if name in one and one[name].shape == array.shape else 1.0
         for one, other in zip(given, right, strict=True)
         for name, array in other.items()
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from labkit.errors.lists import counted
 from labkit.recording.operations import OTHER, RECV, SEND, type_of
 from labkit.teaching.exercises.comparisons import Hint, equal, expect_numbers, wrong_if
-from labkit.teaching.exercises.exercise import Results, exercise
+from labkit.teaching.exercises.exercise import Results, exercise, messages_sent
 from labkit.teaching.exercises.random_state import case_seed
 
 LESSON = "01_messages_and_collectives"
@@ -70,17 +70,11 @@ def _on_rank(answer: Callable[[torch.Tensor], object], length: int) -> list[floa
 
 
 def _sent(results: Results) -> list[list[tuple[int, int]]]:
-    """Return receiving rank and number of elements of each message that a rank sent, in order, for each rank.
-
-    The answer may use only messages. A call to the store has a span only if it had to wait, and is judged by
-    the messages that are missing.
-    """
-    spans = sorted(results.trace.filter(kind="communication"), key=lambda span: span.start_ns)
-    for name in sorted({span.name for span in spans}):
+    """Return receiving rank and number of elements of each message; the answer may use nothing else."""
+    for name in sorted({span.name for span in results.trace.filter(kind="communication")}):
         wrong_if(type_of(name) not in (SEND, RECV, OTHER),
                  f"{name} does the work; write it with send, isend, recv and irecv")
-    sends = [span for span in spans if type_of(span.name) is SEND]
-    return [[(s.peer, s.nbytes // FLOAT) for s in sends if s.rank == rank] for rank in range(len(results))]
+    return messages_sent(results, FLOAT)
 
 
 WAITING = {"deadlock in send": (

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from labkit.errors.exceptions import RankError
-from labkit.recording.operations import type_of
+from labkit.recording.operations import SEND, type_of
 from labkit.teaching.exercises.comparisons import AnswerError, Hint, shown
 from labkit.teaching.exercises.random_state import other_cases
 
@@ -211,3 +211,17 @@ def judge_exchange(results: Results, least: int, subject: str) -> None:
                 f"{subject} are right, but the ranks have not exchanged them: how can a rank know those of the others?",
                 f"rank {rank} took part in operations on {exchanged} bytes; {subject} have {least}",
             )
+
+
+def messages_sent(results: Results, unit: int) -> list[list[tuple[int, int]]]:
+    """Return receiving rank and size of each message that a rank sent, in order, for each rank.
+
+    A call to the store has a span only if it had to wait: a judge finds it by the messages that are missing.
+
+    Args:
+        results: the run.
+        unit: bytes of what the sizes count, such as 4 for numbers in float32.
+    """
+    spans = sorted(results.trace.filter(kind="communication"), key=lambda span: span.start_ns)
+    sends = [span for span in spans if type_of(span.name) is SEND]
+    return [[(s.peer, s.nbytes // unit) for s in sends if s.rank == rank] for rank in range(len(results))]

@@ -7,58 +7,28 @@ import torch.distributed as dist
 from answers import Answers, judge
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
-# 00: introduce
+# introduce
 
 
 @right("introduce")
-def introduce():
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+def introduce_in_parts():
+    return " ".join(["rank", str(dist.get_rank()), "of", str(dist.get_world_size())])
 
 
-@wrong("introduce", "Ranks are counted from 0")
-def introduce_from_one():
-    return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
+RANK, RANKS, TEXT = "{dist.get_rank()}", "{dist.get_world_size()}", 'f"rank {dist.get_rank()} of {dist.get_world_size()}"'
+mutant("introduce", RANK, "{dist.get_rank() + 1}", "Ranks are counted from 0")
+mutant("introduce", "return ", "text = ", "`return` gives it to the notebook")
+mutant("introduce", RANK, "0", "All ranks return the same text", cure="dist.get_rank() gives")
+mutant("introduce", RANKS, "2", "The number of ranks is wrong", cure="dist.get_world_size() gives it")
+mutant("introduce", TEXT, 'f"{dist.get_rank()}/{dist.get_world_size()}"', "not the one asked for")
+mutant("introduce", TEXT, '"rank", dist.get_rank(), "of", 2', "not a string", cure="with an f before the quotes")
+mutant("introduce", TEXT, "1 / 0", "ZeroDivisionError")
 
 
-@wrong("introduce", "`return` gives it to the notebook")
-def introduce_by_print():
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
-
-
-@wrong("introduce", "All ranks return the same text", cure="dist.get_rank() gives")
-def introduce_the_first():
-    return f"rank 0 of {dist.get_world_size()}"
-
-
-@wrong("introduce", "The number of ranks is wrong", cure="dist.get_world_size() gives it")
-def introduce_of_constant():
-    return f"rank {dist.get_rank()} of 2"
-
-
-@wrong("introduce", "not the one asked for")
-def introduce_otherwise():
-    return f"{dist.get_rank()}/{dist.get_world_size()}"
-
-
-@wrong("introduce", "not a string", cure="with an f before the quotes")
-def introduce_in_four_parts():
-    return "rank", dist.get_rank(), "of", dist.get_world_size()
-
-
-@wrong("introduce", "ZeroDivisionError")
-def introduce_and_fail():
-    return 1 / 0
-
-
-# 00: my_share
-
-
-@right("my_share")
-def my_share(items):
-    return range(items)[dist.get_rank() :: dist.get_world_size()]
+# my_share
 
 
 @right("my_share")
@@ -67,63 +37,29 @@ def my_share_in_blocks(items):
     return list(range(items * rank // ranks, items * (rank + 1) // ranks))
 
 
-@wrong("my_share", "10 // 4 rounds down")
-def my_share_rounded_down(items):
-    each = items // dist.get_world_size()
-    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+SHARE = "range(items)[dist.get_rank() :: dist.get_world_size()]"
+RETURN, EACH = f"return {SHARE}", "each = items // dist.get_world_size()"
+BEGIN, END = "dist.get_rank() * each", "(dist.get_rank() + 1) * each"
+REST = f"items if dist.get_rank() == dist.get_world_size() - 1 else {END}"
+ROUNDED_UP = "each = -(-items // dist.get_world_size())"
+mutant("my_share", RETURN, f"{EACH}\n    return range({BEGIN}, {END})", "10 // 4 rounds down")
+mutant("my_share", RETURN, f"{ROUNDED_UP}\n    return range({BEGIN}, {END})", "there is no item 10")
+mutant("my_share", RETURN, f"{EACH}\n    return range({BEGIN}, {REST})", "all wait for the slowest")
+mutant(
+    "my_share",
+    RETURN,
+    f"{ROUNDED_UP}\n    return range(max(0, {BEGIN} - 1), min(items, {END}))",
+    "items 2, 5 and 8 belong to more than one rank",
+)
+mutant("my_share", SHARE, "range(items)", "every rank takes everything")
+mutant("my_share", SHARE, "items // dist.get_world_size()", "expected its item numbers")
+mutant("my_share", "range(items)", "items", "`items` is a number, not a list: here it was 10")
+mutant("my_share", SHARE, "range(items + '1')", "unsupported operand")
+mutant("my_share", SHARE, f"[item + 0.5 for item in {SHARE}]", "0.5 is not a whole number")
+mutant("my_share", SHARE, f"[item in {SHARE} for item in range(items)]", "expected its item numbers")
 
 
-@wrong("my_share", "every rank takes everything")
-def my_share_of_all(items):
-    return range(items)
-
-
-@wrong("my_share", "there is no item 10")
-def my_share_rounded_up(items):
-    each = -(-items // dist.get_world_size())
-    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
-
-
-@wrong("my_share", "all wait for the slowest")
-def my_share_rest_to_the_last(items):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    each = items // ranks
-    return range(rank * each, items if rank == ranks - 1 else (rank + 1) * each)
-
-
-@wrong("my_share", "items 2, 5 and 8 belong to more than one rank")
-def my_share_with_seams(items):
-    each = -(-items // dist.get_world_size())
-    start = dist.get_rank() * each
-    return range(max(0, start - 1), min(items, start + each))
-
-
-@wrong("my_share", "expected its item numbers")
-def my_share_as_a_count(items):
-    return items // dist.get_world_size()
-
-
-@wrong("my_share", "`items` is a number, not a list: here it was 10")
-def my_share_of_a_list(items):
-    return items[dist.get_rank() :: dist.get_world_size()]
-
-
-@wrong("my_share", "unsupported operand")
-def my_share_and_fail(items):
-    return range(items + "1")
-
-
-@wrong("my_share", "0.5 is not a whole number")
-def my_share_of_halves(items):
-    return [item + 0.5 for item in my_share(items)]
-
-
-@wrong("my_share", "expected its item numbers")
-def my_share_as_a_mask(items):
-    return [item in my_share(items) for item in range(items)]
-
-
-# 00: waiting_share
+# waiting_share
 
 right("waiting_share", 0.5)
 wrong("waiting_share", "the share of one fast rank", 2 / 3)

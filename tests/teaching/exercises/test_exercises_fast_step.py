@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.teaching.exercises.check import check
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 def with_average(average, model):
@@ -32,20 +32,11 @@ def one_by_one(gradients):
         gradient /= dist.get_world_size()
 
 
-def in_one_tensor(gradients, change=lambda flat: flat, all_reduce=dist.all_reduce):
-    flat = change(torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size())
-    all_reduce(flat)
+def in_one_tensor(gradients):
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size()
+    dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def with_ddp(model, **options):
-    wrapped = DistributedDataParallel(model, **options)
-
-    def step(inputs, targets):
-        F.mse_loss(wrapped(inputs), targets).backward()
-
-    return step
 
 
 def naive(model):
@@ -57,12 +48,12 @@ def one_message(model):
 
 
 def ddp(model):
-    return with_ddp(model)
+    wrapped = DistributedDataParallel(model)
 
+    def step(inputs, targets):
+        F.mse_loss(wrapped(inputs), targets).backward()
 
-@right("fast_step")
-def ddp_with_small_buckets(model):
-    return with_ddp(model, bucket_cap_mb=0.5)
+    return step
 
 
 @right("fast_step")
@@ -74,38 +65,6 @@ def batch_of_all_ranks(model):
         for part, own in zip(whole, (inputs, targets), strict=True):
             dist.all_gather(list(part.chunk(dist.get_world_size())), own)
         F.mse_loss(model(whole[0]), whole[1]).backward()
-
-    return step
-
-
-@wrong("fast_step", "expected a function step(inputs, targets)")
-def no_function(model):
-    return model.zero_grad()
-
-
-@wrong("fast_step", "No parameter has a gradient after the step")
-def without_backward(model):
-    return lambda inputs, targets: F.mse_loss(model(inputs), targets)
-
-
-@wrong("fast_step", "those of this rank's own examples", cure="average them over the ranks")
-def alone(model):
-    return with_average(len, model)
-
-
-@wrong("fast_step", "summed over the ranks", cure="divide by the number of ranks")
-def summed(model):
-    return with_average(lambda gradients: [dist.all_reduce(g) for g in gradients], model)
-
-
-@wrong("fast_step", "divided by the number of ranks twice", cure="DDP and ReduceOp.AVG divide already")
-def ddp_divided_again(model):
-    ddp_step = with_ddp(model)
-
-    def step(inputs, targets):
-        ddp_step(inputs, targets)
-        for p in model.parameters():
-            p.grad /= dist.get_world_size()
 
     return step
 
@@ -125,16 +84,6 @@ def one_step_late(model):
                 gradient.copy_(part.view_as(gradient))
 
     return with_average(average, model)
-
-
-@wrong("fast_step", "some of their digits were lost", cure="numbers of 16 bits lose more")
-def in_half_precision(model):
-    def all_reduce(flat):
-        half = flat.bfloat16()
-        dist.all_reduce(half)
-        flat.copy_(half)
-
-    return with_average(lambda gradients: in_one_tensor(gradients, all_reduce=all_reduce), model)
 
 
 @wrong("fast_step", "not those of one process with the whole batch", cure="all_reduce of each gradient")
@@ -184,6 +133,24 @@ def depends_on_a_value(model):
     return with_average(average, model)
 
 
+DDP, LOSS = "DDP(model, bucket_cap_mb=0.5, gradient_as_bucket_view=True)", "F.mse_loss(wrapped(inputs), targets)"
+FP16_HOOK = """
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    wrapped.register_comm_hook(None, fp16_compress_hook)"""
+mutant("fast_step", "return step", "return model.zero_grad()", "expected a function step(inputs, targets)")
+mutant("fast_step", ".backward()", "", "No parameter has a gradient after the step")
+mutant("fast_step", DDP, "model", "those of this rank's own examples", cure="average them over the ranks")
+mutant("fast_step", LOSS, f"(dist.get_world_size() * {LOSS})", "summed over the ranks", cure="divide by the number of ranks")
+mutant(
+    "fast_step",
+    LOSS,
+    f"({LOSS} / dist.get_world_size())",
+    "divided by the number of ranks twice",
+    cure="DDP and ReduceOp.AVG divide already",
+)
+mutant("fast_step", DDP, DDP + FP16_HOOK, "some of their digits were lost", cure="numbers of 16 bits lose more")
+
+
 @pytest.mark.parametrize("answer", answers.parameters())
 @pytest.mark.processes
 def test_the_verdict_fits_the_answer(answer) -> None:
@@ -207,5 +174,5 @@ def test_the_score_is_the_same_each_time_and_less_for_a_shorter_step() -> None:
 
 @pytest.mark.processes
 def test_a_wrong_answer_and_an_exercise_without_leaderboard_have_no_score() -> None:
-    assert check("fast_step", summed).score is None
+    assert check("fast_step", only_the_large_ones).score is None
     assert check("waiting_share", 0.5).score is None

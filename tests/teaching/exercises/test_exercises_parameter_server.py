@@ -10,42 +10,10 @@ import torch.distributed.rpc as rpc
 from answers import Answers, judge
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # WeightedServer
-
-
-@right("WeightedServer")
-class WeightedServer:
-    def __init__(self, weights, rate, trainers):
-        self.weights, self.rate, self.trainers = weights, rate, trainers
-        self.waiting, self.lock = [], threading.Lock()
-
-    @rpc.functions.async_execution
-    def update(self, gradient, examples):
-        future = torch.futures.Future()
-        with self.lock:
-            self.waiting.append((gradient, examples, future))
-            if len(self.waiting) == self.trainers:
-                self.answer_all()
-        return future
-
-    def answer_all(self):
-        gradients, examples, futures = zip(*self.waiting, strict=True)
-        self.waiting = []
-        self.step(gradients, examples)
-        for future in futures:
-            future.set_result(self.weights)
-
-    def step(self, gradients, examples):
-        self.weights = self.weights - self.rate * self.mean(gradients, examples)
-
-    def mean(self, gradients, examples):
-        return self.weighted(gradients, examples) / sum(examples)
-
-    def weighted(self, gradients, examples):
-        return sum(g * e for g, e in zip(gradients, examples, strict=True))
 
 
 @right("WeightedServer")
@@ -73,71 +41,12 @@ class OneFutureForAll:
         return future
 
 
-@wrong("WeightedServer", "the plain mean of the gradients", cure="by their examples")
-class PlainMean(WeightedServer):
-    def mean(self, gradients, examples):
-        return sum(gradients) / len(examples)
-
-
-@wrong("WeightedServer", "only added up", cure="by their examples")
-class SumOfGradients(WeightedServer):
-    def mean(self, gradients, examples):
-        return sum(gradients) * (sum(examples) > 0)
-
-
-@wrong("WeightedServer", "weighted sum is not divided", cure="all examples")
-class SumOfWeighted(WeightedServer):
-    def mean(self, gradients, examples):
-        return self.weighted(gradients, examples)
-
-
-@wrong("WeightedServer", "divided by the number of trainers", cure="all examples")
-class DividedByTrainers(WeightedServer):
-    def mean(self, gradients, examples):
-        return self.weighted(gradients, examples) / self.trainers
-
-
-@wrong("WeightedServer", "uphill", cure="subtract rate times")
-class Uphill(WeightedServer):
-    def mean(self, gradients, examples):
-        return -super().mean(gradients, examples)
-
-
-@wrong("WeightedServer", "learning rate is missing", cure="subtract rate times")
-class WithoutRate(WeightedServer):
-    def mean(self, gradients, examples):
-        return super().mean(gradients, examples) / self.rate
-
-
-@wrong("WeightedServer", "only its own gradient applied", cure="step once with their mean")
-class AnsweredAtOnce(WeightedServer):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.trainers = 1
-
-
-@wrong("WeightedServer", "only its own gradient applied", cure="step once with their mean")
-class AnsweredAtOnceWithoutFuture(WeightedServer):
-    def update(self, gradient, examples):
-        with self.lock:
-            self.step([gradient], [examples])
-            return self.weights
-
-
 @wrong("WeightedServer", "gradients of earlier rounds")
 class NeverForgets(OneFutureForAll):
     def begin(self):
         if not hasattr(self, "sum"):
             self.sum, self.examples = torch.zeros_like(self.weights), 0
         self.count, self.future = 0, torch.futures.Future()
-
-
-@wrong("WeightedServer", "starts from the first weights again", cure="keep the new ones")
-class NeverLearns(WeightedServer):
-    def answer_all(self):
-        first = self.weights
-        super().answer_all()
-        self.weights = first
 
 
 @wrong("WeightedServer", "completed twice", cure="forget the old ones")
@@ -148,74 +57,64 @@ class FutureNotRenewed(OneFutureForAll):
             self.future = torch.futures.Future()
 
 
-@wrong("WeightedServer", "is its future never completed", cure="not only of the last")
-class LastCallerOnly(WeightedServer):
-    def answer_all(self):
-        gradients, examples, futures = zip(*self.waiting, strict=True)
-        self.waiting = []
-        self.step(gradients, examples)
-        futures[-1].set_result(self.weights)
+@wrong("WeightedServer", "expected a class with __init__")
+def server_as_a_function(weights, rate, trainers):
+    return weights
 
 
-@wrong("WeightedServer", "keeps a thread of the server waiting", cure="return a torch.futures.Future at once")
-class WaitsInTheThread(WeightedServer):
-    def __init__(self, weights, rate, trainers):
-        super().__init__(weights, rate, trainers)
-        self.complete = threading.Barrier(trainers, self.apply)
-
-    def update(self, gradient, examples):
-        with self.lock:
-            self.waiting.append((gradient, examples))
-        self.complete.wait(30)
+EXAMPLES, GRADIENTS = "sum(e for _, e, _ in waiting)", "sum(g for g, _, _ in waiting)"
+CHANGE, ANSWER = f"self.rate * weighted / {EXAMPLES}", "future.set_result(self.weights)"
+DECORATOR, HEADER = "@rpc.functions.async_execution\n    ", "def update(self, gradient, examples):"
+APPLY_OWN = f"""def update(self, gradient, examples):
+        self.weights = self.weights - self.rate * gradient
         return self.weights
 
-    def apply(self):
-        self.step(*zip(*self.waiting, strict=True))
-        self.waiting = []
-
-
-@wrong("WeightedServer", "would try to send the future itself", cure="@rpc.functions.async_execution")
-class WithoutDecorator(WeightedServer):
-    def update(self, gradient, examples):
-        return WeightedServer.update(self, gradient, examples)
-
-
-@wrong("WeightedServer", "is a NoneType")
-class AnswersNothing(WeightedServer):
-    def answer_all(self):
-        gradients, examples, futures = zip(*self.waiting, strict=True)
-        self.waiting = []
-        self.step(gradients, examples)
-        for future in futures:
-            future.set_result(None)
-
-
-@wrong("WeightedServer", "the weights from before the step", cure="complete the futures after it")
-class AnswersBeforeTheStep(WeightedServer):
-    def answer_all(self):
-        gradients, examples, futures = zip(*self.waiting, strict=True)
-        self.waiting = []
-        for future in futures:
-            future.set_result(self.weights)
-        self.step(gradients, examples)
-
-
-@wrong("WeightedServer", "update() takes 2 positional arguments")
-class TakesNoExamples(WeightedServer):
-    @rpc.functions.async_execution
-    def update(self, gradient):
-        return super().update(gradient, 1)
+    def no_{HEADER.removeprefix("def ")}"""
+OWN_ONLY, ITS_MEAN = "only its own gradient applied", "step once with their mean"
+mutant("WeightedServer", CHANGE, f"self.rate * {GRADIENTS} / self.trainers", "the plain mean of", cure="by their examples")
+mutant("WeightedServer", CHANGE, f"self.rate * {GRADIENTS}", "only added up", cure="by their examples")
+mutant("WeightedServer", CHANGE, "self.rate * weighted", "weighted sum is not divided", cure="all examples")
+mutant("WeightedServer", CHANGE, "self.rate * weighted / self.trainers", "divided by the number of trainers", cure="all examples")
+mutant("WeightedServer", "self.weights - self.rate", "self.weights + self.rate", "uphill", cure="subtract rate times")
+mutant("WeightedServer", "self.rate * weighted", "weighted", "learning rate is missing", cure="subtract rate times")
+mutant("WeightedServer", "== self.trainers", ">= 1", OWN_ONLY, cure=ITS_MEAN)
+mutant("WeightedServer", DECORATOR + HEADER, APPLY_OWN, OWN_ONLY, cure=ITS_MEAN)
+mutant(
+    "WeightedServer",
+    ANSWER,
+    f"{ANSWER}\n        self.weights = self.weights + {CHANGE}",
+    "starts from the first weights again",
+    cure="keep the new ones",
+)
+mutant(
+    "WeightedServer",
+    "future in waiting:",
+    "future in waiting[-1:]:",
+    "is its future never completed",
+    cure="not only of the last",
+)
+mutant(
+    "WeightedServer",
+    "return future",
+    "return future.wait()",
+    "keeps a thread of the server waiting",
+    cure="return a torch.futures.Future at once",
+)
+mutant("WeightedServer", DECORATOR, "", "would try to send the future itself", cure="@rpc.functions.async_execution")
+mutant("WeightedServer", ANSWER, "future.set_result(None)", "is a NoneType")
+mutant("WeightedServer", ANSWER, "future.set_result(self.weights[1:])", "the weights have the wrong shape")
+mutant(
+    "WeightedServer",
+    ANSWER,
+    f"future.set_result(self.weights + {CHANGE})",
+    "the weights from before the step",
+    cure="complete the futures after it",
+)
+mutant("WeightedServer", HEADER, "def update(self, gradient):", "update() takes 2 positional arguments")
+mutant("WeightedServer", CHANGE, f"3 * {CHANGE}", "not those of one step with the weighted mean")
 
 
 # push_less
-
-
-@right("push_less")
-def push_less(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        weights = server.rpc_sync().update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return weights
 
 
 @right("push_less")
@@ -227,109 +126,30 @@ def push_less_with_futures(server, gradient_of, rounds, parts):
     return weights
 
 
-@wrong("push_less", "every part was sent by itself", cure="send their mean")
-def each_part_sent(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        for part in range(parts):
-            weights = server.rpc_sync().update(gradient_of(weights, part) / parts)
-    return weights
-
-
-@wrong("push_less", "are added up", cure="send their mean")
-def parts_added_up(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        weights = server.rpc_sync().update(sum(gradient_of(weights, part) for part in range(parts)))
-    return weights
-
-
-@wrong("push_less", "only the last part")
-def last_part_only(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        for part in range(parts):
-            gradient = gradient_of(weights, part)
-        weights = server.rpc_sync().update(gradient)
-    return weights
-
-
-@wrong("push_less", "a part that does not exist")
-def parts_from_one(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        weights = server.rpc_sync().update(sum(gradient_of(weights, part + 1) for part in range(parts)) / parts)
-    return weights
-
-
-@wrong("push_less", "one is enough", cure="values() is needed only once")
-def fetched_in_each_round(server, gradient_of, rounds, parts):
-    for _ in range(rounds):
-        weights = server.rpc_sync().values()
-        server.rpc_sync().update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return server.rpc_sync().values()
-
-
-@wrong("push_less", "computed with the first weights", cure="reply")
-def first_weights_only(server, gradient_of, rounds, parts):
-    weights = server.rpc_sync().values()
-    for _ in range(rounds):
-        last = server.rpc_sync().update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return last
-
-
-@wrong("push_less", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
-def method_of_the_reference(server, gradient_of, rounds, parts):
-    weights = server.values()
-    for _ in range(rounds):
-        weights = server.update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return weights
-
-
-@wrong("push_less", "brings a copy of the server", cure="by reference")
-def copy_updated(server, gradient_of, rounds, parts):
-    copy = server.to_here()
-    weights = copy.values()
-    for _ in range(rounds):
-        weights = copy.update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return weights
-
-
-@wrong("push_less", "a future is not the result", cure="wait() for it first")
-def future_used(server, gradient_of, rounds, parts):
-    weights = server.rpc_async().values()
-    for _ in range(rounds):
-        weights = server.rpc_async().update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return weights.wait()
-
-
-@wrong("push_less", "one in each round")
-def one_round_too_many(server, gradient_of, rounds, parts):
-    return push_less(server, gradient_of, rounds + 2 * parts, parts)
-
-
-@wrong("push_less", "return the weights after the last update")
-def nothing_returned(server, gradient_of, rounds, parts):
-    push_less(server, gradient_of, rounds, parts)
-
-
-@wrong("push_less", "others were returned", cure="return what the last update replied")
-def first_weights_returned(server, gradient_of, rounds, parts):
-    first = server.rpc_sync().values()
-    weights = first
-    for _ in range(rounds):
-        weights = server.rpc_sync().update(sum(gradient_of(weights, part) for part in range(parts)) / parts)
-    return first
-
-
-@wrong("push_less", "works only on the owner", cure="through the reference")
-def local_value_of_the_server(server, gradient_of, rounds, parts):
-    return server.local_value().values()
-
-
-@wrong("push_less", "not those of steps with the parts' mean")
-def gradients_halved(server, gradient_of, rounds, parts):
-    return push_less(server, lambda weights, part: gradient_of(weights, part) / 2, rounds, parts)
+FETCH, MEAN = "server.rpc_sync().values()", "sum(gradients) / parts"
+UPDATE = f"weights = server.rpc_sync().update({MEAN})"
+ONE_BY_ONE = f"for gradient in gradients:\n            {UPDATE.replace(MEAN, 'gradient / parts')}"
+mutant("push_less", UPDATE, ONE_BY_ONE, "every part was sent by itself", cure="send their mean")
+mutant("push_less", MEAN, "sum(gradients)", "are added up", cure="send their mean")
+mutant("push_less", MEAN, "gradients[-1]", "only the last part")
+mutant("push_less", MEAN, "gradients[0]", "only the first part")
+mutant("push_less", MEAN, f"{MEAN} / 2", "not those of steps with the parts' mean")
+mutant("push_less", "(weights, part)", "(weights, part + 1)", "a part that does not exist")
+mutant("push_less", UPDATE, f"{UPDATE}\n        weights = {FETCH}", "one is enough", cure="values() is needed only once")
+mutant(
+    "push_less",
+    f"{UPDATE}\n    return weights",
+    f"last_{UPDATE}\n    return last_weights",
+    "computed with the first weights",
+    cure="reply",
+)
+mutant("push_less", FETCH, "server.values()", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
+mutant("push_less", UPDATE, UPDATE.replace("rpc_sync", "to_here"), "brings a copy of the server", cure="by reference")
+mutant("push_less", FETCH, FETCH.replace("sync", "async"), "a future is not the result", cure="wait() for it first")
+mutant("push_less", FETCH, "server.local_value().values()", "works only on the owner", cure="through the reference")
+mutant("push_less", "range(rounds)", "range(rounds + 2 * parts)", "one in each round")
+mutant("push_less", "return weights", "pass", "return the weights after the last update")
+mutant("push_less", "return weights", "return weights + 1", "others were returned", cure="return what the last update replied")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())

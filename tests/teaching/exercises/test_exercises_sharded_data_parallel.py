@@ -14,17 +14,10 @@ from store_exchange import through_the_store
 from labkit.group.deadlock_words import ALL
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # shard_range
-
-
-@right("shard_range")
-def shard_range(numbers, ranks, rank):
-    size = -(-numbers // ranks)
-    start, end = min(rank * size, numbers), min((rank + 1) * size, numbers)
-    return start, end, size - (end - start)
 
 
 @right("shard_range")
@@ -46,59 +39,28 @@ def the_rest_to_the_last(numbers, ranks, rank):
     return rank * size, numbers if rank == ranks - 1 else (rank + 1) * size, 0
 
 
-@wrong("shard_range", "reaches beyond the last number", cure="min(..., numbers)")
-def not_limited(numbers, ranks, rank):
-    size = -(-numbers // ranks)
-    return rank * size, (rank + 1) * size, 0
-
-
 @wrong("shard_range", "differ in length")
 def padding_forgotten(numbers, ranks, rank):
-    size = -(-numbers // ranks)
     sizes = [numbers // ranks + (r < numbers % ranks) for r in range(ranks)]
-    return sum(sizes[:rank]), sum(sizes[: rank + 1]), 0 * size
-
-
-@wrong("shard_range", "the padding is not")
-def padding_of_all_ranks(numbers, ranks, rank):
-    start, end, _ = shard_range(numbers, ranks, rank)
-    return start, end, -numbers % ranks
+    return sum(sizes[:rank]), sum(sizes[: rank + 1]), 0
 
 
 @wrong("shard_range", "spread evenly", cure="fill the ranks in order")
 def spread(numbers, ranks, rank):
-    size = -(-numbers // ranks)
     start, end, _ = padding_forgotten(numbers, ranks, rank)
-    return start, end, size - (end - start)
+    return start, end, -(-numbers // ranks) - (end - start)
 
 
-@wrong("shard_range", "expected three numbers")
-def two_numbers(numbers, ranks, rank):
-    return shard_range(numbers, ranks, rank)[:2]
-
-
-@wrong("shard_range", "more padding than needed", cure="numbers / ranks, rounded up")
-def one_too_large(numbers, ranks, rank):
-    start, end, padding = shard_range(numbers, ranks, rank)
-    return start, end, padding + 1
-
-
-@wrong("shard_range", "is not a whole number")
-def shard_range_of_halves(numbers, ranks, rank):
-    start, end, padding = shard_range(numbers, ranks, rank)
-    return start + 0.5, end + 0.5, padding
+BOTH, LEFT = "min(rank * size, numbers), min((rank + 1) * size, numbers)", "size - (end - start)"
+RETURNED = f"return start, end, {LEFT}"
+mutant("shard_range", BOTH, "rank * size, (rank + 1) * size", "reaches beyond the last number", cure="min(..., numbers)")
+mutant("shard_range", RETURNED, "return start, end, -numbers % ranks", "the padding is not")
+mutant("shard_range", RETURNED, "return start, end", "expected three numbers")
+mutant("shard_range", RETURNED, f"{RETURNED} + 1", "more padding than needed", cure="numbers / ranks, rounded up")
+mutant("shard_range", RETURNED, f"return start + 0.5, end + 0.5, {LEFT}", "is not a whole number")
 
 
 # memory_per_rank
-
-
-@right("memory_per_rank")
-def memory_per_rank(parameters, activations, ranks, stage):
-    nbytes = 4 * parameters
-    state = 2 * nbytes / (ranks if stage >= 1 else 1)
-    gradients = nbytes / (ranks if stage >= 2 else 1)
-    weights = nbytes / (ranks if stage >= 3 else 1)
-    return weights + gradients + state + activations
 
 
 @right("memory_per_rank")
@@ -108,52 +70,28 @@ def memory_with_padding(parameters, activations, ranks, stage):
     return replicated + [0, 2, 3, 4][stage] * shard + activations
 
 
-@wrong("memory_per_rank", "activations are not sharded")
-def activations_divided(parameters, activations, ranks, stage):
-    return memory_per_rank(parameters, activations / ranks, ranks, stage)
-
-
-@wrong("memory_per_rank", "activations are missing")
-def activations_forgotten(parameters, activations, ranks, stage):
-    return memory_per_rank(parameters, 0, ranks, stage)
-
-
-@wrong("memory_per_rank", "two moments")
-def one_moment(parameters, activations, ranks, stage):
-    return memory_per_rank(parameters, activations, ranks, stage) - 4 * parameters / (ranks if stage else 1)
-
-
-@wrong("memory_per_rank", "gradients or the parameters are missing")
-def gradients_forgotten(parameters, activations, ranks, stage):
-    return memory_per_rank(parameters, activations, ranks, stage) - 4 * parameters / (ranks if stage >= 2 else 1)
-
-
 @wrong("memory_per_rank", "keeps what the stages before it shard")
 def each_stage_alone(parameters, activations, ranks, stage):
     parts = {1: 8, 2: 4, 3: 4}
     return sum(4 * size * parameters / 4 / (ranks if own == stage else 1) for own, size in parts.items()) + activations
 
 
-@wrong("memory_per_rank", "divides everything")
-def everything_divided(parameters, activations, ranks, stage):
-    return 16 * parameters / (ranks if stage else 1) + activations
-
-
-@wrong("memory_per_rank", "another order")
-def parameters_first(parameters, activations, ranks, stage):
-    nbytes = 4 * parameters
-    divisor = [ranks if stage >= n else 1 for n in (1, 2, 3)]
-    return nbytes / divisor[0] + nbytes / divisor[1] + 2 * nbytes / divisor[2] + activations
-
-
-@wrong("memory_per_rank", "numbers, not bytes")
-def in_numbers(parameters, activations, ranks, stage):
-    return memory_per_rank(parameters, 0, ranks, stage) / 4 + activations
-
-
-@wrong("memory_per_rank", "which of it does the stage shard?", cure="start from 4 bytes each")
-def as_in_mixed_precision(parameters, activations, ranks, stage):
-    return 20 * parameters + activations
+OWN = "return weights + gradients + moments + activations"
+ORDER = "moments, weights = weights * 2, moments / 2\n    "
+mutant("memory_per_rank", OWN, f"{OWN} / ranks", "activations are not sharded")
+mutant("memory_per_rank", OWN, "return weights + gradients + moments", "activations are missing")
+mutant("memory_per_rank", "8 * parameters", "4 * parameters", "two moments")
+mutant("memory_per_rank", OWN, "return weights + moments + activations", "gradients or the parameters are missing")
+mutant("memory_per_rank", OWN, "return 16 * parameters / (ranks if stage else 1) + activations", "divides everything")
+mutant("memory_per_rank", OWN, ORDER + OWN, "another order")
+mutant("memory_per_rank", OWN, "return (weights + gradients + moments) / 4 + activations", "numbers, not bytes")
+mutant(
+    "memory_per_rank",
+    OWN,
+    "return 20 * parameters + activations",
+    "which of it does the stage shard?",
+    cure="start from 4 bytes each",
+)
 
 
 # zero1
@@ -165,27 +103,6 @@ def padded(x, ranks):
 
 def written(tensor, flat):
     tensor.data.copy_(flat[: tensor.numel()].view_as(tensor))
-
-
-@right("zero1")
-def tensor_by_tensor(parameters, make_optimizer):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    shards = [padded(p.data, ranks).chunk(ranks)[rank].clone() for p in parameters]
-    optimizer = make_optimizer(shards)
-
-    def step():
-        for p, shard in zip(parameters, shards, strict=True):
-            shard.grad = torch.empty_like(shard)
-            dist.reduce_scatter(shard.grad, list(padded(p.grad, ranks).chunk(ranks)))
-            shard.grad /= ranks
-            p.grad = None
-        optimizer.step()
-        for p, shard in zip(parameters, shards, strict=True):
-            whole = shard.new_empty(ranks * shard.numel())
-            dist.all_gather_into_tensor(whole, shard)
-            written(p, whole)
-
-    return step
 
 
 @right("zero1")
@@ -210,74 +127,6 @@ def all_joined(parameters, make_optimizer):
     return step
 
 
-def variant(*, average=True, gather=True, clear=True, reduce="scatter", state="shards", own=False):
-    """The right answer with one thing changed."""
-
-    def zero1(parameters, make_optimizer):
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        shards = [padded(p.data, ranks).chunk(ranks)[rank].clone() for p in parameters]
-        optimizer = make_optimizer(shards if state == "shards" else parameters)
-
-        def step():
-            for p, shard in zip(parameters, shards, strict=True):
-                shard.grad = torch.empty_like(shard)
-                if own:
-                    shard.grad = padded(p.grad, ranks).chunk(ranks)[rank] * 1
-                elif reduce == "scatter":
-                    dist.reduce_scatter(shard.grad, list(padded(p.grad, ranks).chunk(ranks)))
-                else:
-                    dist.all_reduce(p.grad)
-                    shard.grad = padded(p.grad, ranks).chunk(ranks)[rank] * 1
-                    p.grad /= ranks
-                if average and not own:
-                    shard.grad /= ranks
-                if clear and state == "shards":
-                    p.grad = None
-            optimizer.step()
-            for p, shard in zip(parameters, shards, strict=True):
-                if gather and state == "shards":
-                    whole = shard.new_empty(ranks * shard.numel())
-                    dist.all_gather_into_tensor(whole, shard)
-                    written(p, whole)
-                if state != "shards":
-                    p.grad = None
-
-        return step
-
-    return zero1
-
-
-wrong("zero1", "summed, not averaged", variant(average=False), cure="divide by the number of ranks")
-wrong("zero1", "different parameters after step()", variant(gather=False, clear=True, state="views"), cure="dist.all_gather")
-wrong("zero1", "gradients of earlier steps are still there", variant(clear=False), cure="set p.grad to None")
-wrong("zero1", "1.5 times the bytes", variant(reduce="all"), cure="use dist.reduce_scatter")
-wrong("zero1", "every rank keeps optimizer state", variant(reduce="all", state="whole"), cure="this rank's shards")
-wrong("zero1", "no operation added up the gradients", variant(own=True))
-
-
-@wrong("zero1", "parameters are unchanged", cure="p.data.copy_(...)")
-def never_written(parameters, make_optimizer):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    shards = [padded(p.data, ranks).chunk(ranks)[rank].clone() for p in parameters]
-    optimizer = make_optimizer(shards)
-    return optimizer.step
-
-
-@wrong("zero1", "not every tensor here divides", cure="add zeros at its end")
-def without_padding(parameters, make_optimizer):
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    shards = [p.data.view(-1).chunk(ranks)[rank] for p in parameters]
-    optimizer = make_optimizer(shards)
-
-    def step():
-        for p, shard in zip(parameters, shards, strict=True):
-            shard.grad = torch.empty_like(shard)
-            dist.reduce_scatter_tensor(shard.grad, p.grad.view(-1))
-        optimizer.step()
-
-    return step
-
-
 @wrong("zero1", "whole tensors", cure="into equal shards")
 def whole_tensors(parameters, make_optimizer):
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -293,23 +142,6 @@ def whole_tensors(parameters, make_optimizer):
             p.grad = None
 
     return step
-
-
-@wrong("zero1", "must return a function")
-def returns_the_optimizer(parameters, make_optimizer):
-    return make_optimizer(parameters)
-
-
-@wrong("zero1", ALL)
-def only_rank_0_gathers(parameters, make_optimizer):
-    step = tensor_by_tensor(parameters, make_optimizer)
-    return step if dist.get_rank() == 0 else (lambda: None)
-
-
-@wrong("zero1", "failed: NameError")
-def zero1_with_a_name_that_is_not_defined(parameters, make_optimizer):
-    """The line contains the word "size", which errors about shapes contain as well."""
-    return parameters[0].numel() // dist.get_world_size() * misspelt  # noqa: F821
 
 
 @wrong("zero1", "the ranks have not exchanged what it takes")
@@ -334,14 +166,31 @@ def zero1_through_the_store(parameters, make_optimizer):
     return step
 
 
+AVERAGED, GATHERED = "shard.grad /= ranks", "dist.all_gather(pieces, shard)"
+REDUCED = "dist.reduce_scatter(shard.grad, padded_pieces(p.grad))"
+CLEARED, MADE = "p.grad = None", "optimizer = make_optimizer(shards)"
+EVERYWHERE = "dist.all_reduce(p.grad)\n            shard.grad = padded_pieces(p.grad)[rank] * 1"
+mutant("zero1", AVERAGED, "pass", "summed, not averaged", cure="divide by the number of ranks")
+mutant("zero1", GATHERED, "pieces[rank] = shard", "different parameters after step()", cure="dist.all_gather")
+mutant("zero1", CLEARED, "pass", "gradients of earlier steps are still there", cure="set p.grad to None")
+mutant("zero1", REDUCED, EVERYWHERE, "1.5 times the bytes", cure="use dist.reduce_scatter")
+mutant("zero1", REDUCED, "shard.grad = padded_pieces(p.grad)[rank] * ranks", "no operation added up the gradients")
+mutant("zero1", "join(pieces, p.data)", "pass", "parameters are unchanged", cure="p.data.copy_(...)")
+mutant(
+    "zero1",
+    REDUCED,
+    "dist.reduce_scatter_tensor(shard.grad, p.grad.flatten())",
+    "not every tensor here divides",
+    cure="add zeros at its end",
+)
+mutant("zero1", "return step", "return optimizer", "must return a function")
+mutant("zero1", MADE, "optimizer = torch.optim.SGD(shards, lr=0.1)", "make_optimizer was never called")
+mutant("zero1", "return step", "return step if rank == 0 else (lambda: None)", ALL)
+# The line contains the word "size", which errors about shapes contain as well.
+mutant("zero1", "return step", "return dist.get_world_size() * misspelt", "failed: NameError")
+
+
 # global_norm
-
-
-@right("global_norm")
-def global_norm(gradients):
-    square = sum((g.square().sum() for g in gradients), torch.zeros(()))
-    dist.all_reduce(square)
-    return square.sqrt()
 
 
 @right("global_norm")
@@ -350,49 +199,6 @@ def gathered_squares(gradients):
     every = torch.empty(dist.get_world_size())
     dist.all_gather_into_tensor(every, own)
     return math.sqrt(every.sum())
-
-
-@wrong("global_norm", "norm of its own shards", cure="add up the squares of all ranks")
-def own_norm(gradients):
-    return torch.cat([g.flatten() for g in gradients]).norm()
-
-
-@wrong("global_norm", "norms of ranks were added up", cure="all_reduce the sum of squares")
-def sum_of_norms(gradients):
-    norm = own_norm(gradients)
-    dist.all_reduce(norm)
-    return norm
-
-
-@wrong("global_norm", "square root is missing")
-def without_root(gradients):
-    return global_norm(gradients) ** 2
-
-
-@wrong("global_norm", "norms of tensors were added up", cure="take the root, once")
-def sum_over_tensors(gradients):
-    norm = sum((g.norm() for g in gradients), torch.zeros(()))
-    dist.all_reduce(norm)
-    return norm
-
-
-@wrong("global_norm", "sum of squares was divided")
-def mean_of_squares(gradients):
-    return global_norm(gradients) / math.sqrt(dist.get_world_size())
-
-
-@wrong("global_norm", "the others do not", cure="use all_reduce, not reduce")
-def only_on_rank_0(gradients):
-    square = sum((g.square().sum() for g in gradients), torch.zeros(()))
-    dist.reduce(square, dst=0)
-    return square.sqrt()
-
-
-@wrong("global_norm", "the gradients have changed")
-def in_place(gradients):
-    square = sum((g.square_().sum() for g in gradients), torch.zeros(()))
-    dist.all_reduce(square)
-    return square.sqrt()
 
 
 @wrong("global_norm", "one is enough", cure="add up this rank's squares first")
@@ -405,21 +211,31 @@ def one_by_one(gradients):
     return total.sqrt()
 
 
-@wrong("global_norm", "nothing is returned")
-def result_of_all_reduce(gradients):
-    return dist.all_reduce(own_norm(gradients))
-
-
-@wrong("global_norm", "largest norm")
-def largest(gradients):
-    norm = own_norm(gradients)
-    dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    return norm
-
-
 @wrong("global_norm", "no operation was called")
 def norm_through_the_store(gradients):
     return math.sqrt(sum(through_the_store(sum(float(g.square().sum()) for g in gradients))))
+
+
+NORM = "square = sum(gradient.square().sum() for gradient in gradients)"
+SUM, ROOT = "dist.all_reduce(square)", "square.sqrt()"
+OF_RANK, SQUARED = "square = square.sqrt()\n    ", "\n    square = square.square()"
+mutant("global_norm", SUM, "pass", "norm of its own shards", cure="add up the squares of all ranks")
+mutant("global_norm", SUM, OF_RANK + SUM + SQUARED, "norms of ranks were added up", cure="all_reduce the sum of squares")
+mutant("global_norm", ROOT, "square", "square root is missing")
+mutant(
+    "global_norm",
+    f"{NORM}\n    {SUM}",
+    f"{NORM.replace('square().sum', 'norm')}\n    {SUM}\n    square = square**2",
+    "norms of tensors were added up",
+    cure="take the root, once",
+)
+mutant("global_norm", ROOT, "(square / dist.get_world_size()).sqrt()", "sum of squares was divided")
+mutant("global_norm", ROOT, f"{ROOT} / dist.get_world_size()", "the norm was divided")
+mutant("global_norm", SUM, "dist.reduce(square, dst=0)", "the others do not", cure="use all_reduce, not reduce")
+mutant("global_norm", "gradient.square()", "gradient.square_()", "the gradients have changed")
+mutant("global_norm", ROOT, "dist.all_reduce(square)", "nothing is returned")
+mutant("global_norm", SUM, "dist.all_reduce(square, op=dist.ReduceOp.MAX)", "largest norm")
+mutant("global_norm", ROOT, "2 * square.sqrt()", "not the norm of all shards", cure="the root of the sum of all squares")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
