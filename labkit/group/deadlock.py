@@ -65,32 +65,6 @@ class RankState:
         return [p for p in self.pending if p.wait_start_ns and p.thread == STREAM]
 
 
-def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
-    """The ranks along a cycle of calls that wait for one another, from the first caller on; [] if there is none.
-
-    The innermost call is being executed as far as labkit knows, and may complete, unless it waits for a lock that the
-    outermost caller holds.
-    """
-    for start, rank in enumerate(ranks):
-        for first in rank.blocked:
-            links, at, call = [start], start, first
-            visited = {start}
-            while kind_of(call.group) is GroupKind.CALL:
-                at = call.peer
-                links.append(at)
-                served = next((p for p in ranks[at].pending if serves(p, call)), None)
-                if served is None:
-                    break
-                inner = next((p for p in ranks[at].blocked if p.thread == served.thread), None)
-                if inner is None:
-                    if at in visited:
-                        return links
-                    break
-                visited.add(at)
-                call = inner
-    return []
-
-
 def served_by(ranks: Sequence[RankState], call: Pending) -> tuple[int, Pending] | None:
     """The rank that is executing an RPC without being blocked in it, and its record of serving it."""
     if kind_of(call.group) is not GroupKind.CALL:

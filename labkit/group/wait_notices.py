@@ -24,16 +24,6 @@ OUTSIDE: Final = "another program may end that wait"
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
-def cycle_notice(names: Sequence[str]) -> str:
-    """The notice about calls that wait for one another while no rank computes.
-
-    Args:
-        names: the names of the ranks along the cycle, from the first caller on.
-    """
-    calls = f"calls wait for one another in a circle: {' → '.join(names)}"
-    return f"{calls}, and no rank computes: does one of them hold a lock? Stop ends the run."
-
-
 def unrecorded_notice(names: Sequence[str], threads: Mapping[int, RankThreads], waited_ns: int) -> str:
     """The notice about ranks that all wait, but not in an operation that labkit records.
 

@@ -312,7 +312,6 @@ def _live_as_rank(
         from labkit.worker.main_loop import main
 
         # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.
-        os.lseek(ring, RING_BYTES, os.SEEK_SET)
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
         os.register_at_fork(after_in_child=faulthandler.disable)  # for processes that the rank forks

@@ -9,7 +9,6 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -18,7 +17,7 @@ from labkit.recording.record import is_students
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
-_THREAD: Final = re.compile(r"(?:Stack|(?:Current t|T)hread 0x(?P<ident>[0-9a-f]+)).*\(most recent call first\):")
+_BEGINNING: Final = "(most recent call first):\n"
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -63,26 +62,12 @@ def _owner(file: str) -> Owner:
     return Owner.STDLIB if in_stdlib else Owner.LIBRARY
 
 
-def stacks_in(raw: str) -> Iterator[tuple[int, tuple[StackFrame, ...]]]:
-    """The identity and the frames (outermost first) of each thread; the main thread, which is the oldest, first.
-
-    Args:
-        raw: the stacks of a rank, as `faulthandler` writes them.
-    """
-    found: list[tuple[int, list[StackFrame]]] = []
-    writer = -1
-    for text in raw.splitlines():
-        if thread := _THREAD.match(text):
-            if text.startswith("Current"):
-                writer = len(found)
-            found.append((int(thread["ident"] or "0", 16), []))
-        elif found and (match := _FRAME.match(text)):
-            frames = found[-1][1]
-            frames.append(frame_at(match["file"], int(match["line"]), match["function"], innermost=not frames))
-    if not found:
-        return
-    main = found.pop()  # it is written last
-    if 0 <= writer < len(found):  # labkit's own thread
-        found.pop(writer)
-    for ident, frames in (main, *found):
-        yield ident, tuple(reversed(frames))
+def stack_in(text: str) -> tuple[StackFrame, ...]:
+    """The frames, outermost first, of the first stack in a text of `faulthandler`."""
+    frames: list[StackFrame] = []
+    for line in text.partition(_BEGINNING)[2].splitlines():
+        match = _FRAME.match(line)
+        if match is None:
+            break
+        frames.append(frame_at(match["file"], int(match["line"]), match["function"], innermost=not frames))
+    return tuple(reversed(frames))

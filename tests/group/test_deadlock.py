@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rank_states import COMPUTES, RETURNED, THREADS, call, deadlock_of, future, message, op, serve, standing
 
-from labkit.group.deadlock import RankState, Reason, cycle_of_calls, find_deadlock, first_mismatch
+from labkit.group.deadlock import RankState, Reason, find_deadlock, first_mismatch
 from labkit.recording.group_keys import TENSORFLOW
 from labkit.recording.operations import UNSEEN_PROMISE
 from labkit.recording.schema import STREAM, TIMED, Pending
@@ -425,10 +425,6 @@ def test_a_cycle_of_calls() -> None:
     a = RankState("a", [call(0, 1, 1, thread=1), serve(1, 0, 1, thread=2), call(0, 1, 2, thread=2)], serving=THREADS)
     b = RankState("b", [serve(0, 1, 1, thread=7), call(1, 0, 1, thread=7), serve(0, 1, 2, thread=8)], serving=THREADS)
     assert find_deadlock([a, b]) is None, "the last call may be computing"
-    assert cycle_of_calls([a, b]) == [0, 1, 0, 1]
-    assert cycle_of_calls([a, RankState("b", b.pending[:2], serving=THREADS)]) == [], "the last call is still on its way"
-    straight = RankState("a", a.pending[:1]), RankState("b", b.pending[:1], serving=THREADS)
-    assert cycle_of_calls(straight) == []
 
 
 def test_a_server_of_tensorflow_is_not_called_and_serves() -> None:

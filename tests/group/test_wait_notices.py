@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from labkit.group.deadlock import RankState
-from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
+from labkit.group.wait_notices import silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import frame_at
 from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, rendezvous_key
@@ -43,10 +43,6 @@ def notice(
     *ranks: RankState, threads: Mapping[int, RankThreads] | None = None, acting: Mapping[int, Active] | None = None
 ) -> str:
     return waiting_notice(ranks, threads or {}, acting or {}, 23 * S)
-
-
-def test_a_cycle_of_calls() -> None:
-    assert cycle_notice(["a", "b", "a"]).startswith("calls wait for one another in a circle: a → b → a, and no rank computes")
 
 
 def test_a_computing_rank_is_waited_for() -> None:
