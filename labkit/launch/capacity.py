@@ -12,7 +12,6 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 from labkit.launch.server_requests import BATCH
-from labkit.recording.ring_layout import RING_BYTES
 
 
 class FreeMemory(NamedTuple):
@@ -66,7 +65,6 @@ UNLIMITED: Final = 1 << 62
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
-SHARED_BYTES: Final = 2 * RING_BYTES  # the largest file that a rank without large arguments needs: records and stacks
 PROC: Final = "/proc/self/stat"
 
 
@@ -113,18 +111,6 @@ def check_capacity(ranks: int, rank_bytes: int) -> None:
     """
     _check_memory(ranks, rank_bytes)
     _check_open_files(ranks)
-    _check_file_size()
-
-
-def _check_file_size() -> None:
-    import resource
-
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if largest != resource.RLIM_INFINITY and largest < SHARED_BYTES:
-        raise LabError(
-            f"this process may create no file larger than {in_words(largest, 'iB')} (ulimit -f), and each rank records in "
-            f"{in_words(RING_BYTES, 'iB')} of shared memory. Raise the limit before you start JupyterLab."
-        )
 
 
 def _check_memory(count: int, rank_bytes: int) -> None:
@@ -138,17 +124,10 @@ def _check_memory(count: int, rank_bytes: int) -> None:
 
 
 def _check_open_files(count: int) -> None:
-    spare = FILES_TO_SPARE + count_open_files()
-
-    def files(ranks: int) -> int:
-        return ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + spare
-
-    needed = files(count)
+    needed = count * FILES_PER_RANK + min(count, BATCH) * STARTING_FILES + FILES_TO_SPARE + count_open_files()
     limit = raise_limit(needed)
     if needed > limit:
-        most = max((n for n in range(1, count) if files(n) <= limit), default=0)
-        first = f"Use at most {most} ranks" if most else "Close some"
         raise LabError(
             f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
-            f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
+            f"Use fewer ranks, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )
