@@ -55,9 +55,7 @@ class DeadlockMonitor:
     """Distinguishes a deadlock from ranks that only wait long.
 
     Args:
-        pool: the ranks' processes.
         on: the numbers of the ranks that call the function.
-        records: the run's records.
         results, failures: the ranks that have returned or failed so far; both grow during the run.
         serving: the numbers of ranks that were called and now only serve others.
         called: the function that the run called, as a frame.
@@ -99,9 +97,7 @@ class DeadlockMonitor:
         The states of ranks are read one after the other, so a deadlock is only certain if a later check finds the same
         operations pending: then nothing moved in between.
 
-        Args:
-            now_ns: the current time on `time.perf_counter_ns`.
-            silent_s: for how long the student has seen nothing of the run.
+        `silent_s` is for how long the student has seen nothing of the run.
         """
         if self._any_frozen(now_ns):
             return None

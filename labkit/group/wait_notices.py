@@ -25,13 +25,7 @@ SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a
 
 
 def unrecorded_notice(names: Sequence[str], threads: Mapping[int, RankThreads], waited_ns: int) -> str:
-    """The notice about ranks that all wait, but not in an operation that labkit records.
-
-    Args:
-        names: the names of all ranks.
-        threads: the threads of the ranks that wait.
-        waited_ns: how long they have waited.
-    """
+    """The notice about ranks that all wait, but not in an operation that labkit records."""
     waited = f"waited in C++ or for a lock for more than {_rounded(waited_ns)} s, at"
     return "; ".join(_together((names[i], "has", f"{waited} {_where(of_rank.main)}") for i, of_rank in threads.items()))
 
@@ -41,11 +35,8 @@ def waiting_notice(
 ) -> str:
     """The ranks that have waited long, their operations, and the ranks they wait for; "" if no rank waits.
 
-    Args:
-        ranks: the states of the ranks, in rank order.
-        threads: the threads of ranks that are not blocked, as far as they are known.
-        acting: what may still act in the other ranks.
-        now_ns: the current time.
+    `threads` has those of ranks that are not blocked, as far as they are known; `acting` has what may still act in the
+    others.
     """
     longest_ns = max((now_ns - p.wait_start_ns for rank in ranks for p in (*rank.blocked, *rank.timed)), default=0)
     waits: dict[tuple[str, str], list[tuple[int, Pending]]] = {}
@@ -75,12 +66,7 @@ def waiting_notice(
 
 
 def silence_notice(running: Mapping[str, RankThreads | None], silent_s: float) -> str:
-    """Where ranks are that have shown nothing for long; "" without ranks.
-
-    Args:
-        running: the threads of the ranks that have not returned, as far as they are known, by the ranks' names.
-        silent_s: for how long they have shown nothing, in seconds.
-    """
+    """Where ranks are that have not returned and have shown nothing for long, by their names; "" without ranks."""
     where = _together((name, "is", _place_of(threads) or "running") for name, threads in running.items())
     return "; ".join([f"nothing printed for {silent_s:.0f} s", *where]) if where else ""
 

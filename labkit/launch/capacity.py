@@ -15,24 +15,15 @@ from labkit.launch.server_requests import BATCH
 
 
 class FreeMemory(NamedTuple):
-    """The memory that this process may use.
+    """The memory that this process may use."""
 
-    Args:
-        nbytes: its size.
-        free_nbytes: the part that processes can still get.
-        limited: whether a container's limit decides, and not the machine.
-    """
-
-    nbytes: int
-    free_nbytes: int
-    limited: bool
+    nbytes: int  # its size
+    free_nbytes: int  # the part that processes can still get
+    limited: bool  # whether a container's limit decides, and not the machine
 
 
 def usable_memory(root: Path = Path("/")) -> FreeMemory:
     """Return the memory that this process may use.
-
-    Args:
-        root: the root of the file system; tests pass their own.
 
     Source: memory.max, memory.current and memory.stat in the kernel's Documentation/admin-guide/cgroup-v2.rst;
     Documentation/admin-guide/cgroup-v1/memory.rst for version 1.
@@ -69,14 +60,7 @@ PROC: Final = "/proc/self/stat"
 
 
 def raise_limit(needed: int = ENOUGH) -> int:
-    """Raise this process's soft limit.
-
-    Args:
-        needed: the limit to reach, as far as the hard limit allows.
-
-    Returns:
-        the limit afterwards.
-    """
+    """Raise this process's soft limit to `needed`, as far as its hard limit allows; return the limit afterwards."""
     import resource  # not available on Windows, where labkit can be imported
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

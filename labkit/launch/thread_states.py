@@ -70,21 +70,13 @@ _HARMLESS_COMMANDS: Final = ("multiprocessing.resource_tracker", "torch/_inducto
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread that runs Python.
+    """One thread that runs Python."""
 
-    Args:
-        frames: its stack, outermost frame first.
-        ident: its `threading.Thread.ident`.
-        number: its native id; 0 if unknown.
-        endless: whether it waits without a time limit for another thread of its process.
-        cpu_ns: the CPU time that it has used; -1 if unknown. While this and the frames stay the same, it has not moved.
-    """
-
-    frames: tuple[StackFrame, ...]
-    ident: int = 0
-    number: int = 0
-    endless: bool = False
-    cpu_ns: int = -1
+    frames: tuple[StackFrame, ...]  # its stack, outermost frame first
+    ident: int = 0  # its `threading.Thread.ident`
+    number: int = 0  # its native id; 0 if unknown
+    endless: bool = False  # whether it waits without a time limit for another thread of its process
+    cpu_ns: int = -1  # the CPU time that it has used; -1 if unknown. While this and the frames stay the same, it has not moved.
 
     @property
     def innermost(self) -> StackFrame | None:
@@ -99,47 +91,30 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class RankThreads:
-    """A rank's threads at one moment.
+    """A rank's threads at one moment."""
 
-    Args:
-        main: the main thread; None if the rank did not answer.
-        others: the other threads that run Python.
-        children: the command lines of its child processes, which may act for it; "" for a forked process.
-        handles_signals: whether the program handles signals, besides the usual ones.
-    """
-
-    main: Thread | None
-    others: tuple[Thread, ...] = ()
-    children: tuple[str, ...] = ()
-    handles_signals: bool = False
+    main: Thread | None  # the main thread; None if the rank did not answer
+    others: tuple[Thread, ...] = ()  # the other threads that run Python
+    children: tuple[str, ...] = ()  # the command lines of its child processes, which may act for it; "" for a forked process
+    handles_signals: bool = False  # whether the program handles signals, besides the usual ones
 
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What may still act in a rank.
+    """What may still act in a rank."""
 
-    Args:
-        kind: "silent" (the rank did not answer), "main", "thread" or "child".
-        thread: the thread, if it is one.
-        child: the command line of the child process; "" for a forked process.
-    """
-
-    kind: str
-    thread: Thread | None = None
-    child: str = ""
+    kind: str  # "silent" (the rank did not answer), "main", "thread" or "child"
+    thread: Thread | None = None  # the thread, if it is one
+    child: str = ""  # the command line of the child process; "" for a forked process
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """A question: what do the threads of these ranks do?
+    """A question: what do the threads of these ranks do?"""
 
-    Args:
-        children: whether also their child processes matter.
-        insist: whether to interrupt ranks that do not answer because a thread holds the GIL. Then only the main thread
-            is known, which does not suffice to report a deadlock.
-    """
-
-    children: bool = False
+    children: bool = False  # whether also their child processes matter
+    # Whether to interrupt ranks that do not answer because a thread holds the GIL. Then only the main thread is known,
+    # which does not suffice to report a deadlock.
     insist: bool = True
 
     def answer(self, processes: Sequence[RankProcess]) -> list[RankThreads]:
