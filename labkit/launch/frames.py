@@ -31,19 +31,13 @@ class Owner(Enum):
 
 
 class StackFrame(NamedTuple):
-    """A stack frame.
-
-    Args:
-        file, line, function: where it is.
-        own: whose code it runs.
-        source: the source line, if it is the student's or the innermost frame; "" if unknown.
-    """
+    """A stack frame."""
 
     file: str
     line: int
     function: str
-    own: Owner
-    source: str = ""
+    own: Owner  # whose code it runs
+    source: str = ""  # the source line, if it is the student's or the innermost frame; "" if unknown
 
 
 def frame_at(file: str, line: int, function: str, *, innermost: bool = False) -> StackFrame:

@@ -35,7 +35,7 @@ ANSWER_AT: Final = TEXT_AT + TEXT_BYTES  # what labkit's thread writes: a header
 HEADER: Final = struct.Struct("<qq")  # when the threads were looked at, in ns, and the size of what follows; 0 while it changes
 
 MOST_FRAMES: Final = 100  # of a stack, innermost first
-# Python sets a handler for the first, and torch's DataLoader and TensorFlow for the others.
+# Handled in every rank, by Python, torch's DataLoader and labkit, or to end the process.
 _USUAL: Final = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, ASK}
 
 
