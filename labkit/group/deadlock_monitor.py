@@ -134,7 +134,7 @@ class DeadlockMonitor:
             return None
         if before is not None and before.pending != pending:
             before = None
-        threads = self._threads_of(range(len(self._members)), with_children=True, insist=False)
+        threads = self._threads_of(range(len(self._members)), with_children=True)
         earlier = {} if before is None else before.threads
         found = {i: self._active(i, states[i], now, earlier.get(i)) for i, now in threads.items()}
         acting = {i: active for i, active in found.items() if active is not None}

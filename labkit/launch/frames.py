@@ -17,7 +17,7 @@ from labkit.recording.record import is_students
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
-_BEGINNING: Final = "(most recent call first):\n"
+_BEGINNING: Final = "(most recent call first):"
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -56,12 +56,13 @@ def _owner(file: str) -> Owner:
     return Owner.STDLIB if in_stdlib else Owner.LIBRARY
 
 
-def stack_in(text: str) -> tuple[StackFrame, ...]:
-    """The frames, outermost first, of the first stack in a text of `faulthandler`."""
-    frames: list[StackFrame] = []
-    for line in text.partition(_BEGINNING)[2].splitlines():
-        match = _FRAME.match(line)
-        if match is None:
-            break
-        frames.append(frame_at(match["file"], int(match["line"]), match["function"], innermost=not frames))
-    return tuple(reversed(frames))
+def stacks_in(text: str) -> list[tuple[StackFrame, ...]]:
+    """The stacks in a text of `faulthandler`, each with its outermost frame first."""
+    found: list[list[StackFrame]] = []
+    for line in text.splitlines():
+        if line.endswith(_BEGINNING):
+            found.append([])
+        elif found and (match := _FRAME.match(line)):
+            frames = found[-1]
+            frames.append(frame_at(match["file"], int(match["line"]), match["function"], innermost=not frames))
+    return [tuple(reversed(frames)) for frames in found]

@@ -34,7 +34,7 @@ import psutil
 from labkit.launch.frames import Owner, StackFrame, frame_at
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.stack_dump import ask, interrupt
-from labkit.worker.stack_writer import Look, ThreadLook
+from labkit.worker.stack_writer import ThreadLook
 
 # The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
@@ -113,20 +113,23 @@ class Threads:
     """A question: what do the threads of these ranks do?"""
 
     children: bool = False  # whether also their child processes matter
-    # Whether to interrupt ranks that do not answer because a thread holds the GIL. Then only the main thread is known,
-    # which does not suffice to report a deadlock.
-    insist: bool = True
+    insist: bool = True  # whether to interrupt ranks that do not answer because a thread holds the GIL
 
     def answer(self, processes: Sequence[RankProcess]) -> list[RankThreads]:
         """Return the threads of each."""
         children = children_of(processes) if self.children else {}
-        looks = ask(processes)
+        looks = ask(processes, insist=self.insist)
         silent = [process for process, look in zip(processes, looks, strict=True) if look is None and self.insist]
-        interrupted = dict(zip((process.number for process in silent), interrupt(silent), strict=True))
-        return [
-            _threads_in(look, interrupted.get(process.number), children.get(process.number, ()))
-            for process, look in zip(processes, looks, strict=True)
-        ]
+        stacks = dict(zip((process.number for process in silent), interrupt(silent), strict=True))
+        found = []
+        for process, look in zip(processes, looks, strict=True):
+            of_rank = tuple(children.get(process.number, ()))
+            if look is None:
+                found.append(_interrupted(stacks.get(process.number, []), process.pid, of_rank))
+            else:
+                main, *others = map(_thread, look.threads)
+                found.append(RankThreads(main, tuple(others), of_rank, look.handles_signals))
+        return found
 
     def unknown(self) -> RankThreads:
         """Return what stands for the threads of a rank that cannot be asked."""
@@ -146,12 +149,12 @@ class MainWaits:
         return -1
 
 
-def _threads_in(look: Look | None, main: tuple[StackFrame, ...] | None, children: Iterable[str]) -> RankThreads:
-    """A rank's threads, as it has answered, or else the stack of its main thread, if it was interrupted."""
-    if look is None:
-        return RankThreads(None if main is None else Thread(main))
-    first, *others = map(_thread, look.threads)
-    return RankThreads(first, tuple(others), tuple(children), look.handles_signals)
+def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: tuple[str, ...]) -> RankThreads:
+    """The threads of a rank that was interrupted, from their stacks, the main thread's last."""
+    if not stacks:
+        return RankThreads(None)
+    others = tuple(Thread(frames, -n, 0, _is_endless(frames)) for n, frames in enumerate(stacks[:-1], 1))
+    return RankThreads(Thread(stacks[-1], 0, pid, _is_endless(stacks[-1])), others, children, handles_signals=True)
 
 
 def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
@@ -220,11 +223,18 @@ def _command(pid: int) -> str | None:
 
 
 def _thread(look: ThreadLook) -> Thread:
-    frames = tuple(frame_at(*place, innermost=i == 0) for i, place in enumerate(look.frames))
-    # Outside the standard library, the owner of a lock may be C++ code that computes without running Python. A thread
-    # that was woken and has no core yet has neither moved nor used CPU time, but is runnable.
-    listed = frames[0].own is Owner.STDLIB and frames[0].source in _ENDLESS
-    return Thread(frames[::-1], look.ident, look.number, (listed or look.joins) and not look.runnable, look.cpu_ns)
+    frames = tuple(frame_at(*place, innermost=i == 0) for i, place in enumerate(look.frames))[::-1]
+    # A thread that was woken and has no core yet has neither moved nor used CPU time, but is runnable.
+    endless = (_is_endless(frames) or look.joins) and not look.runnable
+    return Thread(frames, look.ident, look.number, endless, look.cpu_ns)
+
+
+def _is_endless(frames: Sequence[StackFrame]) -> bool:
+    """Whether a thread waits without a time limit at a line of the standard library.
+
+    Elsewhere, the owner of a lock may be C++ code that computes without running Python.
+    """
+    return bool(frames) and frames[-1].own is Owner.STDLIB and frames[-1].source in _ENDLESS
 
 
 def _is_labkits(thread: Thread) -> bool:

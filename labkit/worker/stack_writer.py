@@ -1,8 +1,10 @@
 """Writes where the threads of a rank are when a signal requests it.
 
-A thread of labkit's does that while it holds the interpreter's lock (GIL), so no other thread changes its stack. If C
-code holds the GIL, a signal handler of `faulthandler` writes the stack of the main thread. It needs no GIL and reads
-only the stack of the thread that it interrupts: it would crash if it read others while they run.
+A thread of labkit's does that while it holds the interpreter's lock (GIL), so no other thread changes its stack.
+
+If a thread holds the GIL all the time in C code, as one of TensorFlow's that waits for the servers of other ranks, a
+signal handler of `faulthandler` writes the stacks, without the GIL. It may crash while other threads run Python, since
+it reads frames that they change. So it is used only if labkit's thread does not answer.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def write_when_asked(memory: int) -> None:
         memory: the file descriptor of the rank's recording memory.
     """
     os.lseek(memory, TEXT_AT, os.SEEK_SET)
-    faulthandler.register(INTERRUPT, memory, all_threads=False)
+    faulthandler.register(INTERRUPT, memory, all_threads=True)
     signal.signal(ASK, lambda *_: None)  # some systems drop a signal that is ignored, even if a thread waits for it
     _thread.start_new_thread(_serve, (memory, _thread.get_ident()))  # `threading.enumerate` does not list it
 

@@ -20,7 +20,7 @@ import pytest
 
 import labkit as lab
 from labkit.launch.frames import frame_at
-from labkit.launch.thread_states import RankThreads, Thread, Threads, _thread, active
+from labkit.launch.thread_states import RankThreads, Thread, Threads, _interrupted, _thread, active
 from labkit.worker.stack_writer import ThreadLook
 
 STUDENTS = "/students/own.py"
@@ -200,6 +200,17 @@ def test_a_woken_thread_without_a_core_may_act() -> None:
     for runnable in (False, True):
         thread = ThreadLook(1, 1, 5, runnable, False, [(THREADING, line, "wait")])
         assert _thread(thread).endless is not runnable
+
+
+def test_a_rank_in_which_c_code_holds_the_interpreters_lock() -> None:
+    """As TensorFlow does while it waits for other ranks. `faulthandler` writes the stacks, and not more."""
+    now = _interrupted([SERVES.frames, MAIN.frames], 1, ())
+    assert kind(now, now, blocked=None) == ""
+    sleeps = _interrupted([SLEEPS.frames, MAIN.frames], 1, ())
+    assert kind(sleeps, sleeps, blocked=None) == "thread"
+    elsewhere = _interrupted([WAITS.frames], 1, ())
+    assert kind(elsewhere, elsewhere, blocked={9}) == "main", "it may handle signals"
+    assert kind(_interrupted([], 1, ())) == "silent"
 
 
 @pytest.mark.processes
