@@ -173,10 +173,7 @@ def rpc_options(given: Any) -> tuple[int, float]:
 def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> None:
     """Check that the runtime has what the options ask for.
 
-    Args:
-        options: the options of a group.
-        kind: the class of its runtime.
-        for_rpc: whether options of RPC were given.
+    `for_rpc` says whether options of RPC were given.
 
     Raises:
         ValueError: it has not.

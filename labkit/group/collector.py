@@ -29,8 +29,6 @@ class Records:
     """The records of one run, by rank.
 
     Args:
-        members: the ranks.
-        link: the emulated link or network between them, if any.
         cores: how many cores they share; 0 if unknown.
     """
 
@@ -67,11 +65,8 @@ class Records:
     def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]], silent: Sequence[tuple[int, int]]) -> None:
         """Add the calls and operations that were still running when the run was stopped.
 
-        Args:
-            start_ns: start of the run.
-            end_ns: when it was stopped.
-            calls: the ranks that called the function, each with the function's name.
-            silent: the ranks whose machine does not answer, each with the time of its last report.
+        `calls` has the ranks that called the function, each with the function's name; `silent` has those whose machine
+        does not answer, each with the time of its last report.
         """
         self.drain()
         under_way = [(rank, name) for rank, name in calls if not any((c["kind"] == CALL).any() for c in self._chunks[rank])]
@@ -90,11 +85,7 @@ class Records:
         self._clocks = []
 
     def part(self, new: list[list[Any]]) -> Trace:
-        """Return a downsampled trace of some records, for the live picture.
-
-        Args:
-            new: by rank, the records in chunks, as `drain` returned them.
-        """
+        """Return a downsampled trace of some records, in chunks by rank, for the live picture."""
         names = [list(r.names()) for r in self._readers]
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
         sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]
@@ -126,9 +117,6 @@ class Records:
         """Return operations with their numbers counted from the start of this run, as a student counts them.
 
         A process group counts from its own start, which may be many runs ago.
-
-        Args:
-            operations: ranks, each with one of its operations.
         """
         first = {p.group: p.match for _, p in operations if p.match}
         begun = [(p.group, p.match) for reader in self._readers for p in reader.pending()]
@@ -195,12 +183,7 @@ class Records:
         return last
 
     def done(self, rank: int, which: Collection[tuple[str, int]]) -> list[Pending]:
-        """Return the operations that a rank has completed, out of some that are given by group and number.
-
-        Args:
-            rank: the rank's number.
-            which: pairs of a group's key and an operation's number.
-        """
+        """Return the operations that a rank has completed, out of some: pairs of a group's key and a number."""
         names, found = self._readers[rank].names(), []
         for group, match in which:
             number = names.index(group) if group in names else -1

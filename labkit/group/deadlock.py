@@ -22,32 +22,20 @@ from labkit.recording.schema import STREAM, TIMED, Pending
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The state of a rank at one moment.
+    """The state of a rank at one moment."""
 
-    Args:
-        name: the rank's name.
-        pending: its operations that are issued and not completed, oldest first.
-        called: whether it was called to run the function.
-        returned: whether its function has returned, or it was not called: it enters no more operations by itself.
-        serving: the number of its threads that serve calls of others (RPC).
-        receiving: whether only these threads receive the replies to its own calls.
-        entered: the number of the last operation that it entered, by process group or pair of ranks.
-        done: its completed operations among those in which others are blocked.
-        uncounted: whether it had more pending operations than can be recorded, so that it may have entered any
-            operation.
-        free: whether something else in it may still act, such as another thread.
-    """
-
-    name: str
-    pending: Sequence[Pending] = ()
-    called: bool = True
-    returned: bool = False
-    serving: int = 0
-    receiving: bool = False
+    name: str  # the rank's name
+    pending: Sequence[Pending] = ()  # its operations that are issued and not completed, oldest first
+    called: bool = True  # whether it was called to run the function
+    returned: bool = False  # whether its function has returned, or it was not called: it enters no more operations by itself
+    serving: int = 0  # the number of its threads that serve calls of others (RPC)
+    receiving: bool = False  # whether only these threads receive the replies to its own calls
+    # The number of the last operation that it entered, by process group or pair of ranks.
     entered: Mapping[str, int] = field(default_factory=dict)
-    done: Sequence[Pending] = ()
+    done: Sequence[Pending] = ()  # its completed operations among those in which others are blocked
+    # Whether it had more pending operations than can be recorded, so that it may have entered any operation.
     uncounted: bool = False
-    free: bool = False
+    free: bool = False  # whether something else in it may still act, such as another thread
 
     @property
     def blocked(self) -> list[Pending]:
@@ -63,32 +51,6 @@ class RankState:
     def queued(self) -> list[Pending]:
         """The operations that its GPU waits for, while the rank itself continues."""
         return [p for p in self.pending if p.wait_start_ns and p.thread == STREAM]
-
-
-def cycle_of_calls(ranks: Sequence[RankState]) -> list[int]:
-    """The ranks along a cycle of calls that wait for one another, from the first caller on; [] if there is none.
-
-    The innermost call is being executed as far as labkit knows, and may complete, unless it waits for a lock that the
-    outermost caller holds.
-    """
-    for start, rank in enumerate(ranks):
-        for first in rank.blocked:
-            links, at, call = [start], start, first
-            visited = {start}
-            while kind_of(call.group) is GroupKind.CALL:
-                at = call.peer
-                links.append(at)
-                served = next((p for p in ranks[at].pending if serves(p, call)), None)
-                if served is None:
-                    break
-                inner = next((p for p in ranks[at].blocked if p.thread == served.thread), None)
-                if inner is None:
-                    if at in visited:
-                        return links
-                    break
-                visited.add(at)
-                call = inner
-    return []
 
 
 def served_by(ranks: Sequence[RankState], call: Pending) -> tuple[int, Pending] | None:
@@ -158,12 +120,7 @@ def absent_ranks(group: str, match: int, entered: Sequence[int]) -> list[int]:
 
 
 def hint_of(group: str, size: int) -> str:
-    """The usual mistake behind an endless wait.
-
-    Args:
-        group: the key of the rendezvous, or of the wait for a store's key.
-        size: the number of ranks in the group.
-    """
+    """The usual mistake behind an endless wait, given its key and the number of ranks in the group."""
     kind = kind_of(group)
     if kind is GroupKind.RENDEZVOUS and size_of(group) > size:
         asked = size_of(group)
@@ -192,30 +149,19 @@ PARTED: Final = (Reason.MISMATCH, Reason.RETURNED, Reason.CIRCLE)  # in which ra
 
 @dataclass(frozen=True, slots=True)
 class Deadlock:
-    """A deadlock: ranks that wait for one another, or for ranks that will never enter their operations.
+    """A deadlock: ranks that wait for one another, or for ranks that will never enter their operations."""
 
-    Args:
-        ranks: the numbers of the waiting ranks.
-        reason: why they cannot continue.
-        waits: the ranks and operations that show the reason. Of a mismatch, the two sides, a message's sender first; of
-            a circle, each rank waits for the next; else the ranks that wait, in rank order.
-        culprit: the rank that the others wait for, if there is one.
-        absent: where the reason is that a rank was not called: the further ranks of which the same is true.
-    """
-
-    ranks: tuple[int, ...]
-    reason: Reason
+    ranks: tuple[int, ...]  # the numbers of the waiting ranks
+    reason: Reason  # why they cannot continue
+    # The ranks and operations that show the reason. Of a mismatch, the two sides, a message's sender first; of a
+    # circle, each rank waits for the next; else the ranks that wait, in rank order.
     waits: tuple[tuple[int, Pending], ...]
-    culprit: int | None = None
-    absent: tuple[int, ...] = ()
+    culprit: int | None = None  # the rank that the others wait for, if there is one
+    absent: tuple[int, ...] = ()  # where the reason is that a rank was not called: the further ranks of which the same is true
 
 
 def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
-    """The deadlock that ranks are in; None if all of them can still continue.
-
-    Args:
-        ranks: the states of all ranks at the same moment, in rank order.
-    """
+    """The deadlock that ranks are in; None if all of them can still continue. Their states are of the same moment."""
     unequal = _unequal(ranks)
     inactive = {i for i, rank in enumerate(ranks) if (rank.blocked or rank.returned) and not (rank.free or rank.timed)}
     while may_act := {i for i in inactive if (i not in unequal or not ranks[i].blocked) and _may_act(ranks, inactive, i)}:

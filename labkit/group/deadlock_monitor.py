@@ -9,12 +9,12 @@ from typing import Final
 
 from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
-from labkit.group.deadlock import Deadlock, RankState, cycle_of_calls, find_deadlock, missing, served_by
+from labkit.group.deadlock import Deadlock, RankState, find_deadlock, missing, served_by
 from labkit.group.deadlock_words import origin_in_words
 from labkit.group.parting import Side, frames_at, parting_in_words, source_of
 from labkit.group.pool_state import Member
 from labkit.group.processes import SLOW_S, RankPool
-from labkit.group.wait_notices import MOST_NAMES, cycle_notice, line_of, silence_notice, unrecorded_notice, waiting_notice
+from labkit.group.wait_notices import MOST_NAMES, line_of, silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import StackFrame
 from labkit.launch.rank_process import command_to_resume
 from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
@@ -22,8 +22,8 @@ from labkit.recording.group_keys import GroupKind, kind_of
 from labkit.recording.schema import Pending
 
 CONFIRM_NS: Final = 400_000_000  # between the two checks that must agree before a deadlock is reported
-CYCLE_NS: Final = 1_500_000_000  # a cycle of calls without any compute is announced after this time
 IDLE_SHARE: Final = 0.05  # of one core, all ranks together: with less, they are idle
+IDLE_NS: Final = 750_000_000  # over which that is measured
 CHECK_FROZEN_EVERY_NS: Final = 500_000_000
 UNMOVED_EVERY_NS: Final = 1_000_000_000  # between two checks whether the main threads of all ranks wait
 SLOW_NS: Final = 10_000_000_000  # a wait for a rank that computes is announced after this time
@@ -55,9 +55,7 @@ class DeadlockMonitor:
     """Distinguishes a deadlock from ranks that only wait long.
 
     Args:
-        pool: the ranks' processes.
         on: the numbers of the ranks that call the function.
-        records: the run's records.
         results, failures: the ranks that have returned or failed so far; both grow during the run.
         serving: the numbers of ranks that were called and now only serve others.
         called: the function that the run called, as a frame.
@@ -99,9 +97,7 @@ class DeadlockMonitor:
         The states of ranks are read one after the other, so a deadlock is only certain if a later check finds the same
         operations pending: then nothing moved in between.
 
-        Args:
-            now_ns: the current time on `time.perf_counter_ns`.
-            silent_s: for how long the student has seen nothing of the run.
+        `silent_s` is for how long the student has seen nothing of the run.
         """
         if self._any_frozen(now_ns):
             return None
@@ -164,10 +160,10 @@ class DeadlockMonitor:
         elif silent_s >= self._next_silence_s:
             self._next_silence_s = 2 * silent_s
             running = [i for i in self._on if i not in self._results and i not in self._failures and i not in self._serving]
-            threads = self._threads_of(running, with_children=False, insist=False)
+            threads = self._threads_of(running, insist=False)
             self.silence = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
 
-    def _threads_of(self, ranks: Collection[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
+    def _threads_of(self, ranks: Collection[int], *, with_children: bool = False, insist: bool = True) -> dict[int, RankThreads]:
         """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures and i not in self._lost]
         threads = self._pool.ask(Threads(children=with_children, insist=insist), living)
@@ -176,7 +172,7 @@ class DeadlockMonitor:
     def lines(self) -> dict[int, str]:
         """The line, in words, of each rank that still runs the student's function and is in no operation."""
         late = [i for i in self._on if i not in self._results and not self._members[i].process.status().frozen]
-        threads = self._threads_of([i for i in late if not self._members[i].reader.pending()], with_children=False)
+        threads = self._threads_of([i for i in late if not self._members[i].reader.pending()])
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
     def late(self, rank: int, operation: Pending) -> dict[int, str]:
@@ -196,7 +192,7 @@ class DeadlockMonitor:
         if not collectives or not (len(waits) == 2 or returned is not None):
             return "", {}
         group = collectives[0][1].group
-        threads = self._threads_of([i for i in self._on if i not in self._results], with_children=False)
+        threads = self._threads_of([i for i in self._on if i not in self._results])
         stacks = {i: of_rank.main.frames for i, of_rank in threads.items() if of_rank.main is not None}
         sides, sources = [], {}
         for rank, operation in collectives[:1] if returned is not None else waits:
@@ -229,9 +225,6 @@ class DeadlockMonitor:
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
         """The notice while no deadlock is certain: who waits, and for whom."""
-        cycle = cycle_of_calls(states) if waited_ns > CYCLE_NS else []
-        if cycle and self._idle(now_ns):
-            return cycle_notice([states[i].name for i in cycle])
         if waited_ns <= SLOW_NS:
             return ""
         acting = self._suspicion.acting if self._suspicion is not None else {}
@@ -239,7 +232,7 @@ class DeadlockMonitor:
         calls = (served_by(states, p) for rank in states for p in (*rank.blocked, *rank.timed))
         elsewhere |= {served[0] for served in calls if served is not None}
         if elsewhere and (elsewhere - self._places.keys() or now_ns > self._places_until_ns):
-            self._places = self._threads_of(elsewhere, with_children=False)
+            self._places = self._threads_of(elsewhere)
             self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
         return waiting_notice(states, self._places, acting, now_ns)
 
@@ -257,7 +250,7 @@ class DeadlockMonitor:
         if not waits or now_ns - self._unmoved_ns <= SLOW_NS:
             return ""
         if now_ns > self._places_until_ns or self._places.keys() != waits.keys():
-            self._places = self._threads_of(waits, with_children=False)
+            self._places = self._threads_of(waits)
             self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
         return unrecorded_notice([m.name for m in self._members], self._places, now_ns - self._unmoved_ns)
 
@@ -283,7 +276,7 @@ class DeadlockMonitor:
         """Whether the ranks have used hardly any CPU time since the last check."""
         cpu_s = sum(member.process.status().cpu_s for member in self._members)
         before_ns, before_s, _ = self._cpu_time
-        if now_ns - before_ns > CYCLE_NS / 2:
+        if now_ns - before_ns > IDLE_NS:
             idle = cpu_s - before_s < IDLE_SHARE * (now_ns - before_ns) / 1e9
             self._cpu_time = now_ns, cpu_s, idle and before_ns > 0
         return self._cpu_time[2]

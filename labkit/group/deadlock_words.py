@@ -57,10 +57,6 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
     """The cause of a deadlock in one sentence, and a hint at the usual mistake behind it; "" if there is none.
 
     If the deadlock has a culprit, the sentence does not contain its name.
-
-    Args:
-        deadlock: the deadlock.
-        names: the names of all ranks, in rank order.
     """
     waits = [(names[i], operation) for i, operation in deadlock.waits]
     first = waits[0][1]
@@ -117,14 +113,8 @@ def doing(
 ) -> str:
     """One line about what a rank is doing.
 
-    Args:
-        name: the rank's name.
-        pending: its pending operations.
-        now_ns: the current time.
-        returned: whether its function has returned.
-        serves: whether it only serves others.
-        names: the names of all ranks, to name a peer.
-        closely: whether to add the operation's number within its group, and its signature.
+    `serves` says whether it only serves others. `names` are those of all ranks, to name a peer. `closely` adds the
+    operation's number within its group, and its signature.
     """
     if returned:
         return f"{name} had returned"
@@ -163,11 +153,7 @@ def late_in_words(names: Sequence[str], operation: Pending) -> str:
 def left_in_words(name: str, left: Pending, call: Pending, number: int) -> str:
     """A sentence about a rank that left RPC without waiting for the others, and a call to it that it did not answer.
 
-    Args:
-        name: the rank's name.
-        left: its shutdown.
-        call: the call.
-        number: which call of this function it is.
+    `number` says which call of this function it is.
     """
     when = "while" if call.start_ns < left.start_ns else "before"
     was = "was unanswered" if when == "while" else "was made"

@@ -17,12 +17,7 @@ def whom_it_awaited(
 ) -> str:
     """Say why a wait failed, in sentences; "" if another error has ended the rank, or it is not certain.
 
-    Args:
-        failure: a rank's failure.
-        others: what other ranks were doing, to which the lines of late ranks are added.
-        records: the run's records.
-        monitor: knows where ranks are.
-        names: the names of all ranks.
+    The lines of late ranks are added to `others`, which says what other ranks were doing.
     """
     if failure.own_limit:
         ended = records.failed(failure.rank)[-1:]

@@ -99,11 +99,8 @@ def _places(found: Sequence[Any]) -> list[ProgramLine]:
 def _numbers(column: Any, names: Sequence[str], texts: dict[str, int], make: Callable[[str], str | None]) -> Any:
     """Return a column in which equal texts have equal numbers.
 
-    Args:
-        column: numbers of interned strings.
-        names: the interned strings.
-        texts: the number of each text so far; new texts are added.
-        make: turns a string into the text to compare; None becomes `_ANY_OTHER`.
+    `make` turns an interned string into the text to compare, or None, which becomes `_ANY_OTHER`. `texts` has the
+    number of each text so far; new texts are added.
     """
     found, inverse = np.unique(column, return_inverse=True)
     made = [make(names[number]) for number in found.tolist()]
@@ -163,12 +160,7 @@ def _unlike(sides: Sequence[Exchange | None]) -> list[int]:
 
 
 def unlike_exchange(operations: Sequence[tuple[int, Pending]], size: int) -> list[tuple[int, Pending]]:
-    """Return the sides of the first all-to-all in which a rank sends something else than another expects; [] for none.
-
-    Args:
-        operations: ranks, each with an operation.
-        size: the number of all ranks.
-    """
+    """The sides of the first all-to-all in which a rank sends something else than another expects; [] for none."""
     exchanges: dict[tuple[str, int], dict[int, Pending]] = {}
     for rank, operation in sorted(operations, key=lambda one: one[0]):
         if operation.type.traffic is Traffic.PAIRWISE:

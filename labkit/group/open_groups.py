@@ -46,10 +46,7 @@ class Notebook:
     def starter(self, runtime: str, start: str, on: Any = None) -> Any:
         """The starter of a runtime's ranks. The first call starts importing the framework, without waiting for it.
 
-        Args:
-            runtime: the runtime's name.
-            start: "fork" or "spawn".
-            on: the `launch.machines.engines.Engine` of the ranks' machines; None for this machine.
+        `on` is the `launch.machines.engines.Engine` of the ranks' machines; None for this machine.
 
         Raises:
             LabError: LABKIT_NETWORK=private, and the start method is not "fork".

@@ -22,11 +22,7 @@ MOST: Final = 64  # of all ranks together; each rank bounds its own
 
 
 class Displays:
-    """The displays of all ranks in one run.
-
-    Args:
-        names: names of the ranks, in rank order.
-    """
+    """The displays of all ranks in one run."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -46,11 +42,7 @@ class Displays:
             mine[:] = [shown if shown.key == old.key else old for old in mine]
 
     def finish(self, write: Callable[[str], None]) -> None:
-        """Show all displays below the cell; call it on the thread that runs the cell.
-
-        Args:
-            write: prints the labels.
-        """
+        """Show all displays below the cell; call it on the thread that runs the cell."""
         room = MOST
         for rank in sorted(self._shown):
             name, mine = self._names[rank], self._shown[rank]
@@ -75,11 +67,7 @@ MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
 
 
 class GroupedWarnings:
-    """Collects the warnings of ranks.
-
-    Args:
-        names: names of the ranks, in rank order.
-    """
+    """Collects the warnings of ranks."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -129,7 +117,6 @@ class Output:
     """The prints of all ranks in one run.
 
     Args:
-        names: the names of the ranks, in rank order.
         show: False keeps them without showing them.
     """
 

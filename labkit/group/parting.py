@@ -30,17 +30,11 @@ REPEATED: Final = (*LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.Generato
 
 
 class Side(NamedTuple):
-    """Ranks that are at the same place.
+    """Ranks that are at the same place."""
 
-    Args:
-        names: their names.
-        frames: the student's frames, outermost first; none if the ranks have returned.
-        lines: where they were before: the lines of their steps and of the group's operations, in order.
-    """
-
-    names: Sequence[str]
-    frames: Sequence[StackFrame]
-    lines: Sequence[str] = ()
+    names: Sequence[str]  # their names
+    frames: Sequence[StackFrame]  # the student's frames, outermost first; none if the ranks have returned
+    lines: Sequence[str] = ()  # where they were before: the lines of their steps and of the group's operations, in order
 
     def __str__(self) -> str:
         return f"{listed(self.names)} {'is' if len(self.names) == 1 else 'are'}"

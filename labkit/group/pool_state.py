@@ -32,26 +32,16 @@ from labkit.worker.runtimes.base import Runtime
 
 
 class LostRanks(dict[int, RankFailure]):
-    """How these ranks ended, by their numbers.
-
-    Args:
-        options: the group's options.
-        kind: the class of its runtime.
-    """
+    """How these ranks ended, by their numbers."""
 
     def __init__(self, options: Options, kind: type[Runtime]) -> None:
         super().__init__()
         self._replaceable = {r for r in range(len(options.names)) if kind.replaceable(options.jobs, r)}
 
     def take(self, failure: RankFailure, on: Sequence[int]) -> bool:
-        """Add a rank, if the run goes on without it: a rank that uses it was called, and another one like it is left.
+        """Add a rank that has ended, and return whether the run goes on without it.
 
-        Args:
-            failure: the end of its process.
-            on: the ranks that were called.
-
-        Returns:
-            whether the run goes on.
+        It does if a rank that uses it was called, and another one like it is left.
         """
         left = self._replaceable - self.keys() - {failure.rank}
         if failure.rank not in self._replaceable or not left or self._replaceable.issuperset(on):
@@ -60,11 +50,7 @@ class LostRanks(dict[int, RankFailure]):
         return True
 
     def notes(self, start_ns: int) -> list[str]:
-        """Return a line for each of these ranks, after a successful run.
-
-        Args:
-            start_ns: start of the run.
-        """
+        """Return a line for each of these ranks, after a successful run."""
         ends = [(f, time_in_words(f.at_ns - start_ns)) for f in self.values()]
         return [f"{f.name} ended {after} after the start: {f.headline}. The others went on without it." for f, after in ends]
 
@@ -140,23 +126,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a run needs of the processes.
+    """What a run needs of the processes."""
 
-    Args:
-        cell: whether it runs a cell, which may use what earlier cells have left, rather than call a function.
-        starts_rpc: whether all ranks run it and it calls `init_rpc` itself, so that the ranks must be without RPC.
-    """
-
-    cell: bool
-    starts_rpc: bool
+    cell: bool  # whether it runs a cell, which may use what earlier cells have left, rather than call a function
+    starts_rpc: bool  # whether all ranks run it and it calls `init_rpc` itself: they must be without RPC
 
 
 class PoolState:
     """The state of a pool.
-
-    Args:
-        kind: the runtime.
-        starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
 
     Attributes:
         phase: what the pool is doing.

@@ -50,9 +50,6 @@ class RankPool:
     """One generation of a group's processes.
 
     Args:
-        options: the options of the group.
-        kind: the class of its runtime.
-        starter: starts and ends the processes.
         sent: the definitions that the group has sent.
         starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
 
@@ -208,9 +205,7 @@ class RankPool:
     def begin(self, on: Sequence[int], message: Callable[[Member], Message]) -> None:
         """Start a run on some ranks, after telling them which definitions to forget.
 
-        Args:
-            on: the numbers of the ranks.
-            message: returns the message for a rank; one that several ranks get is pickled once.
+        `message` returns the message for a rank; one that several ranks get is pickled once.
         """
         last: Message | None = None
         frame: protocol.Frame | None = None
@@ -307,11 +302,8 @@ class RankPool:
     def death(self, member: Member, *, at_ns: int = 0, last: str = "", ago_ns: int = 0) -> RankFailure:
         """Explain how a rank's process ended: exit code, OOM killer, location of a C crash, and output not yet shown.
 
-        Args:
-            member: the rank.
-            at_ns: when its end was noticed, on `time.perf_counter_ns`.
-            last: a sentence that says what the rank was doing at its last report.
-            ago_ns: how long before that was.
+        Its end was noticed at `at_ns`, on `time.perf_counter_ns`. The sentence `last` says what it was doing at its
+        last report, `ago_ns` before that.
         """
         oom_kills = self.oom_kills.recent() if member.process.place is None else ""
         (end,) = self._starter.end([member.process])
@@ -366,10 +358,6 @@ class RankPool:
 
 class _Answers(Generic[_Reply]):
     """Receives one reply from every rank, outside a run; see `Receiver`.
-
-    Args:
-        pool: the processes.
-        expected: the class of the replies.
 
     Attributes:
         replies: the replies received so far, by rank number.

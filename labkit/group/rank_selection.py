@@ -22,12 +22,7 @@ class GroupOfRanks(Protocol):
 
 
 class Ranks:
-    """Selected ranks of a group: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run.
-
-    Args:
-        group: the group they belong to.
-        on: their numbers, ascending.
-    """
+    """Selected ranks: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run."""
 
     def __init__(self, group: GroupOfRanks, on: Sequence[int]) -> None:
         self.group, self.on = group, tuple(on)

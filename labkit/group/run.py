@@ -102,10 +102,7 @@ class Execution:
       each failure that leaves ranks in an unknown state, the pool is spent and its processes end.
 
     Args:
-        pool: the processes.
         on: the numbers of the ranks that call the function.
-        name: the function's name.
-        picture: the live picture, or None.
         called: the function, as a frame.
 
     Attributes:
@@ -151,14 +148,11 @@ class Execution:
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
     def wait(self, deadline_s: float | None, *, profile: bool = False) -> Run:
-        """Receive messages until every rank that was called has answered.
+        """Receive messages until every rank that was called has answered; return the completed run.
 
         Args:
             deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
             profile: whether torch's profiler records the ranks.
-
-        Returns:
-            the completed run.
 
         Raises:
             RankError: a rank failed.

@@ -33,19 +33,12 @@ class _First(NamedTuple):
 
 
 class _Training(NamedTuple):
-    """What one rank has noted of its training.
+    """What one rank has noted of its training."""
 
-    Args:
-        steps: optimizer steps.
-        samples: how often each sample came before the first step; empty if that is not known.
-        optimizers: the first ones, in the order of their first steps.
-        after: sketches of the parameters after the last step.
-    """
-
-    steps: int
-    samples: Counter[int]
-    optimizers: list[_First]
-    after: dict[tuple[str, str], Any]
+    steps: int  # optimizer steps
+    samples: Counter[int]  # how often each sample came before the first step; empty if that is not known
+    optimizers: list[_First]  # the first ones, in the order of their first steps
+    after: dict[tuple[str, str], Any]  # sketches of the parameters after the last step
 
 
 @public_api

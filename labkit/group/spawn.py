@@ -15,11 +15,7 @@ NAMES: Final = ("gpu", "i", "idx", "index", "pid", "proc_id", "process_id", "pro
 
 
 class WithRank:
-    """A function that is called with the rank's number before its arguments.
-
-    Args:
-        function: the student's function.
-    """
+    """A function that is called with the rank's number before its arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)

@@ -20,11 +20,7 @@ class Stacks(dict[str, str]):
 
 
 def crash(frames: Sequence[StackFrame]) -> str:
-    """Where the student's code was when a rank crashed in C code, as a traceback; "" if it did not run.
-
-    Args:
-        frames: the stack of the thread in which the rank crashed.
-    """
+    """Where the student's code was when a rank crashed in C code, as a traceback; "" if it did not run."""
     half = re.sub(r"^ +", lambda spaces: spaces[0][::2], _stack(frames), flags=re.MULTILINE)  # a traceback is indented by two
     return f"Traceback (most recent call last):\n{half}" if half else ""
 
@@ -32,9 +28,7 @@ def crash(frames: Sequence[StackFrame]) -> str:
 def readable(threads: RankThreads, status: Status) -> str:
     """A rank's stacks as a report in the form of tracebacks: the student's frames, and the frame that they called.
 
-    Args:
-        threads: its threads.
-        status: the state of its process, which is reported if it did not answer.
+    The state of its process is reported if it did not answer.
     """
     if threads.main is None:
         return f"does not answer: {_state(status)}"

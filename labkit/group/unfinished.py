@@ -29,15 +29,10 @@ CHECK_EVERY_S: Final = 0.002
 
 
 class Unfinished(NamedTuple):
-    """The first operation that a run has left unfinished.
+    """The first operation that a run has left unfinished."""
 
-    Args:
-        sentence: the operation, its line, and its state.
-        failed: whether it has failed, so that it cannot complete any more.
-    """
-
-    sentence: str
-    failed: bool
+    sentence: str  # the operation, its line, and its state
+    failed: bool  # whether it has failed, so that it cannot complete any more
 
     def after_a_run(self) -> str:
         """Return the message after a run that has left it."""
@@ -60,10 +55,6 @@ def left_unfinished(members: Sequence[Member], records: Records) -> Unfinished |
     """Return the first unfinished operation of a run in which all ranks have returned; None if there is none.
 
     Waits up to `COMPLETE_S` for operations that are about to complete.
-
-    Args:
-        members: the ranks.
-        records: the records of the run.
     """
     records.drain()
     failed = [(m, p) for m in members for p in records.failed(m.rank) if _matters(p)]
@@ -84,15 +75,6 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
     They may if none had communicated, or if all ranks failed with the same error in the student's code and no operation
     is unfinished. Otherwise a typo in the last line of a cell would cost the model that earlier cells have trained. The
     same holds for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
-
-    Args:
-        failures: the failures by rank.
-        members: all ranks.
-        records: the records of the run.
-        kind: the ranks' runtime.
-
-    Returns:
-        whether they may.
     """
     if any(m.reader.pending() for m in members):
         return False
@@ -104,12 +86,7 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
 
 
 def still_unfinished(left: Unfinished | None, members: Sequence[Member]) -> Unfinished | None:
-    """Return the operation that a cell has left unfinished; None once a later cell has completed it.
-
-    Args:
-        left: the operation that a cell has left.
-        members: the ranks, between runs.
-    """
+    """Return the operation that a cell has left unfinished; None once a later cell has completed it."""
     return left if left is None or left.failed else _await_end(members, lambda _: {})
 
 

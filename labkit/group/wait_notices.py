@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.deadlock import HINTS, RankState, missing, promised, served_by
+from labkit.group.deadlock import RankState, missing, promised, served_by
 from labkit.group.deadlock_words import operation_in_words, place
 from labkit.group.output import cell_label
 from labkit.launch.frames import StackFrame
 from labkit.launch.thread_states import Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD, kind_of
-from labkit.recording.schema import TIMED, Pending
+from labkit.recording.group_keys import DIST_BACKWARD
+from labkit.recording.schema import Pending
 
 MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
 MOST_NAMES: Final = 4
 SOURCE_CHARACTERS: Final = 60
+PLURAL: Final = {"is": "are", "has": "have"}
 ROUNDED_S: Final = 5  # how often the notice changes
 # torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
 BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
-OUTSIDE: Final = "another program may end that wait"
 SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
-def cycle_notice(names: Sequence[str]) -> str:
-    """The notice about calls that wait for one another while no rank computes.
-
-    Args:
-        names: the names of the ranks along the cycle, from the first caller on.
-    """
-    calls = f"calls wait for one another in a circle: {' → '.join(names)}"
-    return f"{calls}, and no rank computes: does one of them hold a lock? Stop ends the run."
-
-
 def unrecorded_notice(names: Sequence[str], threads: Mapping[int, RankThreads], waited_ns: int) -> str:
-    """The notice about ranks that all wait, but not in an operation that labkit records.
-
-    Args:
-        names: the names of all ranks.
-        threads: the threads of the ranks that wait.
-        waited_ns: how long they have waited.
-    """
-    by_place: dict[str, list[str]] = {}
-    for i, of_rank in threads.items():
-        by_place.setdefault(_where(of_rank.main), []).append(names[i])
-    return "; ".join(
-        f"{_some(who)} {'has' if len(who) == 1 else 'have'} waited in C++ or for a lock for more than {_rounded(waited_ns)} s, "
-        f"at {where}" for where, who in list(by_place.items())[:MOST_WAITS]
-    )  # fmt: skip
+    """The notice about ranks that all wait, but not in an operation that labkit records."""
+    waited = f"waited in C++ or for a lock for more than {_rounded(waited_ns)} s, at"
+    return "; ".join(_together((names[i], "has", f"{waited} {_where(of_rank.main)}") for i, of_rank in threads.items()))
 
 
 def waiting_notice(
@@ -56,11 +35,8 @@ def waiting_notice(
 ) -> str:
     """The ranks that have waited long, their operations, and the ranks they wait for; "" if no rank waits.
 
-    Args:
-        ranks: the states of the ranks, in rank order.
-        threads: the threads of ranks that are not blocked, as far as they are known.
-        acting: what may still act in the other ranks.
-        now_ns: the current time.
+    `threads` has those of ranks that are not blocked, as far as they are known; `acting` has what may still act in the
+    others.
     """
     longest_ns = max((now_ns - p.wait_start_ns for rank in ranks for p in (*rank.blocked, *rank.timed)), default=0)
     waits: dict[tuple[str, str], list[tuple[int, Pending]]] = {}
@@ -84,23 +60,14 @@ def waiting_notice(
     parts += _serving(ranks, calls, threads)
     parts += _promised(ranks, futures)
     parts += [BACKWARD] if any(p.group == DIST_BACKWARD for p in calls) else []
-    parts += [OUTSIDE] if any(p.thread == TIMED and kind_of(p.group) in HINTS for p in calls) else []
     waiting = [i for who in longest_first for i, _ in who if i in acting]
     parts += [f"{ranks[i].name} {_may_act(acting[i])}" for i in waiting[:MOST_WAITS]]
     return "; ".join(parts)
 
 
 def silence_notice(running: Mapping[str, RankThreads | None], silent_s: float) -> str:
-    """Where ranks are that have shown nothing for long; "" without ranks.
-
-    Args:
-        running: the threads of the ranks that have not returned, as far as they are known, by the ranks' names.
-        silent_s: for how long they have shown nothing, in seconds.
-    """
-    by_place: dict[str, list[str]] = {}
-    for name, threads in running.items():
-        by_place.setdefault(_place_of(threads) or "running", []).append(name)
-    where = [f"{_some(names)} {_are(names)} {place}" for place, names in list(by_place.items())[:MOST_WAITS]]
+    """Where ranks are that have not returned and have shown nothing for long, by their names; "" without ranks."""
+    where = _together((name, "is", _place_of(threads) or "running") for name, threads in running.items())
     return "; ".join([f"nothing printed for {silent_s:.0f} s", *where]) if where else ""
 
 
@@ -108,10 +75,19 @@ def _waiters(ranks: Sequence[RankState], who: Sequence[tuple[int, Pending]], now
     operation = who[0][1]
     seconds = _rounded(now_ns - max(p.wait_start_ns for _, p in who))
     names = [rank.name for rank in ranks] if len({p.peer for _, p in who}) == 1 else ()
-    return (
-        f"{_some([ranks[i].name for i, _ in who])} {'has' if len(who) == 1 else 'have'} waited in "
-        f"{operation_in_words(operation, names)}{place(operation)} for more than {seconds} s"
-    )
+    waited = f"waited in {operation_in_words(operation, names)}{place(operation)} for more than {seconds} s"
+    return _together((ranks[i].name, "has", waited) for i, _ in who)[0]
+
+
+def _together(doings: Iterable[tuple[str, str, str]]) -> list[str]:
+    """What ranks do, in one sentence for those that do the same: from their names, "is" or "has", and the rest."""
+    by_doing: dict[tuple[str, str], list[str]] = {}
+    for name, verb, rest in doings:
+        by_doing.setdefault((verb, rest), []).append(name)
+    return [
+        f"{listed(names, most=MOST_NAMES, rest='others')} {verb if len(names) == 1 else PLURAL[verb]} {rest}"
+        for (verb, rest), names in list(by_doing.items())[:MOST_WAITS]
+    ]
 
 
 def _rounded(waited_ns: int) -> int:
@@ -123,28 +99,19 @@ def _elsewhere(
     ranks: Sequence[RankState], absent: Sequence[int], threads: Mapping[int, RankThreads], acting: Mapping[int, Active]
 ) -> list[str]:
     """What the ranks do that the others wait for."""
-    by_doing: dict[tuple[bool, str], list[str]] = {}  # whether it has returned, and what it does
+    doings = []
     for i in absent:
         if ranks[i].returned:
-            doing = "returned" + (f", and {_may_act(acting[i])}" if i in acting else "")
+            doings.append((ranks[i].name, "has", "returned" + (f", and {_may_act(acting[i])}" if i in acting else "")))
         else:
-            doing = _place_of(threads.get(i)) or "computing"
-        by_doing.setdefault((ranks[i].returned, doing), []).append(ranks[i].name)
-    parts = []
-    for (returned, doing), names in list(by_doing.items())[:MOST_WAITS]:
-        verb = ("has" if len(names) == 1 else "have") if returned else _are(names)
-        parts.append(f"{_some(names)} {verb} {doing}")
-    return parts
+            doings.append((ranks[i].name, "is", _place_of(threads.get(i)) or "computing"))
+    return _together(doings)
 
 
 def _place_of(threads: RankThreads | None) -> str:
     """Where the student's code is on a rank's main thread; "" if that is not known."""
     frame = threads.main.students if threads is not None and threads.main is not None else None
     return "" if frame is None else f"at {_at(frame)}"
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapping[int, RankThreads]) -> list[str]:
@@ -168,7 +135,7 @@ def _may_act(active: Active) -> str:
     if active.kind == "silent":
         return "does not say where its threads are"
     if active.kind == "child":
-        return f"has a child process: {_cut(active.child)}" if active.child else "has a forked child process"
+        return f"has a child process: {_cut(active.child or 'a fork')}"
     where = _where(active.thread)
     return f"is at {where}" if active.kind == "main" else f"has another thread, at {where}"
 
@@ -190,8 +157,3 @@ def _at(frame: StackFrame) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= SOURCE_CHARACTERS else f"{text[:SOURCE_CHARACTERS]}..."
-
-
-def _some(names: Sequence[str]) -> str:
-    """The names, or the first of many."""
-    return listed(names, most=MOST_NAMES, rest="others")

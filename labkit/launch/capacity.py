@@ -12,28 +12,18 @@ from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import in_words
 from labkit.launch.server_requests import BATCH
-from labkit.recording.ring_layout import RING_BYTES
 
 
 class FreeMemory(NamedTuple):
-    """The memory that this process may use.
+    """The memory that this process may use."""
 
-    Args:
-        nbytes: its size.
-        free_nbytes: the part that processes can still get.
-        limited: whether a container's limit decides, and not the machine.
-    """
-
-    nbytes: int
-    free_nbytes: int
-    limited: bool
+    nbytes: int  # its size
+    free_nbytes: int  # the part that processes can still get
+    limited: bool  # whether a container's limit decides, and not the machine
 
 
 def usable_memory(root: Path = Path("/")) -> FreeMemory:
     """Return the memory that this process may use.
-
-    Args:
-        root: the root of the file system; tests pass their own.
 
     Source: memory.max, memory.current and memory.stat in the kernel's Documentation/admin-guide/cgroup-v2.rst;
     Documentation/admin-guide/cgroup-v1/memory.rst for version 1.
@@ -66,19 +56,11 @@ UNLIMITED: Final = 1 << 62
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
-SHARED_BYTES: Final = 2 * RING_BYTES  # the largest file that a rank without large arguments needs: records and stacks
 PROC: Final = "/proc/self/stat"
 
 
 def raise_limit(needed: int = ENOUGH) -> int:
-    """Raise this process's soft limit.
-
-    Args:
-        needed: the limit to reach, as far as the hard limit allows.
-
-    Returns:
-        the limit afterwards.
-    """
+    """Raise this process's soft limit to `needed`, as far as its hard limit allows; return the limit afterwards."""
     import resource  # not available on Windows, where labkit can be imported
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -113,18 +95,6 @@ def check_capacity(ranks: int, rank_bytes: int) -> None:
     """
     _check_memory(ranks, rank_bytes)
     _check_open_files(ranks)
-    _check_file_size()
-
-
-def _check_file_size() -> None:
-    import resource
-
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if largest != resource.RLIM_INFINITY and largest < SHARED_BYTES:
-        raise LabError(
-            f"this process may create no file larger than {in_words(largest, 'iB')} (ulimit -f), and each rank records in "
-            f"{in_words(RING_BYTES, 'iB')} of shared memory. Raise the limit before you start JupyterLab."
-        )
 
 
 def _check_memory(count: int, rank_bytes: int) -> None:
@@ -138,17 +108,10 @@ def _check_memory(count: int, rank_bytes: int) -> None:
 
 
 def _check_open_files(count: int) -> None:
-    spare = FILES_TO_SPARE + count_open_files()
-
-    def files(ranks: int) -> int:
-        return ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + spare
-
-    needed = files(count)
+    needed = count * FILES_PER_RANK + min(count, BATCH) * STARTING_FILES + FILES_TO_SPARE + count_open_files()
     limit = raise_limit(needed)
     if needed > limit:
-        most = max((n for n in range(1, count) if files(n) <= limit), default=0)
-        first = f"Use at most {most} ranks" if most else "Close some"
         raise LabError(
             f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
-            f"{first}, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
+            f"Use fewer ranks, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )

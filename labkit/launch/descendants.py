@@ -42,11 +42,7 @@ def children() -> set[int]:
 
 
 def end_children(kept: Collection[int] = ()) -> None:
-    """End this process's children, and the processes that they leave behind.
-
-    Args:
-        kept: process ids of children that are not ended.
-    """
+    """End this process's children, except the process ids `kept`, and the processes that they leave behind."""
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         unwanted = [pid for pid in children() - set(kept) if _command(pid) != ENDS_ITSELF]

@@ -65,10 +65,7 @@ IDLE_MS: Final = 50  # without a request for so long, the server moves some memo
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     """Run the server: import modules, then fork ranks on request, until the notebook's process has ended.
 
-    Args:
-        fds: the file descriptor of the socket that carries requests.
-        preload: the modules to import.
-        notebook: the notebook's process id.
+    `fds` has the socket that carries requests.
     """
     raise_limit()
     prepare()
@@ -116,12 +113,7 @@ class _ForkedRank(NamedTuple):
 
 
 class _Server:
-    """Forks ranks, and ends them.
-
-    Args:
-        sock: the socket that carries requests.
-        network: the network in which ranks communicate.
-    """
+    """Forks ranks, and ends them, as requests on a socket say."""
 
     def __init__(self, sock: socket.socket, network: PrivateNetwork) -> None:
         self._sock, self._network = sock, network
@@ -218,12 +210,7 @@ def _pidfd(pid: int) -> int:
 
 
 def spawned(fds: list[int], preload: list[str]) -> NoReturn:
-    """Run a spawned rank: import modules, then serve the notebook.
-
-    Args:
-        fds: as for `_live_as_rank`.
-        preload: the modules to import.
-    """
+    """Run a spawned rank: import modules, then serve the notebook; `fds` is as for `_live_as_rank`."""
     raise_limit()
     prepare()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
@@ -234,9 +221,7 @@ def spawned(fds: list[int], preload: list[str]) -> NoReturn:
 def guard(fds: list[int], notebook: int) -> NoReturn:
     """Run the guard, which ends spawned ranks after the notebook's process has ended; they may be too busy to notice.
 
-    Args:
-        fds: a pipe from the notebook with one line for each rank that starts, "+pid", and each that ends, "-pid".
-        notebook: the notebook's process id.
+    `fds` has a pipe from the notebook with one line for each rank that starts, "+pid", and each that ends, "-pid".
     """
     ranks: set[int] = set()
     poll = select.poll()
@@ -312,7 +297,6 @@ def _live_as_rank(
         from labkit.worker.main_loop import main
 
         # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.
-        os.lseek(ring, RING_BYTES, os.SEEK_SET)
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
         os.register_at_fork(after_in_child=faulthandler.disable)  # for processes that the rank forks

@@ -9,7 +9,6 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -18,7 +17,7 @@ from labkit.recording.record import is_students
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
 _PACKAGES: Final = ("site-packages", "dist-packages")
-_THREAD: Final = re.compile(r"(?:Stack|(?:Current t|T)hread 0x(?P<ident>[0-9a-f]+)).*\(most recent call first\):")
+_BEGINNING: Final = "(most recent call first):"
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -32,19 +31,13 @@ class Owner(Enum):
 
 
 class StackFrame(NamedTuple):
-    """A stack frame.
-
-    Args:
-        file, line, function: where it is.
-        own: whose code it runs.
-        source: the source line, if it is the student's or the innermost frame; "" if unknown.
-    """
+    """A stack frame."""
 
     file: str
     line: int
     function: str
-    own: Owner
-    source: str = ""
+    own: Owner  # whose code it runs
+    source: str = ""  # the source line, if it is the student's or the innermost frame; "" if unknown
 
 
 def frame_at(file: str, line: int, function: str, *, innermost: bool = False) -> StackFrame:
@@ -63,26 +56,13 @@ def _owner(file: str) -> Owner:
     return Owner.STDLIB if in_stdlib else Owner.LIBRARY
 
 
-def stacks_in(raw: str) -> Iterator[tuple[int, tuple[StackFrame, ...]]]:
-    """The identity and the frames (outermost first) of each thread; the main thread, which is the oldest, first.
-
-    Args:
-        raw: the stacks of a rank, as `faulthandler` writes them.
-    """
-    found: list[tuple[int, list[StackFrame]]] = []
-    writer = -1
-    for text in raw.splitlines():
-        if thread := _THREAD.match(text):
-            if text.startswith("Current"):
-                writer = len(found)
-            found.append((int(thread["ident"] or "0", 16), []))
-        elif found and (match := _FRAME.match(text)):
-            frames = found[-1][1]
+def stacks_in(text: str) -> list[tuple[StackFrame, ...]]:
+    """The stacks in a text of `faulthandler`, each with its outermost frame first."""
+    found: list[list[StackFrame]] = []
+    for line in text.splitlines():
+        if line.endswith(_BEGINNING):
+            found.append([])
+        elif found and (match := _FRAME.match(line)):
+            frames = found[-1]
             frames.append(frame_at(match["file"], int(match["line"]), match["function"], innermost=not frames))
-    if not found:
-        return
-    main = found.pop()  # it is written last
-    if 0 <= writer < len(found):  # labkit's own thread
-        found.pop(writer)
-    for ident, frames in (main, *found):
-        yield ident, tuple(reversed(frames))
+    return [tuple(reversed(frames)) for frames in found]

@@ -24,17 +24,11 @@ PF_EXITING: Final = 0x4
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a process at one moment.
+    """The state of a process at one moment."""
 
-    Args:
-        state: psutil's word for the state of its main thread, such as "sleeping"; "gone" once it has been reaped.
-        exiting: whether it is exiting or has ended. Connections may close before its sentinel is readable.
-        cpu_s: CPU time of all its threads in seconds, in steps of 10 ms; 0 after its end.
-    """
-
-    state: str
-    exiting: bool
-    cpu_s: float
+    state: str  # psutil's word for the state of its main thread, such as "sleeping"; "gone" once it has been reaped
+    exiting: bool  # whether it is exiting or has ended. Connections may close before its sentinel is readable.
+    cpu_s: float  # CPU time of all its threads in seconds, in steps of 10 ms; 0 after its end
 
     @property
     def frozen(self) -> bool:
@@ -49,19 +43,12 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a process ended.
+    """How a process ended."""
 
-    Args:
-        code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
-        crash: if it crashed in C code, the frames of the thread that did, outermost first.
-        lost: if its machine is lost, its name, and how the loss was noticed.
-        oom_kills: on another machine, what its kernel's OOM killer has done there lately, in words.
-    """
-
-    code: int | None
-    crash: tuple[StackFrame, ...] = ()
-    lost: str = ""
-    oom_kills: str = ""
+    code: int | None  # its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
+    crash: tuple[StackFrame, ...] = ()  # if it crashed in C code, the frames of the thread that did, outermost first
+    lost: str = ""  # if its machine is lost, its name, and how the loss was noticed
+    oom_kills: str = ""  # on another machine, what its kernel's OOM killer has done there lately, in words
 
 
 class RankProcess:

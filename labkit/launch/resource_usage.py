@@ -41,11 +41,7 @@ class Gpus:
     def read(self, number: int) -> tuple[int, int] | None:
         """Return a GPU's utilization in per cent, over the last 1/6 to 1 second, and its memory in use, in bytes.
 
-        Args:
-            number: the GPU's number in CUDA.
-
-        Returns:
-            both, or None if NVML does not report them.
+        None if NVML does not report them. The GPU's number is that in CUDA.
         """
         try:
             handle = self._handle(number)
@@ -79,15 +75,10 @@ STARVED_S: Final = 3.0  # longest wait for processes that lack a core
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The resources that one rank uses.
+    """The resources that one rank uses."""
 
-    Args:
-        nbytes: its process's private memory in bytes, or the memory in use on its GPUs, also by others; 0 if unknown.
-        busy: utilization of its GPUs in per cent; None without GPUs.
-    """
-
-    nbytes: int = 0
-    busy: int | None = None
+    nbytes: int = 0  # its process's private memory in bytes, or the memory in use on its GPUs, also by others; 0 if unknown
+    busy: int | None = None  # utilization of its GPUs in per cent; None without GPUs
 
 
 def own_bytes(pid: int) -> int:
@@ -124,35 +115,21 @@ def _unshared_bytes(pid: int) -> int:
 
 
 def gpus_of(ranks: int, devices: str) -> list[list[int]]:
-    """Return the numbers of each rank's GPUs.
-
-    Args:
-        ranks: the number of ranks.
-        devices: "auto", "cpu" or "cuda".
-    """
+    """Return the numbers of each rank's GPUs; `devices` is "auto", "cpu" or "cuda"."""
     count = 0 if devices == "cpu" else gpu_count()
     shares = [share_of_devices(rank, ranks, count) for rank in range(ranks)]
     return [[int(name.removeprefix("cuda:")) for name in own if name != "cpu"] for own in shares]
 
 
 class Cores:
-    """Finds out whether processes have lacked a core since this object was created.
-
-    Args:
-        processes: all processes that may be asked about.
-    """
+    """Finds out whether processes have lacked a core since this object was created."""
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
         self._used_s = {process.number: process.status().cpu_s for process in processes}
         self._until_s = time.monotonic() + STARVED_S
 
     def lacked(self, processes: Iterable[RankProcess], enough_s: float) -> bool:
-        """Whether a process needs a core now and has had less CPU time than it needs; always False after `STARVED_S`.
-
-        Args:
-            processes: the processes to check.
-            enough_s: the CPU time in seconds that is enough.
-        """
+        """Whether a process needs a core now and has had less than `enough_s` of CPU time; False after `STARVED_S`."""
         if time.monotonic() > self._until_s:
             return False
         now = ((process.status(), self._used_s[process.number]) for process in processes)
@@ -170,7 +147,6 @@ class ResourceMonitor:
     """Samples the load of ranks on this machine.
 
     Args:
-        processes: their processes, in rank order.
         devices: the numbers of each rank's GPUs; default: none.
         read: returns the memory of a process in bytes; default: the result of `followed`.
         gpus: reads the state of GPUs; default: through NVML.
@@ -196,11 +172,7 @@ class ResourceMonitor:
                 self._gpus = Gpus()
 
     def sample(self, now_ns: int) -> tuple[Load, ...]:
-        """Return the latest load of each rank; take a new sample if it is time to.
-
-        Args:
-            now_ns: the time in ns, on the clock of `time.perf_counter_ns`.
-        """
+        """Return the latest load of each rank; take a new sample if it is time to, by `time.perf_counter_ns`."""
         if now_ns >= self._next_ns:
             before = self._clock()
             self._loads = tuple(self._load(rank) for rank in range(len(self._pids)))

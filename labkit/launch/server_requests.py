@@ -23,31 +23,20 @@ class Fork:
     """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along.
 
     The reply is `Forked` or `Failed`.
-
-    Args:
-        ranks: the numbers.
-        first: the rank, in its group, of the first one.
-        total: the number of ranks of the group.
     """
 
-    ranks: Sequence[int]
-    first: int = 0
-    total: int = 0
+    ranks: Sequence[int]  # the numbers
+    first: int = 0  # the rank, in its group, of the first one
+    total: int = 0  # the number of ranks of the group
 
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """The ranks have been forked.
+    """The ranks have been forked."""
 
-    Args:
-        pids: their process ids, by number.
-        places: where they are, by number; none if all are on this machine.
-        notes: remarks for the student.
-    """
-
-    pids: Mapping[int, int]
-    places: Mapping[int, Place] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    pids: Mapping[int, int]  # their process ids, by number
+    places: Mapping[int, Place] = field(default_factory=dict)  # where they are, by number; none if all are on this machine
+    notes: Sequence[str] = ()  # remarks for the student
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,20 +126,11 @@ class Starter(ABC):
         """
 
     def catch_up(self, processes: Sequence[RankProcess]) -> bool:  # noqa: ARG002  # nothing is late on this machine
-        """Wait until all that ranks had recorded and printed before this call can be read here.
-
-        Returns:
-            whether it can: a machine may not answer.
-        """
+        """Wait until all that ranks had recorded and printed before this call can be read; return whether it can."""
         return True
 
     def monitor(self, processes: Sequence[RankProcess], devices: str) -> Monitor:
-        """Return what samples the load of ranks.
-
-        Args:
-            processes: the ranks, in rank order.
-            devices: which devices they use: "auto", "cpu" or "cuda".
-        """
+        """Return what samples the load of ranks, in rank order; `devices` is "auto", "cpu" or "cuda"."""
         return ResourceMonitor(processes, gpus_of(len(processes), devices))
 
     @abstractmethod

@@ -2,16 +2,16 @@
 
 A rank is blocked for ever only if none of its threads can act. A thread that sleeps, polls, reads or computes may do
 anything next. A thread that waits for a lock or a queue without a time limit only continues when another thread of its
-process wakes it. Python's stacks tell where a thread is; on Linux, the kernel tells whether the wait has a time limit,
-and whether the thread has moved between two checks.
+process wakes it. Its source line tells whether the wait has a time limit; its frames and the CPU time that it has used
+tell whether it has moved between two checks.
 
 What can go wrong, and the tests in `tests/launch/test_thread_states.py` that show it. A mistake in one direction ends a
 healthy run, in the other it lets a stuck one wait for ever, so all doubts count as "may act":
 
 - A thread is woken between two looks, or has ended, or is new: somebody has acted
   (`test_a_thread_that_waits_without_a_limit_can_only_be_woken`).
-- A wait looks endless in Python and has a time limit in the kernel, or the kernel says nothing
-  (`test_real_threads_that_continue_by_themselves`, `test_without_the_kernels_information_the_line_decides`).
+- A wait with a time limit looks like one without (`test_real_threads_that_continue_by_themselves`).
+- A thread was woken before both looks, and still has no core (`test_a_woken_thread_without_a_core_may_act`).
 - A library's thread that wakes up regularly would keep every rank "active" for ever, and an unknown one may be the
   student's (`test_housekeeping_threads_of_libraries`, `test_an_unknown_librarys_thread_may_act`).
 - A callback runs on a thread that is inside an operation (`test_a_thread_in_an_operation_is_judged_by_the_operation`).
@@ -22,33 +22,34 @@ healthy run, in the other it lets a stuck one wait for ever, so all doubts count
 
 from __future__ import annotations
 
-import bisect
 import os
 import platform
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from labkit.launch.frames import Owner, StackFrame, stacks_in
+from labkit.launch.frames import Owner, StackFrame, frame_at
 from labkit.launch.rank_process import RankProcess
-from labkit.launch.stack_dump import ask
+from labkit.launch.stack_dump import ask, interrupt
+from labkit.worker.stack_writer import ThreadLook
 
 # The number of the system call in which a thread waits for a lock, on known architectures.
 FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
-FUTEX_WAITS: Final = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET
-FUTEX_PRIVATE: Final = 0x80  # only threads of the same process can wake it
-FUTEX_COMMAND: Final = 0x7F
-ATTEMPTS: Final = 5  # to find a running thread waiting
 
 _COMM: Final = os.path.join("labkit", "worker", "comm") + os.sep
 # In which a thread of TensorFlow's waits for the other ranks, while the main thread waits for that thread.
 _TF_COLLECTIVES: Final = os.path.join("tensorflow", "python", "ops", "gen_collective_ops.py")
-# Lines of the standard library in which a thread waits without a time limit, for systems whose kernel does not say so.
-_ENDLESS: Final = ("waiter.acquire()", "work_item = work_queue.get(block=True)")
+# Lines of the standard library in which a thread waits without a time limit: in `threading`, in an executor's thread,
+# and in three threads of a `ThreadPool`.
+_ENDLESS: Final = (
+    "waiter.acquire()",
+    "work_item = work_queue.get(block=True)",
+    "task = get()",
+    "for taskseq, set_length in iter(taskqueue.get, None):",
+)
 # Files of library threads that wake up regularly, and never run the student's code.
 _HOUSEKEEPING: Final = tuple(
     os.path.join(*parts)
@@ -65,28 +66,17 @@ _POOL_THREAD: Final = "_handle_workers"
 # Child processes that never communicate for the rank: by name, or by a word of their command line.
 _HARMLESS_NAMES: Final = ("pt_data_worker",)
 _HARMLESS_COMMANDS: Final = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
-# Signals that Python, faulthandler, the C library's threads (32, 33) and torch's DataLoader handle in every rank;
-# handlers of other signals are the student's.
-_USUAL_SIGNALS: Final = frozenset({2, 4, 6, 7, 8, 11, 15, 17, 32, 33, 64})
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """One thread that runs Python.
+    """One thread that runs Python."""
 
-    Args:
-        frames: its stack, outermost frame first.
-        ident: its `threading.Thread.ident`.
-        number: its native id; 0 if unknown.
-        endless: whether it waits without a time limit for another thread of its process.
-        switches: its number of context switches; -1 if unknown. While the number stays the same, it has not moved.
-    """
-
-    frames: tuple[StackFrame, ...]
-    ident: int = 0
-    number: int = 0
-    endless: bool = False
-    switches: int = -1
+    frames: tuple[StackFrame, ...]  # its stack, outermost frame first
+    ident: int = 0  # its `threading.Thread.ident`
+    number: int = 0  # its native id; 0 if unknown
+    endless: bool = False  # whether it waits without a time limit for another thread of its process
+    cpu_ns: int = -1  # the CPU time that it has used; -1 if unknown. While this and the frames stay the same, it has not moved.
 
     @property
     def innermost(self) -> StackFrame | None:
@@ -101,53 +91,45 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class RankThreads:
-    """A rank's threads at one moment.
+    """A rank's threads at one moment."""
 
-    Args:
-        main: the main thread; None if the rank did not answer.
-        others: the other threads that run Python.
-        children: the command lines of its child processes, which may act for it; "" for a forked process.
-        handled: the numbers of the signals that it handles, besides the usual ones.
-    """
-
-    main: Thread | None
-    others: tuple[Thread, ...] = ()
-    children: tuple[str, ...] = ()
-    handled: frozenset[int] = frozenset()
+    main: Thread | None  # the main thread; None if the rank did not answer
+    others: tuple[Thread, ...] = ()  # the other threads that run Python
+    children: tuple[str, ...] = ()  # the command lines of its child processes, which may act for it; "" for a forked process
+    handles_signals: bool = False  # whether the program handles signals, besides the usual ones
 
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What may still act in a rank.
+    """What may still act in a rank."""
 
-    Args:
-        kind: "silent" (the rank did not answer), "main", "thread" or "child".
-        thread: the thread, if it is one.
-        child: the command line of the child process; "" for a forked process.
-    """
-
-    kind: str
-    thread: Thread | None = None
-    child: str = ""
+    kind: str  # "silent" (the rank did not answer), "main", "thread" or "child"
+    thread: Thread | None = None  # the thread, if it is one
+    child: str = ""  # the command line of the child process; "" for a forked process
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """A question: what do the threads of these ranks do?
+    """A question: what do the threads of these ranks do?"""
 
-    Args:
-        children: whether also their child processes matter.
-        insist: whether to interrupt ranks that do not answer because a thread holds the GIL.
-    """
-
-    children: bool = False
-    insist: bool = True
+    children: bool = False  # whether also their child processes matter
+    insist: bool = True  # whether to interrupt ranks that do not answer because a thread holds the GIL
 
     def answer(self, processes: Sequence[RankProcess]) -> list[RankThreads]:
         """Return the threads of each."""
         children = children_of(processes) if self.children else {}
-        stacks = ask(processes, insist=self.insist)
-        return [_threads_in(raw, p.pid, children.get(p.number, ())) for p, raw in zip(processes, stacks, strict=True)]
+        looks = ask(processes, insist=self.insist)
+        silent = [process for process, look in zip(processes, looks, strict=True) if look is None and self.insist]
+        stacks = dict(zip((process.number for process in silent), interrupt(silent), strict=True))
+        found = []
+        for process, look in zip(processes, looks, strict=True):
+            of_rank = tuple(children.get(process.number, ()))
+            if look is None:
+                found.append(_interrupted(stacks.get(process.number, []), process.pid, of_rank))
+            else:
+                main, *others = map(_thread, look.threads)
+                found.append(RankThreads(main, tuple(others), of_rank, look.handles_signals))
+        return found
 
     def unknown(self) -> RankThreads:
         """Return what stands for the threads of a rank that cannot be asked."""
@@ -167,21 +149,12 @@ class MainWaits:
         return -1
 
 
-def _threads_in(raw: str, pid: int, children: Iterable[str]) -> RankThreads:
-    stacks = list(stacks_in(raw))
+def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: tuple[str, ...]) -> RankThreads:
+    """The threads of a rank that was interrupted, from their stacks, the main thread's last."""
     if not stacks:
         return RankThreads(None)
-    (main, frames), *others = stacks
-    if not others:  # the usual case
-        return RankThreads(Thread(frames, main, pid), (), tuple(children))
-    waits = _kernel_waits(pid)
-    # A thread's control block, whose address is its `ident`, lies just above its stack.
-    by_pointer = sorted((wait.pointer, number) for number, wait in waits.items() if number != pid)
-    found = []
-    for ident, where in others:
-        at = bisect.bisect_left(by_pointer, (ident, 0)) - 1
-        found.append(_thread(where, ident, by_pointer[at][1] if at >= 0 else 0, waits))
-    return RankThreads(_thread(frames, main, pid, waits), tuple(found), tuple(children), _handled_signals(pid))
+    others = tuple(Thread(frames, -n, 0, _is_endless(frames)) for n, frames in enumerate(stacks[:-1], 1))
+    return RankThreads(Thread(stacks[-1], 0, pid, _is_endless(stacks[-1])), others, children, handles_signals=True)
 
 
 def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
@@ -203,7 +176,7 @@ def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[
             return Active("main", now.main)
     elif not (blocked is None or now.main.number in blocked or _in_operation(now.main) or (blocked and _in_backward(now.main))):
         unmoved = before is None or (before.main is not None and before.main.frames == now.main.frames)
-        if now.handled or not now.main.endless or not unmoved:
+        if now.handles_signals or not now.main.endless or not unmoved:
             return Active("main", now.main)
     earlier = {thread.ident: thread for thread in before.others} if before is not None else {}
     ended = earlier.keys() - {thread.ident for thread in now.others}
@@ -249,14 +222,19 @@ def _command(pid: int) -> str | None:
     return None if any(word in command for word in _HARMLESS_COMMANDS) else command
 
 
-def _thread(frames: tuple[StackFrame, ...], ident: int, number: int, waits: Mapping[int, _KernelWait]) -> Thread:
-    innermost = frames[-1] if frames else None
-    # Outside the standard library, the owner of a lock may be C++ code that computes without running Python.
-    in_library = innermost is not None and innermost.own is Owner.STDLIB
-    wait = waits.get(number)
-    if wait is None:
-        return Thread(frames, ident, number, in_library and frames[-1].source in _ENDLESS)
-    return Thread(frames, ident, number, in_library and wait.endless, wait.switches)
+def _thread(look: ThreadLook) -> Thread:
+    frames = tuple(frame_at(*place, innermost=i == 0) for i, place in enumerate(look.frames))[::-1]
+    # A thread that was woken and has no core yet has neither moved nor used CPU time, but is runnable.
+    endless = (_is_endless(frames) or look.joins) and not look.runnable
+    return Thread(frames, look.ident, look.number, endless, look.cpu_ns)
+
+
+def _is_endless(frames: Sequence[StackFrame]) -> bool:
+    """Whether a thread waits without a time limit at a line of the standard library.
+
+    Elsewhere, the owner of a lock may be C++ code that computes without running Python.
+    """
+    return bool(frames) and frames[-1].own is Owner.STDLIB and frames[-1].source in _ENDLESS
 
 
 def _is_labkits(thread: Thread) -> bool:
@@ -292,71 +270,14 @@ def _in_collective(thread: Thread) -> bool:
     return thread.innermost is not None and thread.innermost.file.endswith(_TF_COLLECTIVES)
 
 
-@dataclass(frozen=True, slots=True)
-class _KernelWait:
-    """The kernel's view of a waiting thread.
-
-    Args:
-        pointer: its stack pointer.
-        lock: whether it waits for a lock.
-        endless: whether it waits for a lock without a time limit.
-        switches: its number of context switches.
-    """
-
-    pointer: int
-    lock: bool
-    endless: bool
-    switches: int
-
-
 def _main_wait(pid: int) -> int:
-    if FUTEX < 0:
-        return -1
-    try:
-        wait = _kernel_wait(Path(f"/proc/{pid}/task/{pid}"))
-    except OSError:
-        return -1
-    return wait.switches if wait is not None and wait.lock else -1
+    """The number of context switches of a main thread that waits for a lock; -1 if it does not, or nothing is known.
 
-
-def _kernel_waits(pid: int) -> dict[int, _KernelWait]:
-    """The kernel's view of a process's waiting threads, by native id; {} if this is not Linux or access is denied.
-
-    Source: proc_pid_syscall(5) and proc_pid_status(5), the Linux man-pages.
+    Source: proc_pid_syscall(5), the Linux man-pages.
     """
-    found: dict[int, _KernelWait] = {}
-    if FUTEX < 0:
-        return found
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for _ in range(ATTEMPTS):
-            try:
-                wait = _kernel_wait(task)
-            except OSError:
-                break
-            if wait is not None:
-                found[int(task.name)] = wait
-                break
-            time.sleep(0)  # it is running, and may be waiting again in a moment
-        else:
-            return {}  # the unknown stack pointer could make `_threads_in` confuse this thread with another
-    return found
-
-
-def _kernel_wait(task: Path) -> _KernelWait | None:
-    """The kernel's view of a thread; None if it is running."""
-    words, status = (task / "syscall").read_text().split(), (task / "status").read_text()
-    if len(words) < 3:  # "running"
-        return None
-    lock = int(words[0]) == FUTEX and int(words[2], 16) & FUTEX_COMMAND in FUTEX_WAITS
-    endless = lock and bool(int(words[2], 16) & FUTEX_PRIVATE) and int(words[4], 16) == 0
-    switches = sum(int(line.split()[1]) for line in status.splitlines() if "_ctxt_switches" in line)
-    return _KernelWait(int(words[-2], 16), lock, endless, switches)
-
-
-def _handled_signals(pid: int) -> frozenset[int]:
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return frozenset()
-    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1) - _USUAL_SIGNALS
+        call, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
+        switches = psutil.Process(pid).num_ctx_switches()
+    except (OSError, psutil.Error):
+        return -1
+    return sum(switches) if call == str(FUTEX) != "-1" else -1

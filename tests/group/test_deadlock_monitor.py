@@ -25,8 +25,8 @@ def waits_for(other: int, *, start: int = 1) -> RankState:
     return RankState(f"rank {1 - other}", [receive], entered={receive.group: 1})
 
 
-def thread(*, endless: bool, switches: int = 3) -> Thread:
-    return Thread((frame_at(os.__file__, 1, "wait"),), 7, 7, endless, switches)
+def thread(*, endless: bool, cpu_ns: int = 3) -> Thread:
+    return Thread((frame_at(os.__file__, 1, "wait"),), 7, 7, endless, cpu_ns)
 
 
 def look(*others: Thread) -> RankThreads:
@@ -52,7 +52,7 @@ class Looked:
         monkeypatch.setattr(self._monitor, "_threads_of", self._threads_of)
         monkeypatch.setattr("labkit.group.deadlock_monitor.time", SimpleNamespace(perf_counter_ns=lambda: self._now_ns))
 
-    def _threads_of(self, ranks: Sequence[int], *, with_children: bool, insist: bool = True) -> dict[int, RankThreads]:
+    def _threads_of(self, ranks: Sequence[int], *, insist: bool = True, with_children: bool = False) -> dict[int, RankThreads]:
         assert with_children is insist, "a silent rank is only asked gently"
         self.looks += 1
         return {i: threads for i, threads in enumerate(self._next) if i in ranks}
@@ -108,8 +108,15 @@ def test_a_new_thread_may_act(group: Looked) -> None:
 
 
 def test_a_thread_that_was_woken_meanwhile(group: Looked) -> None:
-    moved = thread(endless=True, switches=4)
+    moved = thread(endless=True, cpu_ns=4)
     assert [group.certain(look(), look(t)) for t in (ASLEEP, moved, moved, moved)] == [False, False, False, True]
+
+
+def test_a_rank_that_does_not_answer_is_unknown(group: Looked) -> None:
+    assert not any(group.certain(look(), RankThreads(None)) for _ in range(3))
+    assert group._monitor._suspicion is not None
+    assert {i: active.kind for i, active in group._monitor._suspicion.acting.items()} == {1: "silent"}
+    assert [group.certain(look(), look()) for _ in range(2)] == [False, True]
 
 
 def test_looks_become_less_frequent(group: Looked) -> None:

@@ -395,12 +395,18 @@ def test_a_rank_that_only_serves_dies(ranks: lab.Group) -> None:
     assert error.others == [computing("rank 0")]
 
 
-def test_exit_codes_as_text() -> None:
-    assert explain_exit(0)[1].startswith("the process ended with exit code 0")
-    assert explain_exit(-signal.SIGILL)[1] == "killed by SIGILL (an instruction that this processor does not support)"
-    assert explain_exit(-signal.SIGFPE)[1].startswith("killed by SIGFPE (integer division by zero")
-    assert explain_exit(-64)[1] in ("killed by SIGRTMAX", "killed by signal 64")
-    assert explain_exit(-99)[1] == "killed by signal 99"
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "the process ended with exit code 0"),
+        (-signal.SIGILL, "killed by SIGILL (an instruction that this processor does not support)"),
+        (-signal.SIGFPE, "killed by SIGFPE (integer division by zero"),
+        (-64, ("killed by SIGRTMAX", "killed by signal 64")),
+        (-99, "killed by signal 99"),
+    ],
+)
+def test_exit_codes_as_text(code: int, words: str | tuple[str, ...]) -> None:
+    assert explain_exit(code)[1].startswith(words)
 
 
 # Exceptions of all kinds

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from labkit.group.deadlock import RankState
-from labkit.group.wait_notices import cycle_notice, silence_notice, unrecorded_notice, waiting_notice
+from labkit.group.wait_notices import silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import frame_at
 from labkit.launch.thread_states import Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW, rendezvous_key
+from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW
 from labkit.recording.operations import PROMISE
 from labkit.recording.schema import TIMED, Pending
 
@@ -43,10 +43,6 @@ def notice(
     *ranks: RankState, threads: Mapping[int, RankThreads] | None = None, acting: Mapping[int, Active] | None = None
 ) -> str:
     return waiting_notice(ranks, threads or {}, acting or {}, 23 * S)
-
-
-def test_a_cycle_of_calls() -> None:
-    assert cycle_notice(["a", "b", "a"]).startswith("calls wait for one another in a circle: a → b → a, and no rank computes")
 
 
 def test_a_computing_rank_is_waited_for() -> None:
@@ -94,11 +90,6 @@ def test_a_wait_with_a_time_limit_is_mentioned_too() -> None:
     assert notice(rank(0, op("monitored_barrier", thread=TIMED)), rank(1)).startswith("rank 0 has waited in monitored_barrier")
 
 
-def test_another_program_may_come() -> None:
-    waits = op("init_process_group", group=rendezvous_key("/shared/file", 2), match=1, thread=TIMED)
-    assert notice(rank(0, waits), rank(1, returned=True)).endswith("; rank 1 has returned; another program may end that wait")
-
-
 def test_ranks_that_wait_in_different_places() -> None:
     there_, here = op("recv", 3, group="p2p 1>0 tag 0", peer=1), op("barrier", 2, since=7 * S)
     assert notice(rank(0, there_), rank(1, here)) == (
@@ -121,7 +112,7 @@ def test_threads_that_may_still_act(source: str) -> None:
     assert notice(waits, returned, acting={0: Active("child", child="sleep 60")}).endswith(
         "; rank 0 has a child process: sleep 60"
     )
-    assert notice(waits, returned, acting={0: Active("child")}).endswith("; rank 0 has a forked child process")
+    assert notice(waits, returned, acting={0: Active("child")}).endswith("; rank 0 has a child process: a fork")
     assert notice(waits, returned, acting={0: Active("silent")}).endswith("; rank 0 does not say where its threads are")
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cells as in_cells
@@ -27,11 +30,10 @@ from labkit.launch.stack_dump import ask
 from labkit.launch.thread_states import RankThreads, Thread
 from labkit.recording.schema import Pending
 from labkit.worker import stack_writer
-from labkit.worker.stack_writer import ASK, INTERRUPT, _serve
+from labkit.worker.stack_writer import ANSWER_AT, ASK, INTERRUPT
 
 RAW = """Thread 0x00007f2b4c9fd700 (most recent call first):
-  File "{threading}", line 327 in wait
-  File "{threading}", line 1002 in _bootstrap
+  File "{library}", line 1002 in _bootstrap
 
 Current thread 0x00007f2b4d1fe740 (most recent call first):
   File "{library}", line 2930 in all_reduce
@@ -45,13 +47,11 @@ PLACES = {
     "library": os.path.join(os.path.dirname(os.__file__), "site-packages", "torch", "distributed_c10d.py"),
     "mine": os.path.join(os.path.dirname(__file__), "no_such_cell.py"),
     "labkit": lab.__file__,
-    "threading": threading.__file__,
 }
 
 
 def report(raw: str) -> str:
-    main, *others = [Thread(frames, ident) for ident, frames in stacks_in(raw)]
-    return readable(RankThreads(main, tuple(others)), Status("sleeping", exiting=False, cpu_s=0.0))
+    return readable(RankThreads(Thread(stacks_in(raw)[-1])), Status("sleeping", exiting=False, cpu_s=0.0))
 
 
 def test_a_stack_is_cut_to_the_students_frames_and_what_they_called() -> None:
@@ -212,36 +212,115 @@ def test_ranks_are_forked_from_a_process_that_ignores_the_signals() -> None:
     with lab.Group(1, runtime="bare", start="fork") as group:
         group.run(int)
         for number in (ASK, INTERRUPT):
-            assert number is not None
             os.kill(server._process.pid, number)
         with lab.Group(1, runtime="bare", start="fork") as another:
             assert another.run(int).results == [0]
         assert server.alive()
 
 
-@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
 def test_one_answer_for_all_requests_while_a_rank_held_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, more, answers = iter([None]), [None, object(), object()], []
-    monkeypatch.setattr(signal, "sigwait", lambda _: next(asked))
-    monkeypatch.setattr(signal, "sigtimedwait", lambda *_: more.pop())
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda memory, **_: answers.append((memory, len(more))))
-    with pytest.raises(StopIteration):
-        _serve(1, 7)
-    assert answers == [(7, 0)]
+    requests, answers = [ASK, ASK, ASK], []
+
+    def take(_: object) -> None:
+        if not requests:
+            raise InterruptedError
+        requests.pop()
+
+    monkeypatch.setattr(signal, "sigwait", take)
+    monkeypatch.setattr(signal, "sigpending", lambda: set(requests))
+    monkeypatch.setattr(stack_writer, "_write", lambda memory, main: answers.append((memory, main, len(requests))))
+    with pytest.raises(InterruptedError):
+        stack_writer._serve(7, 1)
+    assert answers == [(7, 1, 0)]
 
 
-@pytest.mark.skipif(ASK is None, reason="without real-time signals no thread is asked")
+@pytest.fixture
+def answering(tmp_path: Path) -> Iterator[Any]:
+    """A process whose signal is answered at once, and the descriptor of its memory."""
+    memory = os.open(tmp_path / "memory", os.O_RDWR | os.O_CREAT)
+    yield SimpleNamespace(memory=memory, signal=lambda _: stack_writer._write(memory, threading.get_ident()))
+    os.close(memory)
+
+
+def test_an_answer_is_complete_and_newer_than_the_question(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.05)
+    monkeypatch.setattr("labkit.launch.stack_dump.EACH_S", 0.0)
+    (answer,) = ask([answering])
+    assert answer is not None
+    late = SimpleNamespace(memory=answering.memory, signal=lambda _: None)
+    assert ask([late], insist=False) == [None], "that was the answer to an earlier question"
+    pread = os.pread
+
+    def change_meanwhile(memory: int, size: int, at: int) -> bytes:
+        data = pread(memory, size, at)
+        if at > ANSWER_AT:  # the body
+            stack_writer._write(memory, 0)
+        return data
+
+    monkeypatch.setattr(os, "pread", change_meanwhile)
+    assert ask([answering], insist=False) == [None], "the rank answers somebody else meanwhile"
+
+
+def test_a_look_at_all_threads() -> None:
+    asleep, go = threading.Event(), threading.Event()
+
+    def sleeps() -> None:
+        asleep.set()
+        go.wait()
+
+    thread = threading.Thread(target=sleeps)
+    with ThreadPoolExecutor(1) as pool:
+        thread.start()
+        asleep.wait()
+        main, *others = pool.submit(stack_writer.look, threading.get_ident()).result().threads
+        go.set()
+        thread.join()
+    assert (main.ident, main.number) == (threading.get_ident(), threading.get_native_id())
+    (other,) = [other for other in others if other.ident == thread.ident]
+    assert (other.number, other.runnable, other.joins) == (thread.native_id, False, False)
+    assert 0 < other.cpu_ns < main.cpu_ns
+    assert [function for _, _, function in other.frames][-4:] == ["sleeps", "run", "_bootstrap_inner", "_bootstrap"]
+
+
+@pytest.mark.parametrize("ended", ["before its clock is read", "before its state is read"])
+def test_a_thread_that_ends_meanwhile_is_unknown(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ended == "before its clock is read":
+        monkeypatch.setattr(time, "clock_gettime_ns", lambda _: os.close(-1))
+    else:
+        monkeypatch.setattr(stack_writer, "_clocks", lambda: {threading.main_thread().ident: -1 << 31})
+    with ThreadPoolExecutor(1) as pool:
+        main, *_ = pool.submit(stack_writer.look, threading.main_thread().ident).result().threads
+    assert (main.number, main.cpu_ns) == (0, -1)
+
+
+def test_a_look_keeps_no_frame() -> None:
+    """A cycle of references would keep what the threads' variables hold until the next garbage collection."""
+
+    class Held:
+        pass
+
+    def look() -> None:
+        held = Held()
+        dead.append(weakref.ref(held))
+        stack_writer.look(0)
+
+    dead: list[weakref.ref[Held]] = []
+    gc.disable()
+    try:
+        look()
+        assert dead[0]() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.processes
 def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of labkit writes the stacks. Interrupting one that runs Python could crash it."""
-    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.0)
-    monkeypatch.setattr("labkit.launch.stack_dump.EACH_S", 0.0)
-    monkeypatch.setattr("labkit.launch.stack_dump.STARVED_S", 60.0)
+    """Interrupting one that runs Python could crash it."""
+    for name, limit_s in (("LIMIT_S", 0.0), ("EACH_S", 0.0), ("STARVED_S", 60.0)):
+        monkeypatch.setattr(f"labkit.launch.stack_dump.{name}", limit_s)
     ranks.run(int)
     assert ranks._pool is not None
-    for raw in ask(member.process for member in ranks._pool.members):
-        _, _, writer = raw.partition("Current thread")
-        assert stack_writer.__file__ in writer.partition("\n\n")[0]
+    assert None not in ask([member.process for member in ranks._pool.members])
 
 
 @pytest.mark.processes
@@ -294,8 +373,7 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
 
 @pytest.mark.processes
 def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets 20 ms after its last line; in sequence, the last ones had no time left."""
-    monkeypatch.setattr("labkit.launch.stack_dump.STARVED_S", 60.0)
+    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 60.0)
     with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)
         assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,15 +20,16 @@ import pytest
 
 import labkit as lab
 from labkit.launch.frames import frame_at
-from labkit.launch.thread_states import RankThreads, Thread, Threads, active
+from labkit.launch.thread_states import RankThreads, Thread, Threads, _interrupted, _thread, active
+from labkit.worker.stack_writer import ThreadLook
 
 STUDENTS = "/students/own.py"
 THREADING = threading.__file__
 COMM = os.path.join(os.path.dirname(lab.__file__), "worker", "comm", "work.py")
 
 
-def at(*places: tuple[str, str], number: int = 7, endless: bool = False, switches: int = 3) -> Thread:
-    return Thread(tuple(frame_at(file, 1, function) for file, function in places), number, number, endless, switches)
+def at(*places: tuple[str, str], number: int = 7, endless: bool = False, cpu_ns: int = 3) -> Thread:
+    return Thread(tuple(frame_at(file, 1, function) for file, function in places), number, number, endless, cpu_ns)
 
 
 MAIN = at((STUDENTS, "train"), (COMM, "wait"), number=1)
@@ -52,9 +55,7 @@ def test_a_rank_that_does_not_answer_may_do_anything() -> None:
 
 def test_a_thread_that_waits_without_a_limit_can_only_be_woken() -> None:
     assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN, (WAITS,))) == ""
-    assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN, (replace(WAITS, switches=2),))) == "thread", (
-        "it has moved meanwhile"
-    )
+    assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN, (replace(WAITS, cpu_ns=2),))) == "thread", "it has moved meanwhile"
     assert kind(RankThreads(MAIN, (WAITS,)), RankThreads(MAIN)) == "thread", "it is new"
     assert kind(RankThreads(MAIN), RankThreads(MAIN, (WAITS,))) == "thread", "it has gone: who has woken it?"
 
@@ -76,7 +77,7 @@ def test_a_thread_in_a_collective_of_tensorflow_waits_for_other_ranks() -> None:
     file = os.path.join(os.sep, "lib", "tensorflow", "python", "ops", "gen_collective_ops.py")
     collective = at((THREADING, "run"), (file, "collective_reduce_v2"))
     assert kind(RankThreads(MAIN, (collective,)), RankThreads(MAIN, (collective,))) == ""
-    assert kind(RankThreads(MAIN, (replace(collective, switches=9),)), RankThreads(MAIN, (collective,))) == "thread", "it moved"
+    assert kind(RankThreads(MAIN, (replace(collective, cpu_ns=9),)), RankThreads(MAIN, (collective,))) == "thread", "it moved"
     elsewhere = at((THREADING, "run"), (file, "collective_reduce_v2"), (STUDENTS, "callback"))
     assert kind(RankThreads(MAIN, (elsewhere,)), RankThreads(MAIN, (elsewhere,))) == "thread"
 
@@ -100,7 +101,7 @@ def test_an_unknown_librarys_thread_may_act() -> None:
 def test_a_main_thread_elsewhere() -> None:
     waits = replace(WAITS, number=1)
     assert kind(RankThreads(waits), RankThreads(waits), {9}) == "", "another one is in an operation"
-    assert kind(RankThreads(waits, handled=frozenset({14})), RankThreads(waits), {9}) == "main", "a handler of SIGALRM may act"
+    assert kind(RankThreads(waits, handles_signals=True), RankThreads(waits), {9}) == "main", "a handler of SIGALRM may act"
     assert kind(RankThreads(replace(waits, endless=False)), RankThreads(waits), {9}) == "main"
     assert kind(RankThreads(SERVES), idle=True) == ""
     assert kind(RankThreads(waits), idle=True) == "main", "it has not returned after all"
@@ -138,21 +139,21 @@ def _threads(body: Callable[[], object]) -> Callable[[], None]:
     return lambda: threading.Thread(target=body, daemon=True).start()
 
 
-def _joins() -> None:
-    waits = threading.Thread(target=threading.Event().wait, daemon=True)
-    waits.start()
-    threading.Thread(target=waits.join, daemon=True).start()
+def _joins(thread: threading.Thread, limit_s: float | None = None) -> None:
+    thread.start()
+    threading.Thread(target=thread.join, args=(limit_s,), daemon=True).start()
 
 
 ENDLESS: dict[str, Callable[[], None]] = {
     "an event": _threads(lambda: threading.Event().wait()),
     "a queue": _threads(lambda: queue.Queue[int]().get()),
-    "another thread's end": _joins,
+    "another thread's end": lambda: _joins(threading.Thread(target=threading.Event().wait, daemon=True)),
     "an idle executor": _executor,
     "an idle pool of threads": _thread_pool,
 }
 LIMITED: dict[str, Callable[[], None]] = {
     "asleep": _threads(lambda: time.sleep(600)),
+    "another thread's end with a time limit": lambda: _joins(threading.Timer(600, int), 600),
     "an event with a time limit": _threads(lambda: threading.Event().wait(600)),
     "a queue with a time limit": _threads(lambda: queue.Queue[int]().get(timeout=600)),
     "a timer": lambda: threading.Timer(600, int).start(),
@@ -192,20 +193,36 @@ def test_real_threads_that_can_only_be_woken(rank: lab.Group) -> None:
     assert settled(rank) == ""
 
 
-@pytest.mark.processes
-def test_without_the_kernels_information_the_line_decides(rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on other systems, where only some waits are known."""
-    monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
-    for known in ("an event", "a queue", "an idle executor"):
-        rank.run(ENDLESS[known])
-    assert settled(rank) == ""
+def test_a_woken_thread_without_a_core_may_act() -> None:
+    """It has neither moved nor used CPU time since the first look."""
+    source, first = inspect.getsourcelines(threading.Condition.wait)
+    line = first + next(i for i, text in enumerate(source) if text.strip() == "waiter.acquire()")
+    for runnable in (False, True):
+        thread = ThreadLook(1, 1, 5, runnable, False, [(THREADING, line, "wait")])
+        assert _thread(thread).endless is not runnable
 
 
-@pytest.mark.parametrize("tells", ["the kernel tells", "the line tells"])
+def test_a_rank_in_which_c_code_holds_the_interpreters_lock() -> None:
+    """As TensorFlow does while it waits for other ranks. `faulthandler` writes the stacks, and not more."""
+    now = _interrupted([SERVES.frames, MAIN.frames], 1, ())
+    assert kind(now, now, blocked=None) == ""
+    sleeps = _interrupted([SLEEPS.frames, MAIN.frames], 1, ())
+    assert kind(sleeps, sleeps, blocked=None) == "thread"
+    elsewhere = _interrupted([WAITS.frames], 1, ())
+    assert kind(elsewhere, elsewhere, blocked={9}) == "main", "it may handle signals"
+    assert kind(_interrupted([], 1, ())) == "silent"
+
+
 @pytest.mark.processes
-def test_real_threads_that_continue_by_themselves(tells: str, rank: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    if tells == "the line tells":
-        monkeypatch.setattr("labkit.launch.thread_states.FUTEX", -1)
+def test_a_programs_handler_of_a_signal_is_seen(rank: lab.Group) -> None:
+    rank.run(int)
+    assert not seen(rank).handles_signals
+    rank.run(signal.signal, signal.SIGALRM, print)
+    assert seen(rank).handles_signals
+
+
+@pytest.mark.processes
+def test_real_threads_that_continue_by_themselves(rank: lab.Group) -> None:
     for start in LIMITED.values():
         rank.run(start)
     found = seen(rank)
