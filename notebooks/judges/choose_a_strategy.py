@@ -274,8 +274,8 @@ RIGHT: Final = {
 }
 # Why the nearest alternative is rejected; any other choice gets the question of the situation.
 REJECTED: Final = {
-    ("A", "MultiWorkerMirroredStrategy"): "one machine needs no processes: one program drives all its "
-    "devices",
+    ("A", "MultiWorkerMirroredStrategy"):
+        "one machine needs no processes: one program drives all its devices",
     ("B", "MirroredStrategy"): "it sees the devices of one machine only",
     ("B", "ParameterServerStrategy"): "its updates are asynchronous, so two runs differ",
     ("C", "MultiWorkerMirroredStrategy"):
@@ -286,8 +286,8 @@ REJECTED: Final = {
     ("E", "MirroredStrategy"): "it copies the whole matrix to each device, where it does not fit",
     ("E", "PyTorch FSDP2"):
         "it gathers a layer before it computes it, and the whole matrix does not fit on a device",
-    ("E", "ParameterServerStrategy"): "the servers hold the matrix, but each worker needs all of it to "
-    "compute",
+    ("E", "ParameterServerStrategy"):
+        "the servers hold the matrix, but each worker needs all of it to compute",
     ("F", "MirroredStrategy"): "every device would hold 7 billion times 16 bytes, 112 GB",
     ("F", "DTensor"):
         "a layout could shard the state, but optimizer, mixed precision and checkpoints are then your own "

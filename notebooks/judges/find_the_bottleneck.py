@@ -162,23 +162,15 @@ def straggler(answer: Any, spans: Spans) -> None:
 
 
 class Experiment:
-    """A program whose phases one can only slow down, as a function of the factors by name.
-
-    Args:
-        rows: for each rank, its phases with their durations in ms, before the phases that follow for all.
-        common: the phases after those.
-    """
+    """A program whose phases one can only slow down, as a function of the factors by name."""
 
     def __init__(self, rows: Sequence[Mapping[str, float]], common: Mapping[str, float]) -> None:
+        """Take each rank's phases with their durations in ms, and the phases that follow for all."""
         self._rows, self._common = rows, common
         self.phases = [name for part in [*rows, common] for name in part]
 
     def __call__(self, slower: Mapping[str, float]) -> float:
-        """Return the duration of a step in ms with these factors.
-
-        Raises:
-            ValueError: a factor is below 1.
-        """
+        """Return the duration of a step in ms with these factors."""
         if any(factor < 1 for factor in slower.values()):
             raise ValueError("step_ms can only slow phases down: each factor must be at least 1")
 
@@ -224,13 +216,13 @@ def virtual_speedup(answer: Any, step_ms: Experiment, phases: list[str], name: s
         (slowed / factor, "that is the step after the change, not what the change saves",
          "subtract it from the step as it is now"),
         (now - slowed,
-         "here the slowed step is compared with the step as it is; the clock of the slowed program "
-         "runs too slowly", "divide the slowed step by the factor first"),
+         "here the slowed step is compared with the step as it is; the clock of the slowed program runs too "
+         "slowly", "divide the slowed step by the factor first"),
         (slowed / factor - now, "that has the wrong sign: what is saved is positive",
          "step now minus step after"),
         (step_ms({name: factor}) - now,
-         "here the phase itself is slower; that a slow phase costs much does not "
-         "say what a fast one saves", "slow all phases but this one"),
+         "here the phase itself is slower; that a slow phase costs much does not say what a fast one "
+         "saves", "slow all phases but this one"),
         (slowed - now, "that is how much the slowed program lost, not what the phase's speed-up saves",
          "divide the slowed step by the factor, and subtract it from the step as it is"),
         (now - step_ms(dict.fromkeys(phases, factor)) / factor,
@@ -325,22 +317,6 @@ def _exchange_on_rank(answer: Callable[..., object]) -> list[Any]:
     return [part.numpy() for part in (*mine, loss)]
 
 
-def _cost_ms(results: Results) -> tuple[float, int, int]:
-    """Return how long rank 0's operations occupy the link, their number, and their bytes."""
-    spans = results.trace.filter(rank=0, kind="communication").spans
-    costs = [round(EXCHANGE_LINK.seconds(span.name, span.nbytes, RANKS) * 1e9) for span in spans]
-    return sum(costs) / 1e6, len(spans), sum(span.nbytes for span in spans)
-
-
-def _best_exchange(gradients: list[Tensor], loss: Tensor) -> None:
-    parts = [*gradients, loss]
-    flat = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(mean.view_as(part))
-
-
 def _means(divide: int = RANKS, gradients: bool = True, loss: bool = True) -> list[Tensor]:
     """Return the sums over the ranks, divided; or what rank 0 has itself."""
     of_ranks = [_gradients_of(rank) for rank in range(RANKS)]
@@ -352,8 +328,8 @@ def _means(divide: int = RANKS, gradients: bool = True, loss: bool = True) -> li
 @exercise(
     LESSON,
     "The means are right, and the exchange takes no more than 10 % longer than the best one on this link.",
-    on_ranks=_exchange_on_rank, ranks=RANKS, link=EXCHANGE_LINK, call=f"exchange(gradients, loss) on {RANKS} "
-    "ranks",
+    on_ranks=_exchange_on_rank, ranks=RANKS, link=EXCHANGE_LINK,
+    call=f"exchange(gradients, loss) on {RANKS} ranks",
 )
 def exchange(results: Results) -> None:
     """exchange(gradients, loss) runs on every rank: replace each gradient and the loss in place with its mean
@@ -370,12 +346,15 @@ def exchange(results: Results) -> None:
         (_means(gradients=False), "the loss is right, but the gradients are those of this rank",
          "copy the means back"),
     ], "these are not the means over the ranks",
-    "write the mean of each gradient and of the loss into its tensor",
-       same=_close)
+       "write the mean of each gradient and of the loss into its tensor", same=_close)
     wrong_if(not all(_close(parts, right) for parts in of_ranks),
              "rank 0 has the means, other ranks do not: every rank needs them")
-    ms, messages, nbytes = _cost_ms(results)
-    best, _, least = _cost_ms(run_on_ranks(RANKS, _exchange_on_rank, _best_exchange, link=EXCHANGE_LINK))
+    # How long rank 0's operations occupy the link, one after another, and the best one.
+    spans = results.trace.filter(rank=0, kind="communication").spans
+    messages, nbytes = len(spans), sum(span.nbytes for span in spans)
+    least = sum(part.nbytes for part in right)
+    ms = 1e3 * sum(EXCHANGE_LINK.seconds(span.name, span.nbytes, RANKS) for span in spans)
+    best = 1e3 * EXCHANGE_LINK.seconds("all_reduce", least, RANKS)
     if ms <= TOLERATED * best:
         return
     shown = (f"{messages} operations with {nbytes:,} bytes take {ms:.0f} ms on this link; the best exchange "

@@ -114,8 +114,8 @@ def build_mesh(results: Results, axes: Axes, nbytes: dict[str, float]) -> None:
     between, best = _between_nodes(layout, names, nbytes), min(_orders(axes, nbytes).values())
     why, cure = _why(names, axes, nbytes)
     wrong_if(between > best,
-             f"with the order {', '.join(names)}, {_mb(between)} cross between the nodes per step, "
-             f"where {_mb(best)} are enough. {why}", cure)
+             f"with the order {', '.join(names)}, {_mb(between)} cross between the nodes per step, where "
+             f"{_mb(best)} are enough. {why}", cure)
 
 
 def _why(names: Sequence[str], axes: Axes, nbytes: Mapping[str, float]) -> tuple[str, str]:
@@ -192,8 +192,8 @@ def average_over_dp(results: Results, axes: Axes) -> None:
         (_combined(axes, [], divide=1), "the gradients are unchanged",
          "write the means into the given tensors, with copy_"),
         (_combined(axes, list(axes), divide=ranks),
-         "the gradients are averaged over all ranks: those that differ in "
-         "another axis hold other weights, or other parts", f"{DP_GROUP}, and its size is what to divide by"),
+         "the gradients are averaged over all ranks: those that differ in another axis hold other weights, "
+         "or other parts", f"{DP_GROUP}, and its size is what to divide by"),
         (_combined(axes, ["dp"], divide=1),
          "the gradients are added over the dp axis, but not divided in place",
          "`g = g / n` makes a new tensor; `g /= n` changes the given one"),
@@ -301,8 +301,8 @@ def bytes_per_axis(
         (_sizes(*case, shard=False), "the tensor-parallel split also divides the gradients",
          "each rank has 1/tp of them"),
         (_sizes(*case, passes=1),
-         "half is missing: how many all-reduces does a block have, and how many pieces "
-         "does a rank send in each?",
+         "half is missing: how many all-reduces does a block have, and how many pieces does a rank send in "
+         "each?",
          "a block has two all-reduces, and in each, every one of k ranks sends 2(k − 1) pieces"),
         (_sizes(*case, per_all_reduce=1),
          "here a rank sends n bytes in an all-reduce of n bytes, however many ranks there are", RING),
@@ -311,8 +311,8 @@ def bytes_per_axis(
         (right | {"pp": tokens / dp * hidden * value_bytes},
          "with a single stage there is no boundary to send over: the pp axis has 0 bytes"),
         (right | {"pp": 2 * right["pp"]},
-         "on the pp axis, the first stage sends activations; their gradients are "
-         "what the second stage sends"),
+         "on the pp axis, the first stage sends activations; their gradients are what the second stage "
+         "sends"),
         (right | {"pp": right["pp"] / tp},
          "on the pp axis, each rank of a tp group sends the whole activation"),
         (right | {"tp": pp * right["tp"]}, "on the tp axis, the blocks of other stages count as well",

@@ -46,8 +46,8 @@ def crossing_bytes(answer: Any, nbytes: float, machines: int, per_machine: int, 
     elif per_machine > 1:
         mistakes = [
             (per_machine * ring,
-             "that is what all ranks of a machine send together; most of it goes to the next "
-             "rank of the same machine", "one rank of each machine has its neighbour on another one"),
+             "that is what all ranks of a machine send together; most of it goes to the next rank of the "
+             "same machine", "one rank of each machine has its neighbour on another one"),
             (per_machine * levels, "here every rank sends the whole of x to the other machine",
              "after the reduce-scatter inside its machine, a rank has 1/k of it"),
             (levels / per_machine,
