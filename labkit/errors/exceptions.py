@@ -11,6 +11,7 @@ from typing import Any, Final
 from labkit.errors.exit_reasons import Cause
 
 LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # tracebacks leave out its frames
+JUDGES: Final = os.path.join("notebooks", "judges", "")  # in the path of a judge, whose functions run in ranks
 _RULE = "─" * 70
 _ALL_STOPPED = "All ranks were stopped; the next run starts fresh ones."
 WIDTH: Final = 110  # characters that fit next to a notebook's file browser

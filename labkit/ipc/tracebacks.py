@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Final
 
-from labkit.errors.exceptions import LABKIT, LabError, RankFailure
+from labkit.errors.exceptions import JUDGES, LABKIT, LabError, RankFailure
 from labkit.errors.exit_reasons import Cause
 from labkit.ipc.rpc_errors import remote_error
 from labkit.recording.record import here, is_students, label
@@ -55,7 +55,9 @@ _TRACED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # AutoGraph's pr
 
 
 # A frame of labkit in AutoGraph's own list, with its line of source.
-_OURS_TRACED = re.compile(rf'^ *File "{re.escape(LABKIT)}[^"]*", line \d+, in .*  \*\n.*\n', re.MULTILINE)
+_OURS_TRACED = re.compile(
+    rf'^ *File "({re.escape(LABKIT)}|[^"]*{re.escape(JUDGES)})[^"]*", line \d+, in .*  \*\n.*\n', re.MULTILINE
+)
 
 
 def headline(error: BaseException) -> str:
@@ -197,7 +199,7 @@ def _cut_text(text: str, limit: int) -> str:
 
 
 def _cut(stack: traceback.StackSummary, *, whole_innermost: bool) -> traceback.StackSummary:
-    useful = whole_innermost and stack and not any(part in stack[-1].filename for part in (*_EMPTY, LABKIT))
+    useful = whole_innermost and stack and not any(part in stack[-1].filename for part in (*_EMPTY, LABKIT, JUDGES))
     innermost = stack[-1:] if useful else []
     kept = [frame for frame in stack if is_students(frame.filename) or frame in innermost]
     left_out = len(kept) - FRAMES

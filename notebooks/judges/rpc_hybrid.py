@@ -130,18 +130,14 @@ def both_workers(results: Results, seed: int) -> None:
              "join the two parts along the batch with torch.cat",
              f"given {tuple(result.shape)}, expected {tuple(right.shape)}")
     wrong_if(torch.allclose(result, right.roll(BATCH // 2, 0), atol=1e-5),
-             "the halves are joined in the wrong "
-             "order: the first half of the batch comes first, even if it finishes last")
+             "the halves are joined in the wrong order: the first half of the batch comes first, even if it "
+             "finishes last")
     wrong_if(not torch.allclose(result, right, atol=1e-5),
              "the scores are not those of the whole batch in one process")
 
 
 class _Part:
-    """A part of the model, on a worker.
-
-    Args:
-        first: whether it is the first part.
-    """
+    """A part of the model, on a worker."""
 
     def __init__(self, first: bool) -> None:
         # A warning about DistributedOptimizer's implementation, which would be printed above every verdict.
@@ -265,9 +261,6 @@ class _Shard1(_Part):
 
     It refuses a context that holds more than one batch: `dist_autograd.backward` would wait for ever for
     gradients of the batch before.
-
-    Args:
-        parts: the number of parts that a batch has.
     """
 
     def __init__(self, parts: int) -> None:
@@ -326,25 +319,15 @@ class _Shard2(_Part):
 
 
 class _Seen(NamedTuple):
-    """What happened on the three processes.
+    """What happened on the three processes."""
 
-    Args:
-        losses: the answer, or the name of its type.
-        values: all parameters, after the training.
-        sizes: of the parts that arrived at shard 1.
-        alone: whether a part was sent only when another had been computed.
-        outside: whether a part came outside a context.
-        calls: for each call of `score` its number of parts.
-        tensors: the parts that came to shard 2 as tensors.
-    """
-
-    losses: list[Any] | str
-    values: list[np.ndarray]
-    sizes: list[int]
-    alone: bool
-    outside: bool
-    calls: list[int]
-    tensors: int
+    losses: list[Any] | str  # the answer, or the name of its type
+    values: list[np.ndarray]  # all parameters, after the training
+    sizes: list[int]  # of the parts that arrived at shard 1
+    alone: bool  # whether a part was sent only when another had been computed
+    outside: bool  # whether a part came outside a context
+    calls: list[int]  # for each call of `score` its number of parts
+    tensors: int  # the parts that came to shard 2 as tensors
 
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -410,8 +393,8 @@ def hybrid_master(results: Results, batches: Batches, parts: int, rate: float) -
     wrong_if(seen.alone, "a part was sent only when another had been computed, so the workers took turns",
              "send all parts of a batch with remote first, then call score", shown)
     wrong_if(len(seen.calls) > len(batches),
-             f"score was called {len(seen.calls)} times for {len(batches)} batches: "
-             "dist_autograd may lose gradients when a worker answers twice in a context",
+             f"score was called {len(seen.calls)} times for {len(batches)} batches: dist_autograd may lose "
+             "gradients when a worker answers twice in a context",
              "call it once per batch, with the references of all parts", shown)
     _judge_training(seen, batches, rate)
 
@@ -430,8 +413,8 @@ def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
              f"make one optimizer before the loop, with momentum={MOMENTUM}")
     gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, right, strict=True))
     wrong_if(not _close(seen.values, right),
-             "the parameters are not those of one process. The loss of a batch is "
-             "the mean cross-entropy of all its examples", "", f"largest difference {gap:.3g}")
+             "the parameters are not those of one process. The loss of a batch is the mean cross-entropy of "
+             "all its examples", "", f"largest difference {gap:.3g}")
     shown = f"given {seen.losses}", f"expected {[round(loss, 4) for loss in losses]}"
     wrong_if(isinstance(seen.losses, str),
              f"the answer is a {seen.losses}: expected the list of losses, one number for each batch",

@@ -213,15 +213,15 @@ def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distribu
     if all_near(weight):
         return
     replicas = WORKERS * DEVICES
-    shown = *(f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)),
-    f"one device: {_short(weight)}"
+    shown = [f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)]
+    shown.append(f"one device: {_short(weight)}")
     wrong_if(all_near(_problem(seed)[2]), "the weight has not changed",
              "update it with weight.assign_sub(rate * gradient)", *shown)
     wrong_if(not all_near(copies[0]), "the replicas have drifted apart: each used its own gradient",
              "sum the gradients over all replicas before the update", *shown)
     for factor in (replicas, 1 / replicas, DEVICES, WORKERS):
-        cause, cure = "the replicas' losses are summed",
-        "divide each by the global batch; its own mean is too large"
+        cause = "the replicas' losses are summed"
+        cure = "divide each by the global batch; its own mean is too large"
         if factor < 1:
             cause = "each replica has divided by the global batch already"
             cure = "sum the gradients, do not average them"

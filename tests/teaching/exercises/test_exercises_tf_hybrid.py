@@ -44,7 +44,7 @@ mutant("plan_epoch", PLAN, "return global_batch, steps, global_batch * steps", O
 mutant("plan_epoch", BATCH, "per_replica", "that is the batch of one replica")
 mutant("plan_epoch", PLAN, "return global_batch, float(steps), shares", "all results are whole numbers")
 mutant("plan_epoch", PLAN, "return global_batch, steps", "expected three things")
-mutant("plan_epoch", BATCH, "per_replica * devices[0]", "which devices take part", cure="the number of all devices")
+mutant("plan_epoch", BATCH, "per_replica * (sum(devices) + 1)", "which devices take part", cure="the number of all devices")
 mutant("plan_epoch", FLOOR, "examples", "how often do the examples fill", cure="examples // the global batch")
 mutant("plan_epoch", SHARES, "steps", "how many devices has it?", cure="in each step")
 
