@@ -124,14 +124,13 @@ def replica_loss(results: Results, uneven: bool) -> None:
     expect([got], [right], [
         ([mean], "the losses are right and the penalty is missing", "add this replica's share of it"),
         ([mean + REPLICAS * PENALTY],
-         "the losses are right, but every replica adds the whole penalty: it is added "
-         f"{REPLICAS} times"),
+         f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times"),
         ([mean + REPLICAS * PENALTY / 4],
-         "the penalty is divided by the global batch, but every replica adds it "
-         "once, however many examples it has: divide it by the number of replicas"),
+         "the penalty is divided by the global batch, but every replica adds it once, however many examples "
+         "it has: divide it by the number of replicas"),
         ([mean * REPLICAS + penalty for penalty in penalties],
-         f"the loss is {REPLICAS} times too large on {REPLICAS} "
-         "replicas: the means of the replicas are added up afterwards", "divide the sum by the global batch"),
+         f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: the means of the replicas are "
+         "added up afterwards", "divide the sum by the global batch"),
         ([mean * 4 + penalty for penalty in penalties], "the loss is a sum, not a mean",
          "divide by the global batch"),
     ], otherwise, "", *shown, same=lambda a, b: any(_equal(x, y) for x in a for y in b))
@@ -211,8 +210,8 @@ def _judge_steps(steps: Steps, shown: list[str]) -> None:
              "the last batch is smaller, and a replica may get nothing",
              "batch with drop_remainder=True, so that all steps are equal", *shown)
     wrong_if(max(sizes) < PER_REPLICA,
-             f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: which "
-             "batch does a strategy split?", GLOBAL_BATCH, *shown)
+             f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: which batch does a "
+             "strategy split?", GLOBAL_BATCH, *shown)
     wrong_if(len(set(every)) < len(every), "some examples occur twice: do the replicas share one dataset?",
              "",
              *shown)
@@ -268,8 +267,8 @@ def clipped_sum(results: Results, limit: float) -> None:
     those of the whole batch, shortened where their norm, all of them together, is above the limit."""
     for rank, got in enumerate(results):
         wrong_if(isinstance(got, str),
-                 "expected a list like the one that was given. tf.clip_by_global_norm returns "
-                 "two things: the list, and its norm before clipping", "", f"rank {rank} returned {got}")
+                 "expected a list like the one that was given. tf.clip_by_global_norm returns two things: "
+                 "the list, and its norm before clipping", "", f"rank {rank} returned {got}")
     own = [[np.array(gradient) for gradient in of_rank] for of_rank in GRADIENTS]
     total = _sum(own)
     right, clipped = _clip(total, limit), [_clip(of_rank, limit) for of_rank in own]

@@ -93,12 +93,12 @@ def place_layers(answer: Any, weights: list[int], outputs: list[int], limit: int
     shown = f"given {returned!r}", f"one answer: {best}"
     given = whole_numbers(returned, "a list with the number of a device for each layer", *shown)
     wrong_if(len(given) != len(weights),
-             f"the list has {len(given)} numbers for {len(weights)} layers: one for each "
-             "layer, not one for each device", "", *shown)
+             f"the list has {len(given)} numbers for {len(weights)} layers: one for each layer, not one for "
+             "each device", "", *shown)
     wrong_if(min(given) < 0 or max(given) >= devices, f"there are the devices 0 to {devices - 1}", "", *shown)
     wrong_if(any(after < before for before, after in itertools.pairwise(given)),
-             "a device number goes down: layers "
-             "stay in order, so a later layer is never on an earlier device", "", *shown)
+             "a device number goes down: layers stay in order, so a later layer is never on an earlier "
+             "device", "", *shown)
     held = _held(weights, given, devices)
     wrong_if(max(held) > limit,
              f"device {held.index(max(held))} holds {max(held)} bytes, and the limit is {limit}", "", *shown)
@@ -109,8 +109,8 @@ def place_layers(answer: Any, weights: list[int], outputs: list[int], limit: int
              "", *shown)
     evenly = min(max(_held(weights, place, devices)) for place in _placements(weights, sum(weights), devices))
     wrong_if(max(held) == evenly,
-             f"the weights are divided as evenly as possible, but {sent} bytes cross, and {least} "
-             "would do: a cut where the output is small may be uneven", "", *shown)
+             f"the weights are divided as evenly as possible, but {sent} bytes cross, and {least} would do: "
+             "a cut where the output is small may be uneven", "", *shown)
     wrong_if(True,
              f"{sent} bytes cross, and {least} would do. Do you fill one device after the other? That cuts "
              "wherever one is full", "compare all places to cut", *shown)
@@ -263,8 +263,8 @@ def weights_per_device(
          "that is the whole model: a dimension with the name of a mesh dimension is divided by its size"),
         (right * 4, "those are bytes; the question is how many numbers"),
         (sum(by_all),
-         "divide by the mesh dimensions that a layout names, not by all devices: along others, weights "
-         "are copied"),
+         "divide by the mesh dimensions that a layout names, not by all devices: along others, weights are "
+         "copied"),
         (total / size,
          "unsharded weights are copied to every device: only divide the dimensions that name a mesh "
          "dimension"),
