@@ -303,8 +303,8 @@ def _clip(gradients: list[NDArray[Any]], limit: float) -> list[NDArray[Any]]:
 
 TimedSpan = tuple[int, int, float, float]
 # All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each
-# step, and the spans are in no order; in the third, ranks end at different times, and the earliest step is not
-# numbered 0; in the fourth, rank 1 never waits.
+# step, and the spans are in no order; in the third, ranks end at different times, and the earliest step is
+# not numbered 0; in the fourth, rank 1 never waits.
 TIMELINES: tuple[list[TimedSpan], ...] = (
     [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 11.0, 13.0), (1, 1, 10.0, 13.0)],
     [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0),
