@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
-from labkit.errors.exceptions import LABKIT
+from labkit.errors.exceptions import JUDGES, LABKIT
 from labkit.recording.record import is_students
 
 _STDLIB: Final = tuple({os.path.normcase(sysconfig.get_path(p)) + os.sep for p in ("stdlib", "platstdlib")})
@@ -57,7 +57,7 @@ def frame_at(file: str, line: int, function: str, *, innermost: bool = False) ->
 def _owner(file: str) -> Owner:
     if is_students(file):
         return Owner.STUDENT
-    if file.startswith(LABKIT):
+    if file.startswith(LABKIT) or JUDGES in file:
         return Owner.LABKIT
     in_stdlib = os.path.normcase(file).startswith(_STDLIB) and not any(part in file for part in _PACKAGES)
     return Owner.STDLIB if in_stdlib else Owner.LIBRARY
