@@ -1,4 +1,4 @@
-"""The exercises of lesson 08: the gain of overlapping, two workers at once, and one training step across processes."""
+"""The exercises of lesson 08: the gain of overlapping, two workers at once, a step across processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.calculations import Expected, calculation
-from labkit.teaching.exercises.comparisons import compare
-from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, reject, showing
+from labkit.teaching.exercises.comparisons import Hint, compare, expect_numbers, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.teaching.exercises.rpc_waits import MEET_S, Meeting, happens_within
 from labkit.worker.comm.backward import context_id
@@ -25,29 +24,32 @@ from labkit.worker.comm.backward import context_id
 LESSON = "08_rpc_hybrid"
 
 
-@calculation(
-    LESSON,
-    "overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for the whole "
-    "batch; return the time from end to end when the batch is cut in equal parts and everything overlaps that can.",
-    "One part through both workers, and behind it the rest at the pace of the slower one.",
+@exercise(
+    LESSON, "One part through both workers, and behind it the rest at the pace of the slower one.",
     # 5 parts first: with 2, half of something may be the time of a part.
-    ((10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)),
+    [(10.0, 4.0, 5), (10.0, 4.0, 2), (4.0, 10.0, 2), (6.0, 6.0, 4), (16.0, 0.5, 8), (10.0, 4.0, 1)],
     other=lambda random: (random.uniform(1, 20), random.uniform(1, 20), random.randint(3, 9)),
 )
-def _overlapped_time(first: float, second: float, parts: int) -> Expected:
+def overlapped_time(answer: Any, first: float, second: float, parts: int) -> None:
+    """overlapped_time(first, second, parts): two workers that follow each other need `first` and `second` for
+    the whole batch; return the time from end to end when the batch is cut in equal parts and everything
+    overlaps that can."""
     both, slower, faster = first + second, max(first, second), min(first, second)
-    mistakes = {
-        "that is the time of the whole batch without any overlap": both,
-        "the slower worker alone takes that long; it also waits for its first part, or the other finishes later": slower,
-        ("`first` and `second` belong to the whole batch", "a part takes 1/parts of them"): both + (parts - 1) * slower,
-        ("`first` and `second` belong to the whole batch, not to a part", "a part takes 1/parts of them"): parts * both - faster,
-        "the slower worker sets the pace, not the faster one": (both + (parts - 1) * faster) / parts,
-        "that is how long one part takes through both workers; the other parts follow it": both / parts,
-        "that is right for two parts, but the number of parts differs here": both - faster / 2,
-    }
-    right = (both + (parts - 1) * slower) / parts
     distinct = parts > 1 and first != second
-    return Expected(right, mistakes if distinct else {}, "that is not the time at which the last part ends")
+    expect_numbers(answer(first, second, parts), (both + (parts - 1) * slower) / parts, [
+        (both, "that is the time of the whole batch without any overlap"),
+        (slower,
+         "the slower worker alone takes that long; it also waits for its first part, or the other finishes "
+         "later"),
+        (both + (parts - 1) * slower, "`first` and `second` belong to the whole batch",
+         "a part takes 1/parts of them"),
+        (parts * both - faster, "`first` and `second` belong to the whole batch, not to a part",
+         "a part takes 1/parts of them"),
+        ((both + (parts - 1) * faster) / parts, "the slower worker sets the pace, not the faster one"),
+        (both / parts,
+         "that is how long one part takes through both workers; the other parts follow it"),
+        (both - faster / 2, "that is right for two parts, but the number of parts differs here"),
+    ] if distinct else [], "that is not the time at which the last part ends")
 
 
 NAMES = ["master", "worker1", "worker2"]
@@ -64,12 +66,8 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
-IN_BOTH: dict[str, Hint] = {
-    "PyRRef' object": (
-        "an RRef is not the module, which lives on its worker",
-        "call a method there, as in workers[0].rpc_async().forward(half)",
-    )
-}
+def _seed() -> list[tuple[int]]:
+    return [(random.randrange(1 << 30),)]
 
 
 class _Half(nn.Module):
@@ -102,63 +100,49 @@ def _both_on_rank(answer: Callable[..., Any], seed: int) -> Any:
 
 
 @exercise(
-    LESSON,
-    "both_workers(workers, images) runs on the master: cut the batch in two, let the two remote modules (RRefs) compute "
-    "their halves at the same time, and return the scores of the whole batch in order.",
-    "Both workers computed at the same time, each one half, and the scores are in order.",
+    LESSON, "Both workers computed at the same time, each one half, and the scores are in order.",
+    _seed, on_ranks=_both_on_rank, ranks=NAMES, runtime="rpc", call="both_workers(workers, images)",
+    errors={"PyRRef' object": (
+        "an RRef is not the module, which lives on its worker",
+        "call a method there, as in workers[0].rpc_async().forward(half)",
+    )},
 )
-def _both_workers(answer: Any, on: OnRanks) -> None:
-    seed = random.randrange(1 << 30)
-    with showing("both_workers(workers, images)"), explaining(IN_BOTH):
-        _judge_both(*on(NAMES, _both_on_rank, answer, seed, runtime="rpc")[0], seed=seed)
-
-
-def _judge_both(result: Any, visits: list[tuple[str, int]], alone: bool, *, seed: int) -> None:
-    expected = _network()(_batch(seed)[0]).detach()
+def both_workers(results: Results, seed: int) -> None:
+    """both_workers(workers, images) runs on the master: cut the batch in two, let the two remote modules
+    (RRefs) compute their halves at the same time, and return the scores of the whole batch in order."""
+    result, visits, alone = results[0]
+    right = _network()(_batch(seed)[0]).detach()
     arrived, got = {name for name, _ in visits}, [f"{name} got {size} examples" for name, size in visits]
-    if isinstance(result, list):  # probably of futures that were not waited for, so `arrived` may be incomplete
-        raise AnswerError(
-            f"the answer is a list of {' and '.join(sorted(set(result)))}: expected one tensor",
-            cure="wait for the parts and join them into one tensor with torch.cat",
-        )
-    if arrived != set(NAMES[1:]):
-        only = " and ".join(sorted(arrived)) or "the master"
-        raise AnswerError(f"only {only} worked: each worker gets one half", *got)
-    if isinstance(result, str):
-        raise AnswerError(f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
-    if alone:
-        raise AnswerError(
-            "the second worker started only when the first had finished: rpc_sync waits, and so does a wait() right after "
-            "rpc_async",
-            *got,
-        )
-    if max(size for _, size in visits) > BATCH // 2:
-        raise AnswerError("a worker got more than its half of the batch", *got, cure="cut it with chunk(2)")
-    if result.shape != expected.shape:
-        raise AnswerError(
-            "the result has the wrong shape",
-            f"given {tuple(result.shape)}, expected {tuple(expected.shape)}",
-            cure="join the two parts along the batch with torch.cat",
-        )
-    halves = expected.chunk(2)
-    if torch.allclose(result, torch.cat([halves[1], halves[0]]), atol=1e-5):
-        raise AnswerError(
-            "the halves are joined in the wrong order: the first half of the batch comes first, even if it finishes last"
-        )
-    if not torch.allclose(result, expected, atol=1e-5):
-        raise AnswerError("the scores are not those of the whole batch in one process")
+    kinds = sorted(set(result)) if isinstance(result, list) else []
+    # A list is probably one of futures that were not waited for, so `arrived` may be incomplete.
+    wrong_if(isinstance(result, list), f"the answer is a list of {' and '.join(kinds)}: expected one tensor",
+             "wait for the parts and join them into one tensor with torch.cat")
+    only = " and ".join(sorted(arrived)) or "the master"
+    wrong_if(arrived != set(NAMES[1:]), f"only {only} worked: each worker gets one half", "", *got)
+    wrong_if(isinstance(result, str),
+             f"the answer is a {result}: expected one tensor with the scores of the whole batch, in order")
+    wrong_if(alone,
+             "the second worker started only when the first had finished: rpc_sync waits, and so does a "
+             "wait() right after rpc_async", "", *got)
+    wrong_if(max(size for _, size in visits) > BATCH // 2, "a worker got more than its half of the batch",
+             "cut it with chunk(2)", *got)
+    wrong_if(result.shape != right.shape, "the result has the wrong shape",
+             "join the two parts along the batch with torch.cat",
+             f"given {tuple(result.shape)}, expected {tuple(right.shape)}")
+    wrong_if(torch.allclose(result, right.roll(BATCH // 2, 0), atol=1e-5),
+             "the halves are joined in the wrong order: the first half of the batch comes first, even if it "
+             "finishes last")
+    wrong_if(not torch.allclose(result, right, atol=1e-5),
+             "the scores are not those of the whole batch in one process")
 
 
 class _Part:
-    """A part of the model, on a worker.
-
-    Args:
-        first: whether it is the first part.
-    """
+    """A part of the model, on a worker."""
 
     def __init__(self, first: bool) -> None:
         # A warning about DistributedOptimizer's implementation, which would be printed above every verdict.
-        warnings.filterwarnings("ignore", message=".*TorchScript.* support for functional optimizers is deprecated")
+        deprecated = ".*TorchScript.* support for functional optimizers is deprecated"
+        warnings.filterwarnings("ignore", message=deprecated)
         self.net = _network()[:2] if first else _network()[2:]
         self._lock = threading.Lock()
 
@@ -190,30 +174,37 @@ MISTAKES: dict[str, Hint] = {  # parts of torch's messages, and what they mean h
     ),
     "missing 1 required positional argument: 'context_id'": (
         "the gradients are in a context, which the optimizer does not know",
-        "in `with dist_autograd.context() as context:`, call dist_autograd.backward(context, [loss]) and optimizer.step(context)",
+        "in `with dist_autograd.context() as context:`, call dist_autograd.backward(context, [loss]) and "
+        "optimizer.step(context)",
     ),
-    "no attribute 'zero_grad'": "zero_grad is not needed: the gradients of a batch are in its context, and end with it",
-    "len() of a 0-d tensor": ("dist_autograd.backward takes a list of losses", "write backward(context, [loss])"),
+    "no attribute 'zero_grad'":
+        "zero_grad is not needed: the gradients of a batch are in its context, and end with it",
+    "len() of a 0-d tensor": ("dist_autograd.backward takes a list of losses",
+                              "write backward(context, [loss])"),
     "Could not find autograd context": (
         "the context ends with its `with` block, and the gradients with it",
         "optimizer.step(context) belongs inside",
     ),
-    "torch.futures.Future": ("a future cannot be sent to another process", "a reference can: shard1.remote().forward(part)"),
-    "PyRRef' object": ("an RRef is not the shard", "call a method there, as in shard1.remote().forward(part)"),
-    LOCAL_BACKWARD: ("loss.backward() cannot leave this process", "use dist_autograd.backward(context, [loss])"),
+    "torch.futures.Future": (
+        "a future cannot be sent to another process", "a reference can: shard1.remote().forward(part)",
+    ),
+    "PyRRef' object": ("an RRef is not the shard",
+                       "call a method there, as in shard1.remote().forward(part)"),
+    LOCAL_BACKWARD: ("loss.backward() cannot leave this process",
+                     "use dist_autograd.backward(context, [loss])"),
     REUSED: ("the gradients of earlier batches are still in this context", "each batch needs a new one"),
 }
 
 
 def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
-    """Return the remote parameters after one step of the student's function, or why there was none."""
+    """Return the remote parameters after the student's step; None if it was outside a context."""
     if rpc.get_worker_info().name != "master":
         return None
     from torch.distributed.optim import DistributedOptimizer
 
     parts = [rpc.remote(name, _Part, args=(i == 0,)) for i, name in enumerate(NAMES[1:])]
-    optimizer = DistributedOptimizer(torch.optim.SGD, [p for part in parts for p in part.rpc_sync().parameter_rrefs()], lr=RATE)
-
+    references = [p for part in parts for p in part.rpc_sync().parameter_rrefs()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=RATE)
     outside: list[bool] = []
 
     def forward(inputs: Tensor) -> Tensor:
@@ -228,48 +219,37 @@ def _step_on_rank(answer: Callable[..., Any], seed: int) -> Any:
         answer(forward, optimizer, *_batch(seed))
     except RuntimeError as error:
         if any(outside) and not any(part in str(error) for part in MISTAKES if part != LOCAL_BACKWARD):
-            return AnswerError(OUTSIDE)
+            return None
         raise
     after = [value for part in parts for value in part.rpc_sync().values()]
     if any(outside) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
-        return AnswerError(OUTSIDE)
+        return None
     return [value.numpy() for value in after]
 
 
 @exercise(
-    LESSON,
-    "distributed_step(forward, optimizer, images, labels) runs on the master: one training step with cross-entropy, in which "
-    "forward(images) passes through modules on two workers, and optimizer is a DistributedOptimizer.",
-    "One step over three processes, equal to the step of a single process.",
+    LESSON, "One step over three processes, equal to the step of a single process.",
+    _seed, on_ranks=_step_on_rank, ranks=NAMES, runtime="rpc", errors=MISTAKES,
+    call="distributed_step(forward, optimizer, images, labels)",
 )
-def _distributed_step(answer: Any, on: OnRanks) -> None:
-    seed = random.randrange(1 << 30)
-    with showing("distributed_step(forward, optimizer, images, labels)"), explaining(MISTAKES):
-        after = on(NAMES, _step_on_rank, answer, seed, runtime="rpc")[0]
-        if isinstance(after, AnswerError):
-            raise after
-        _judge_remote_step(after, seed)
-
-
-def _judge_remote_step(after: list[Any], seed: int) -> None:
+def distributed_step(results: Results, seed: int) -> None:
+    """distributed_step(forward, optimizer, images, labels) runs on the master: one training step with
+    cross-entropy, in which forward(images) passes through modules on two workers, and optimizer is a
+    DistributedOptimizer."""
+    after = results[0]
+    wrong_if(after is None, *OUTSIDE)
     model, (inputs, labels) = _network(), _batch(seed)
-    names = [name for name, _ in model.named_parameters()]
     before = [p.detach().clone().numpy() for p in model.parameters()]
     nn.functional.cross_entropy(model(inputs), labels).backward()
-    gradients = [p.grad.numpy() for p in model.parameters() if p.grad is not None]
-    steps = {n: (b - a) / RATE for n, a, b in zip(names, after, before, strict=True)}
-    if not any(step.any() for step in steps.values()):
-        raise AnswerError(
-            "the parameters on the workers have not changed",
-            cure="optimizer.step(context_id) applies the gradients that dist_autograd.backward(context_id, [loss]) has stored in "
-            "that context",
-        )
-
-    causes = {
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    steps = {name: (b - a) / RATE for name, a, b in zip(gradients, after, before, strict=True)}
+    wrong_if(not any(step.any() for step in steps.values()), "the parameters on the workers have not changed",
+             "optimizer.step(context_id) applies the gradients that dist_autograd.backward(context_id, "
+             "[loss]) has stored in that context")
+    compare([steps], gradients, subject="the steps of the remote parameters", causes={
         -1.0: "have the wrong sign",
         float(BATCH): f"belong to the summed loss of {BATCH} examples, not to their mean",
-    }
-    compare([steps], dict(zip(names, gradients, strict=True)), subject="the steps of the remote parameters", causes=causes)
+    })
 
 
 MOMENTUM = 0.9
@@ -279,11 +259,8 @@ CLOSE = 1e-4  # absolute; the mistakes below move some parameter by 1e-2 and mor
 class _Shard1(_Part):
     """The first shard: a part of a batch waits until the other parts of that batch are there as well.
 
-    It refuses a context that holds more than one batch: `dist_autograd.backward` would wait for ever for gradients of
-    the batch before.
-
-    Args:
-        parts: the number of parts that a batch has.
+    It refuses a context that holds more than one batch: `dist_autograd.backward` would wait for ever for
+    gradients of the batch before.
     """
 
     def __init__(self, parts: int) -> None:
@@ -293,7 +270,7 @@ class _Shard1(_Part):
         self._arrived = threading.Condition()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Wait for the other parts of the batch, then compute; set `alone` if they take longer than `MEET_S`."""
+        """Wait for the other parts of the batch, then compute; set `alone` if that takes over `MEET_S`."""
         context = context_id()
         with self._arrived:
             self.contexts[context] += 1
@@ -316,7 +293,7 @@ class _Shard1(_Part):
         return out
 
     def seen(self) -> tuple[list[int], bool, bool]:
-        """Return the sizes of the parts, whether one was sent after another ended, and whether one had no context."""
+        """Return the sizes of the parts, and whether one was sent after another ended, or had no context."""
         return self.sizes, self.alone, self.contexts[None] > 0
 
 
@@ -337,30 +314,20 @@ class _Shard2(_Part):
             return torch.cat([self.net(part) for part in parts])
 
     def seen(self) -> tuple[list[int], int]:
-        """Return the number of parts in each call, and how many of them were tensors instead of references."""
+        """Return the number of parts in each call, and how many of them were tensors, not references."""
         return self.calls, self.tensors
 
 
 class _Seen(NamedTuple):
-    """What happened on the three processes.
+    """What happened on the three processes."""
 
-    Args:
-        losses: the answer, or the name of its type.
-        values: all parameters, after the training.
-        sizes: of the parts that arrived at shard 1.
-        alone: whether a part was sent only when another had been computed.
-        outside: whether a part came outside a context.
-        calls: for each call of `score` its number of parts.
-        tensors: the parts that came to shard 2 as tensors.
-    """
-
-    losses: list[Any] | str
-    values: list[np.ndarray]
-    sizes: list[int]
-    alone: bool
-    outside: bool
-    calls: list[int]
-    tensors: int
+    losses: list[Any] | str  # the answer, or the name of its type
+    values: list[np.ndarray]  # all parameters, after the training
+    sizes: list[int]  # of the parts that arrived at shard 1
+    alone: bool  # whether a part was sent only when another had been computed
+    outside: bool  # whether a part came outside a context
+    calls: list[int]  # for each call of `score` its number of parts
+    tensors: int  # the parts that came to shard 2 as tensors
 
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -378,7 +345,9 @@ def _on_rank(answer: Callable[..., Any], batches: Batches, parts: int, rate: flo
     return _Seen(losses, values, *shard1.rpc_sync().seen(), *shard2.rpc_sync().seen())
 
 
-def _serial(batches: Batches, rate: float, momentum: float = MOMENTUM) -> tuple[list[float], list[np.ndarray]]:
+def _serial(
+    batches: Batches, rate: float, momentum: float = MOMENTUM
+) -> tuple[list[float], list[np.ndarray]]:
     model, losses = _network(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     for x, y in batches:
@@ -390,86 +359,72 @@ def _serial(batches: Batches, rate: float, momentum: float = MOMENTUM) -> tuple[
     return losses, [p.detach().numpy() for p in model.parameters()]
 
 
-@exercise(
-    LESSON,
-    "hybrid_master(shard1, shard2, batches, parts, rate) runs on the master: train the two remote shards on all batches, "
-    "each cut in parts that are under way at the same time; return the list of losses.",
-    "All parts were under way at once, the features went straight to worker2, and the model is that of one process.",
-)
-def _hybrid_master(answer: Any, on: OnRanks) -> None:
+def _batches() -> list[tuple[Batches, int, float]]:
     random = np.random.default_rng()
     torch_random = torch.Generator().manual_seed(int(random.integers(1 << 30)))
+    cases = []
     for parts, sizes in ((2, (5, 6, 8)), (3, (7, 6, 8))):
         batches = [(torch.randn(n, 4, generator=torch_random), torch.arange(n) % 3) for n in sizes]
-        rate = float(random.uniform(0.2, 0.4))
-        with showing(f"hybrid_master(shard1, shard2, batches, {parts}, {rate:.3g})"), explaining(MISTAKES):
-            _judge(on(NAMES, _on_rank, answer, batches, parts, rate, runtime="rpc")[0], batches, parts, rate)
+        cases.append((batches, parts, float(random.uniform(0.2, 0.4))))
+    return cases
 
 
-def _judge(seen: _Seen, batches: Batches, parts: int, rate: float) -> None:
-    if not seen.sizes:
-        raise AnswerError("shard1.forward was never called: each part of a batch passes through shard 1 first")
+@exercise(
+    LESSON,
+    "All parts were under way at once, the features went straight to worker2, and the model is that of one "
+    "process.",
+    _batches, on_ranks=_on_rank, ranks=NAMES, runtime="rpc", errors=MISTAKES,
+    call="hybrid_master(shard1, shard2, batches, {parts}, {rate:.3g})",
+)
+def hybrid_master(results: Results, batches: Batches, parts: int, rate: float) -> None:
+    """hybrid_master(shard1, shard2, batches, parts, rate) runs on the master: train the two remote shards on
+    all batches, each cut in parts that are under way at the same time; return the list of losses."""
+    seen = results[0]
+    wrong_if(not seen.sizes,
+             "shard1.forward was never called: each part of a batch passes through shard 1 first")
     wanted = [len(part) for x, _ in batches for part in x.chunk(parts)]
-    faults = {
-        (
-            f"{len(batches)} batches came to shard 1 in {counted(len(seen.sizes), 'part')}; parts is {parts} here",
-            "cut each batch with chunk(parts)",
-        ): sorted(seen.sizes) != sorted(wanted),
-        (
-            "the features came to the master, which sent them on: they travelled twice",
-            (
-                "shard1.remote().forward(part) returns a reference; give that to shard2.score, and worker2 fetches the features "
-                "from worker1"
-            ),
-        ): seen.tensors,
-        (
-            "a part was sent only when another had been computed, so the workers took turns",
-            "send all parts of a batch with remote first, then call score",
-        ): seen.alone,
-        (
-            (
-                f"score was called {len(seen.calls)} times for {len(batches)} batches: dist_autograd may lose gradients when a "
-                "worker answers twice in a context"
-            ),
-            "call it once per batch, with the references of all parts",
-        ): len(seen.calls) > len(batches),
-    }
-    reject(faults, f"sizes of the parts: given {seen.sizes}, expected {wanted}")
+    shown = f"sizes of the parts: given {seen.sizes}, expected {wanted}"
+    wrong_if(sorted(seen.sizes) != sorted(wanted), f"{len(batches)} batches came to shard 1 in "
+             f"{counted(len(seen.sizes), 'part')}; parts is {parts} here",
+             "cut each batch with chunk(parts)", shown)
+    wrong_if(seen.tensors, "the features came to the master, which sent them on: they travelled twice",
+             "shard1.remote().forward(part) returns a reference; give that to shard2.score, and worker2 "
+             "fetches the features from worker1", shown)
+    wrong_if(seen.alone, "a part was sent only when another had been computed, so the workers took turns",
+             "send all parts of a batch with remote first, then call score", shown)
+    wrong_if(len(seen.calls) > len(batches),
+             f"score was called {len(seen.calls)} times for {len(batches)} batches: dist_autograd may lose "
+             "gradients when a worker answers twice in a context",
+             "call it once per batch, with the references of all parts", shown)
     _judge_training(seen, batches, rate)
 
 
 def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
-    losses, expected = _serial(batches, rate)
+    losses, right = _serial(batches, rate)
     start = [p.detach().numpy() for p in _network().parameters()]
     one, other = (_close(seen.values[half], start[half]) for half in (slice(0, 2), slice(2, 4)))
     both = "the optimizer needs references to the parameters of both shards"
-    faults = {
-        OUTSIDE: seen.outside,
-        (
-            "no parameter has changed",
-            "in each context, call dist_autograd.backward(context, [loss]), then optimizer.step(context)",
-        ): one and other,
-        ("the parameters of shard 1 have not changed", both): one,
-        ("the parameters of shard 2 have not changed", both): other,
-        ("there was no momentum", f"make one optimizer before the loop, with momentum={MOMENTUM}"): (
-            _close(seen.values, _serial(batches, rate, 0.0)[1])
-        ),
-    }
-    reject(faults)
-    if not _close(seen.values, expected):
-        gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, expected, strict=True))
-        raise AnswerError(
-            "the parameters are not those of one process. The loss of a batch is the mean cross-entropy of all its examples",
-            f"largest difference {gap:.3g}",
-        )
-    details = (f"given {seen.losses}", f"expected {[round(loss, 4) for loss in losses]}")
-    if isinstance(seen.losses, str):
-        raise AnswerError(f"the answer is a {seen.losses}: expected the list of losses, one number for each batch", *details)
-    kinds = sorted({one for one in seen.losses if isinstance(one, str)})
-    if kinds:
-        raise AnswerError(f"the list contains a {kinds[0]} in place of a number", *details, cure="loss.item() is the number")
-    if len(seen.losses) != len(losses) or not np.allclose(seen.losses, losses, rtol=1e-3):
-        raise AnswerError("the losses are not those of the batches, in order", *details)
+    wrong_if(seen.outside, *OUTSIDE)
+    wrong_if(one and other, "no parameter has changed",
+             "in each context, call dist_autograd.backward(context, [loss]), then optimizer.step(context)")
+    wrong_if(one, "the parameters of shard 1 have not changed", both)
+    wrong_if(other, "the parameters of shard 2 have not changed", both)
+    wrong_if(_close(seen.values, _serial(batches, rate, 0.0)[1]), "there was no momentum",
+             f"make one optimizer before the loop, with momentum={MOMENTUM}")
+    gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, right, strict=True))
+    wrong_if(not _close(seen.values, right),
+             "the parameters are not those of one process. The loss of a batch is the mean cross-entropy of "
+             "all its examples", "", f"largest difference {gap:.3g}")
+    shown = f"given {seen.losses}", f"expected {[round(loss, 4) for loss in losses]}"
+    wrong_if(isinstance(seen.losses, str),
+             f"the answer is a {seen.losses}: expected the list of losses, one number for each batch",
+             "", *shown)
+    kinds = sorted({loss for loss in seen.losses if isinstance(loss, str)})
+    wrong_if(kinds, f"the list contains a {''.join(kinds[:1])} in place of a number",
+             "loss.item() is the number",
+             *shown)
+    wrong_if(len(seen.losses) != len(losses) or not np.allclose(seen.losses, losses, rtol=1e-3),
+             "the losses are not those of the batches, in order", "", *shown)
 
 
 def _close(given: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:

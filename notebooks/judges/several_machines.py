@@ -1,4 +1,4 @@
-"""The exercises of lesson 09b: bytes on the cables, work once per machine, and an all-reduce of two levels."""
+"""The exercises of lesson 09b: bytes on the cables, work once per machine, an all-reduce of two levels."""
 
 from __future__ import annotations
 
@@ -16,76 +16,70 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.recording.schema import Span
-from labkit.teaching.exercises.calculations import Expected, calculation
-from labkit.teaching.exercises.comparisons import listing
-from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, judge_result, showing
+from labkit.teaching.exercises.comparisons import expect, expect_numbers, listing, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.tracing.trace import Trace
 
 LESSON = "09b_several_machines"
 
-# ------------------------------------------------------------------------------------------------------- crossing_bytes
 
-
-@calculation(
+@exercise(
     LESSON,
-    "crossing_bytes(nbytes, machines, per_machine, two_level) returns how many bytes leave each machine over its cable in one "
-    "all-reduce of `nbytes` bytes: of a ring over all ranks, or of two levels.",
-    "A ring of all ranks sends nearly 2n over each cable; two levels send the same as a ring of one rank per machine.",
+    "A ring of all ranks sends nearly 2n over each cable; two levels send the same as a ring of one rank per "
+    "machine.",
     # The first two cases tell all mistakes apart.
-    [(n, *of, two) for n, of in ((12e6, (3, 4)), (1e6, (2, 2)), (8e6, (4, 1)), (8e6, (1, 4))) for two in (False, True)],
-    other=lambda random: (random.uniform(1e6, 9e7), random.randint(2, 6), random.randint(2, 8), random.choice([False, True])),
+    [(n, *of, two) for n, of in ((12e6, (3, 4)), (1e6, (2, 2)), (8e6, (4, 1)), (8e6, (1, 4)))
+     for two in (False, True)],
+    other=lambda random: (
+        random.uniform(1e6, 9e7), random.randint(2, 6), random.randint(2, 8), random.choice([False, True])
+    ),
 )
-def _crossing_bytes(nbytes: float, machines: int, per_machine: int, two_level: bool) -> Expected:
+def crossing_bytes(answer: Any, nbytes: float, machines: int, per_machine: int, two_level: bool) -> None:
+    """crossing_bytes(nbytes, machines, per_machine, two_level) returns how many bytes leave each machine over
+    its cable in one all-reduce of `nbytes` bytes: of a ring over all ranks, or of two levels."""
     ranks = machines * per_machine
     ring, levels = 2 * (ranks - 1) / ranks * nbytes, 2 * (machines - 1) / machines * nbytes
     right = 0.0 if machines == 1 else levels if two_level else ring
-    mistakes: dict[Hint, float] = {}
-    if machines > 1 and per_machine > 1:
-        mistakes = {
-            (
-                "that is what all ranks of a machine send together; most of it goes to the next rank of the same machine",
-                "one rank of each machine has its neighbour on another one",
-            ): per_machine * ring,
-            (
-                "here every rank sends the whole of x to the other machine",
-                "after the reduce-scatter inside its machine, a rank has 1/k of it",
-            ): per_machine * levels,
-            (
-                "that is what one of the machine's ranks sends: the others share the cable with it",
-                "each of the k ranks all-reduces 1/k of x with its partners on the other machines",
-            ): levels / per_machine,
-            ("half is missing: an all-reduce is a reduce-scatter and an all-gather", "2(p − 1) pieces, not p − 1"): right / 2,
-            ("that is the other kind of all-reduce", "look at `two_level`"): ring if two_level else levels,
-            ("that is 2n, however many take part", "the last piece need not be sent: 2(p − 1)/p"): 2 * nbytes,
-        }
+    mistakes: list[tuple[Any, ...]] = []
     if machines == 1:
-        mistakes = {"a single machine sends nothing over its cable": ring}
+        mistakes = [(ring, "a single machine sends nothing over its cable")]
+    elif per_machine > 1:
+        mistakes = [
+            (per_machine * ring,
+             "that is what all ranks of a machine send together; most of it goes to the next rank of the "
+             "same machine", "one rank of each machine has its neighbour on another one"),
+            (per_machine * levels, "here every rank sends the whole of x to the other machine",
+             "after the reduce-scatter inside its machine, a rank has 1/k of it"),
+            (levels / per_machine,
+             "that is what one of the machine's ranks sends: the others share the cable with it",
+             "each of the k ranks all-reduces 1/k of x with its partners on the other machines"),
+            (right / 2, "half is missing: an all-reduce is a reduce-scatter and an all-gather",
+             "2(p − 1) pieces, not p − 1"),
+            (ring if two_level else levels, "that is the other kind of all-reduce", "look at `two_level`"),
+            (2 * nbytes, "that is 2n, however many take part", "the last piece need not be sent: 2(p − 1)/p"),
+        ]
     otherwise = (
-        (
-            "inside the machines nothing crosses; between them, each of the k ranks takes part in an all-reduce of 1/k of x",
-            "the k rings share the cable",
-        )
-        if two_level
-        else (
-            "in a ring, each rank sends 2(p − 1)/p · n to the next one: how many of a machine's ranks have theirs elsewhere?",
-            "only one of them",
-        )
+        "in a ring, each rank sends 2(p − 1)/p · n to the next one: how many of a machine's ranks have "
+        "theirs elsewhere?", "only one of them",
     )
-    return Expected(right, mistakes, otherwise)
+    if two_level:
+        otherwise = (
+            "inside the machines nothing crosses; between them, each of the k ranks takes part in an "
+            "all-reduce of 1/k of x", "the k rings share the cable",
+        )
+    expect_numbers(answer(nbytes, machines, per_machine, two_level), right, mistakes, *otherwise)
 
-
-# ----------------------------------------------------------------------------------------------------- once_per_machine
 
 MAKING_S = 0.3  # that `make` takes: who does not wait for it finds nothing
-PLACES = ((2, 2), (1, 3), (3, 1), (4,))  # the number of ranks on each machine
 
 
 def _once_on_rank(answer: Callable[..., Any], counts: Sequence[int], folder: str) -> tuple[int, bool]:
-    """In a rank: return how often it called `make`, and whether the file was there when the answer returned."""
+    """Return this rank called `make`, and whether the file was there when the answer returned."""
     rank = dist.get_rank()
     machine, local = _place(counts)[rank]
     made, calls = Path(folder) / str(machine), []
-    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(counts[machine]), "GROUP_RANK": str(machine)}
+    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(counts[machine]),
+                   "GROUP_RANK": str(machine)}
 
     def make() -> None:
         calls.append(rank)
@@ -96,34 +90,39 @@ def _once_on_rank(answer: Callable[..., Any], counts: Sequence[int], folder: str
     return len(calls), made.exists()
 
 
+def _call_in_words(counts: Sequence[int]) -> str:
+    machines = f"{len(counts)} machine{'s' if len(counts) > 1 else ''}"
+    return f"once_per_machine(make) with {' + '.join(map(str, counts))} ranks on {machines}"
+
+
 @exercise(
-    LESSON,
-    "once_per_machine(make) runs on every rank. Call make() on one rank of each machine, for instance to write a file there; "
-    "on every rank, return only when the file of its machine exists. torchrun's variable LOCAL_RANK is set.",
-    "Each machine got its file once, whatever the number of its ranks, and all ranks waited for it.",
+    LESSON, "Each machine got its file once, whatever the number of its ranks, and all ranks waited for it.",
+    [((2, 2),), ((1, 3),), ((3, 1),), ((4,),)],  # the number of ranks on each machine
+    call=_call_in_words,
 )
-def _once_per_machine(answer: Any, on: OnRanks) -> None:
-    for counts in PLACES:
-        with tempfile.TemporaryDirectory() as folder, showing(f"once_per_machine(make) with {_in_words(counts)}"):
-            seen = on(sum(counts), _once_on_rank, answer, counts, folder)
-            calls = [
-                [n for (n, _), (at, _) in zip(seen, _place(counts), strict=True) if at == machine]
-                for machine in range(len(counts))
-            ]
-            callers = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
-            if not any(map(sum, calls)):
-                raise AnswerError("nobody called make()", *callers)
-            if all(n > 0 for of_machine in calls for n in of_machine) and sum(counts) > len(counts):
-                raise AnswerError("every rank called make(): one per machine is enough", *callers, cure="ask for LOCAL_RANK")
-            if any(not sum(n) for n in calls):
-                cure = 'rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "0", not 0'
-                raise AnswerError("a machine has nobody that called make()", *callers, cure=cure)
-            if any(sum(n) > 1 for n in calls):
-                raise AnswerError("make() was called more than once on a machine", *callers, cure="ask for LOCAL_RANK")
-            if not all(there for _, there in seen):
-                late = [rank for rank, (_, there) in enumerate(seen) if not there]
-                cure = "after make(), let all ranks meet: dist.barrier()"
-                raise AnswerError(f"{_ranks(late)} returned before the file was there", *callers, cure=cure)
+def once_per_machine(answer: Any, counts: Sequence[int]) -> None:
+    """once_per_machine(make) runs on every rank. Call make() on one rank of each machine, for instance to
+    write a file there; on every rank, return only when the file of its machine exists. torchrun's variable
+    LOCAL_RANK is set."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = answer.on(sum(counts), _once_on_rank, answer, counts, folder)
+    calls: list[list[int]] = [[] for _ in counts]
+    for (n, _), (machine, _) in zip(seen, _place(counts), strict=True):
+        calls[machine].append(n)
+    callers = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
+    of_ranks = [n for n, _ in seen]
+    wrong_if(not any(of_ranks), "nobody called make()", "", *callers)
+    wrong_if(all(of_ranks) and len(seen) > len(counts), "every rank called make(): one per machine is enough",
+             "ask for LOCAL_RANK", *callers)
+    wrong_if(not all(map(sum, calls)), "a machine has nobody that called make()",
+             "rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "
+             '"0", not 0',
+             *callers)
+    wrong_if(any(sum(n) > 1 for n in calls), "make() was called more than once on a machine",
+             "ask for LOCAL_RANK", *callers)
+    late = [rank for rank, (_, there) in enumerate(seen) if not there]
+    wrong_if(late, f"{_ranks(late)} returned before the file was there",
+             "after make(), let all ranks meet: dist.barrier()", *callers)
 
 
 def _callers(calls: Sequence[int]) -> str:
@@ -139,13 +138,7 @@ def _place(counts: Sequence[int]) -> list[tuple[int, int]]:
     return [(machine, local) for machine, count in enumerate(counts) for local in range(count)]
 
 
-def _in_words(counts: Sequence[int]) -> str:
-    return f"{' + '.join(map(str, counts))} ranks on {len(counts)} machine{'s' if len(counts) > 1 else ''}"
-
-
-# ---------------------------------------------------------------------------------------------- hierarchical_all_reduce
-
-COUNTS = ((3, 1, 2), (2, 2), (1, 1, 1), (3,))
+COUNTS = [3, 1, 2], [2, 2], [1, 1, 1], [3]
 LENGTH = 6
 
 
@@ -154,63 +147,61 @@ def _x(rank: int) -> Tensor:
     return x
 
 
-def _reduce_on_rank(answer: Callable[..., Any], counts: Sequence[int]) -> tuple[Tensor, int]:
+def _reduce_on_rank(answer: Callable[..., Any], counts: list[int]) -> tuple[Tensor, int]:
     """Return the sum, and how often the rank called `dist.new_group`."""
     x = _x(dist.get_rank())
     with mock.patch.object(dist, "new_group", side_effect=dist.new_group) as new_group:
-        answer(x, list(counts))
+        answer(x, counts)
     return x, new_group.call_count
 
 
 @exercise(
     LESSON,
-    "hierarchical_all_reduce(x, counts) runs on every rank: put the sum of all ranks' x into x. `counts` has the number of ranks "
-    "on each machine, consecutive ranks together. Only the first rank of each machine may exchange data with other machines.",
-    "The sum on every rank, also where machines have different numbers of ranks, and one rank of each used the cable.",
+    "The sum on every rank, also where machines have different numbers of ranks, and one rank of each used "
+    "the cable.",
+    [(counts,) for counts in COUNTS], on_ranks=_reduce_on_rank, ranks=sum,
+    call="hierarchical_all_reduce(x, {counts})",
 )
-def _hierarchical_all_reduce(answer: Any, on: OnRanks) -> None:
-    for counts in COUNTS:
-        with showing(f"hierarchical_all_reduce(x, {list(counts)})"):
-            results = on(sum(counts), _reduce_on_rank, answer, counts)
-            _judge_sums([x for x, _ in results], counts)
-            _judge_crossing(results.trace, counts)
-            _judge_groups([calls for _, calls in results])
+def hierarchical_all_reduce(results: Results, counts: list[int]) -> None:
+    """hierarchical_all_reduce(x, counts) runs on every rank: put the sum of all ranks' x into x. `counts` has
+    the number of ranks on each machine, consecutive ranks together. Only the first rank of each machine may
+    exchange data with other machines."""
+    _judge_sums([x for x, _ in results], counts)
+    _judge_crossing(results.trace, counts)
+    calls = [count for _, count in results]
+    fewer = [rank for rank, count in enumerate(calls) if count < max(calls)]  # a later group of theirs hangs
+    wrong_if(fewer, "not every rank called dist.new_group for every group",
+             "call it for each group on every rank, in the same order, even for those that the rank is not "
+             "in",
+             f"{max(calls)} calls, but {_ranks(fewer)} made fewer")
 
 
 def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
     places = _place(counts)
     xs = [_x(rank) for rank in range(len(places))]
     total = torch.stack(xs).sum(0)
-    right = [total] * len(places)
-    of_machine = [torch.stack([x for x, (at, _) in zip(xs, places, strict=True) if at == m]).sum(0) for m, _ in places]
+    of_machine = [
+        torch.stack([x for x, (at, _) in zip(xs, places, strict=True) if at == m]).sum(0) for m, _ in places
+    ]
     leaders = torch.stack([x for x, (_, local) in zip(xs, places, strict=True) if local == 0]).sum(0)
-    mistakes: dict[Hint, list[Tensor]] = {}
-    if len(counts) > 1 and max(counts) > 1:
-        mistakes = {
-            ("x is unchanged", "the collectives work in place, so do not work on a copy"): xs,
-            ("those are the sums within each machine", "the first ranks still have to add up theirs"): of_machine,
-            (
-                "the first ranks have the sum, the others still have the sum of their machine",
-                "broadcast it inside each machine",
-            ): [total if local == 0 else part for part, (_, local) in zip(of_machine, places, strict=True)],
-            ("the first ranks have the sum, the others their own x", "broadcast it inside each machine"): [
-                total if local == 0 else x for x, (_, local) in zip(xs, places, strict=True)
-            ],
-            ("those are the sums of the first ranks alone", "add up inside each machine before"): [leaders] * len(places),
-        }
-    with showing("\n".join(f"rank {rank} has {_sum_in_words(x)}" for rank, x in enumerate(given))):
-        judge_result(given, right, mistakes, ("that is not the sum of all ranks' x", "three steps: inside, between, inside"))
 
+    def with_others(others: list[Tensor]) -> list[Tensor]:
+        """The first ranks have the sum."""
+        return [total if local == 0 else x for x, (_, local) in zip(others, places, strict=True)]
 
-def _judge_groups(calls: Sequence[int]) -> None:
-    """Check that all ranks created the same number of groups: otherwise, a later group of theirs hangs."""
-    fewer = [rank for rank, count in enumerate(calls) if count < max(calls)]
-    if fewer:
-        raise AnswerError(
-            "not every rank called dist.new_group for every group",
-            f"{max(calls)} calls, but {_ranks(fewer)} made fewer",
-            cure="call it for each group on every rank, in the same order, even for those that the rank is not in",
-        )
+    several = len(counts) > 1 and max(counts) > 1
+    expect(given, [total] * len(places), [
+        (xs, "x is unchanged", "the collectives work in place, so do not work on a copy"),
+        (of_machine, "those are the sums within each machine", "the first ranks still have to add up theirs"),
+        (with_others(of_machine),
+         "the first ranks have the sum, the others still have the sum of their machine",
+         "broadcast it inside each machine"),
+        (with_others(xs), "the first ranks have the sum, the others their own x",
+         "broadcast it inside each machine"),
+        ([leaders] * len(places), "those are the sums of the first ranks alone",
+         "add up inside each machine before"),
+    ] if several else [], "that is not the sum of all ranks' x", "three steps: inside, between, inside",
+       "\n".join(f"rank {rank} has {_sum_in_words(x)}" for rank, x in enumerate(given)))
 
 
 def _sum_in_words(x: Tensor) -> str:
@@ -218,7 +209,10 @@ def _sum_in_words(x: Tensor) -> str:
     digits = f"{float(x[0]):.0f}"[::-1]
     if not digits.isdecimal() or len(digits) > sum(max(COUNTS, key=sum)) + 1:
         return f"{float(x[0]):g} in its first place"
-    parts = [f"{'' if digit == '1' else digit + ' · '}x of rank {rank}" for rank, digit in enumerate(digits) if digit != "0"]
+    parts = [
+        f"{'' if digit == '1' else digit + ' · '}x of rank {rank}"
+        for rank, digit in enumerate(digits) if digit != "0"
+    ]
     return " + ".join(parts) or "nothing"
 
 
@@ -232,9 +226,8 @@ def _judge_crossing(trace: Trace, counts: Sequence[int]) -> None:
     for spans in taking_part.values():
         ranks = sorted({span.rank for span in spans})
         others = [rank for rank in ranks if places[rank][1] > 0]
-        if len({places[rank][0] for rank in ranks}) > 1 and others:
-            raise AnswerError(
-                "data crosses between machines from or to a rank that is not the first of its machine",
-                f"{spans[0].name} of {_ranks(ranks)}: not the first of their machine: {_ranks(others)}",
-                cure="make a group for each machine and one of the first ranks, with dist.new_group, on every rank",
-            )
+        wrong_if(others and len({places[rank][0] for rank in ranks}) > 1,
+                 "data crosses between machines from or to a rank that is not the first of its machine",
+                 "make a group for each machine and one of the first ranks, with dist.new_group, on every "
+                 "rank",
+                 f"{spans[0].name} of {_ranks(ranks)}: not the first of their machine: {_ranks(others)}")

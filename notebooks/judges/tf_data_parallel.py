@@ -13,48 +13,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.teaching.exercises.calculations import Expected, calculation
-from labkit.teaching.exercises.comparisons import equal
-from labkit.teaching.exercises.judging import AnswerError, Hint, OnRanks, exercise, explaining, judge_result, reject, showing
+from labkit.teaching.exercises.comparisons import equal, expect, expect_numbers, wrong_if
+from labkit.teaching.exercises.exercise import Results, exercise
 
 LESSON = "10_tf_data_parallel"
 REPLICAS = 2
 MORE_REPLICAS = 3  # because an answer may be right for two replicas only
 PENALTY = 10.0
 EXAMPLES, PER_REPLICA = 10, 2  # two full batches for two replicas, and a rest of two examples
-EXAMPLES_OF_RANKS = 24  # two ranks that shuffle differently split them correctly by chance once in 2.7 million times
-# Two gradients on each of two ranks. Their sums are (6, 0) and (8), with norm 10; each mistake gives other numbers.
+# Two ranks that shuffle differently split them correctly by chance once in 2.7 million times.
+EXAMPLES_OF_RANKS = 24
+# Two gradients on each of two ranks. Their sums are (6, 0) and (8), with norm 10; each mistake gives others.
 GRADIENTS = (((3.0, 0.0), (0.0,)), ((3.0, 0.0), (8.0,)))
 LIMIT, HIGH_LIMIT = 6.0, 20.0
 NONE = "None values not supported"  # TensorFlow's message
 ITERATOR = "this is an iterator, not a dataset"
 # TensorFlow's messages after common mistakes, and what they mean here.
-EXPLAINED: dict[str, Hint] = {
+EXPLAINED = {
     "name 'tf' is not defined": "`tf` is not defined in the ranks: begin with `import tensorflow as tf`",
     NONE: "it returns nothing: end the function with `return` and the result",
     ITERATOR: "it returns an iterator, which can be read only once: return the distributed dataset",
-    "OperatorNotAllowedInGraphError": "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does",
-    "has no attribute '_variant_tensor'": (
-        "a strategy distributes a tf.data.Dataset: make one with tf.data.Dataset.from_tensor_slices(examples), and batch it"
-    ),
-    "requires being in cross-replica context": (
-        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there'
-    ),
-    "`merge_call` called while defining": (
-        "no all-reduce inside an `if` on a tensor's value: another replica might skip it. Sum first, then decide"
-    ),
-    "Dimension 0 in both shapes must be equal": (
-        "the gradients are a list of tensors of different shapes: tf.clip_by_global_norm takes the list as it is"
-    ),
+    "OperatorNotAllowedInGraphError":
+        "use tf.reduce_sum: in a graph Python cannot loop over a tensor, as its own sum does",
+    "has no attribute '_variant_tensor'":
+        "a strategy distributes a tf.data.Dataset: make one with "
+        "tf.data.Dataset.from_tensor_slices(examples), and batch it",
+    "requires being in cross-replica context": "the function already runs in a replica: use "
+        'tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
+    "`merge_call` called while defining":
+        "no all-reduce inside an `if` on a tensor's value: another replica might skip it. Sum first, then "
+        "decide",
+    "Dimension 0 in both shapes must be equal": "the gradients are a list of tensors of different shapes: "
+        "tf.clip_by_global_norm takes the list as it is",
 }
 
 
 def _loss_on_rank(answer: Callable[..., Any], uneven: bool) -> tuple[Any, float, bool]:
-    """Return the student's result, summed over replicas; the mean over the batch; and whether it has a gradient.
+    """Return the result summed over replicas, the mean over the batch, and whether it has a gradient.
 
-    Args:
-        answer: replica_loss.
-        uneven: whether one replica has more examples than the other.
+    If `uneven`, one replica has more examples than the other.
     """
     import tensorflow as tf
 
@@ -89,70 +86,54 @@ def _devices(tf: Any, replicas: int) -> list[str]:
 
 @exercise(
     LESSON,
-    "replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a penalty that is "
-    "the same on all replicas. Return what, summed over replicas, is the mean loss of the whole batch plus the penalty.",
-    "Summed over the replicas it is the mean over the global batch and the penalty once, also when their shares differ.",
+    "Summed over the replicas it is the mean over the global batch and the penalty once, also when their "
+    "shares differ.",
+    [(False,), (True,)], on_ranks=_loss_on_rank, ranks=1, runtime="tensorflow", devices_per_rank=REPLICAS,
+    errors=EXPLAINED, call=f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas",
 )
-def _replica_loss(answer: Any, on: OnRanks) -> None:
-    for uneven in (False, True):
-        with showing(f"replica_loss(losses, 4, {PENALTY:g}) on {REPLICAS} replicas"), explaining(EXPLAINED):
-            (seen,) = on(1, _loss_on_rank, answer, uneven, runtime="tensorflow", devices_per_rank=REPLICAS)
-            _judge_loss(*seen, uneven=uneven)
-
-
-def _judge_loss(got: Any, mean: float, differentiable: bool, *, uneven: bool) -> None:
-    if isinstance(got, list):
-        raise AnswerError(
-            "it returns several numbers: return one, for the whole share of this replica",
-            f"summed over {REPLICAS} replicas: {got}",
-        )
-    if not differentiable:
-        raise AnswerError(
-            "it has no gradient: numpy, and values read out of a tensor, are outside the graph",
-            cure="compute with TensorFlow's functions, such as tf.reduce_sum",
-        )
-    details = (
+def replica_loss(results: Results, uneven: bool) -> None:
+    """replica_loss(losses, global_batch, penalty) gets the losses of this replica's examples, one each, and a
+    penalty that is the same on all replicas. Return what, summed over replicas, is the mean loss of the whole
+    batch plus the penalty."""
+    got, mean, differentiable = results[0]
+    wrong_if(isinstance(got, list),
+             "it returns several numbers: return one, for the whole share of this replica",
+             "", f"summed over {REPLICAS} replicas: {got}")
+    wrong_if(not differentiable,
+             "it has no gradient: numpy, and values read out of a tensor, are outside the graph",
+             "compute with TensorFlow's functions, such as tf.reduce_sum")
+    right = mean + PENALTY
+    shown = (
         f"summed over {REPLICAS} replicas: {got:.4g}",
-        f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {mean + PENALTY:.4g}",
+        f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {right:.4g}",
     )
-    if uneven and not _equal(got, mean + PENALTY):
-        raise AnswerError(
-            "right for equal shares, wrong when one replica has 3 examples and the other 1",
-            *details,
-            cure="divide the sum by the global batch, not a mean by the number of replicas",
-        )
-    if not uneven:
-        _judge_scaling(got, mean, *details)
-
-
-def _judge_scaling(got: float, mean: float, *details: str) -> None:
-    """Judge a sum over two replicas that should be `mean` of four losses, plus the penalty."""
-    penalties = (PENALTY, REPLICAS * PENALTY, REPLICAS * PENALTY / 4)  # once, by each replica, divided by the global batch
-    too_large = (
-        f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: the means of the replicas are added up afterwards",
-        "divide the sum by the global batch",
-    )
-    mistakes = {
-        ("the losses are right and the penalty is missing", "add this replica's share of it"): [mean],
-        f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times": [
-            mean + REPLICAS * PENALTY
-        ],
-        "the penalty is divided by the global batch, but every replica adds it once, however many examples it has: divide it by "
-        "the number of replicas": [mean + REPLICAS * PENALTY / 4],
-        too_large: [mean * REPLICAS + penalty for penalty in penalties],
-        ("the loss is a sum, not a mean", "divide by the global batch"): [mean * 4 + penalty for penalty in penalties],
-    }
+    wrong_if(uneven and not _equal(got, right),
+             "right for equal shares, wrong when one replica has 3 examples and the other 1",
+             "divide the sum by the global batch, not a mean by the number of replicas", *shown)
+    if uneven:
+        return
+    # Once, by each replica, divided by the global batch.
+    penalties = (PENALTY, REPLICAS * PENALTY, REPLICAS * PENALTY / 4)
     otherwise = "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
     for penalty in penalties:
         divisor = mean * 4 / (got - penalty) if got > penalty else 0.0
         if divisor > 4.5 and _equal(divisor, round(divisor)):
-            otherwise = (
-                f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by the argument global_batch"
-            )
+            otherwise = (f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by "
+                         "the argument global_batch")
             break
-    judge_result(
-        [got], [mean + PENALTY], mistakes, otherwise, *details, same=lambda a, b: any(_equal(x, y) for x in a for y in b)
-    )
+    expect([got], [right], [
+        ([mean], "the losses are right and the penalty is missing", "add this replica's share of it"),
+        ([mean + REPLICAS * PENALTY],
+         f"the losses are right, but every replica adds the whole penalty: it is added {REPLICAS} times"),
+        ([mean + REPLICAS * PENALTY / 4],
+         "the penalty is divided by the global batch, but every replica adds it once, however many examples "
+         "it has: divide it by the number of replicas"),
+        ([mean * REPLICAS + penalty for penalty in penalties],
+         f"the loss is {REPLICAS} times too large on {REPLICAS} replicas: the means of the replicas are "
+         "added up afterwards", "divide the sum by the global batch"),
+        ([mean * 4 + penalty for penalty in penalties], "the loss is a sum, not a mean",
+         "divide by the global batch"),
+    ], otherwise, "", *shown, same=lambda a, b: any(_equal(x, y) for x in a for y in b))
 
 
 def _equal(a: float, b: float) -> bool:
@@ -162,7 +143,13 @@ def _equal(a: float, b: float) -> bool:
 Steps = list[list[list[int]]]  # for each step and replica, the numbers of its examples
 
 
-def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
+def _batches_on_rank(answer: Callable[..., Any], examples: int, replicas: int, ranks: int) -> Steps:
+    import tensorflow as tf
+
+    if ranks > 1:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    else:
+        strategy = tf.distribute.MirroredStrategy(_devices(tf, replicas))
     data = answer(strategy, np.arange(examples, dtype=np.int64), PER_REPLICA)
     if data is None:
         raise ValueError(NONE)
@@ -172,79 +159,64 @@ def _batches(answer: Callable[..., Any], strategy: Any, examples: int) -> Steps:
     return [[part.numpy().tolist() for part in strategy.experimental_local_results(batch)] for batch in some]
 
 
-def _batches_on_devices(answer: Callable[..., Any], replicas: int) -> Steps:
-    import tensorflow as tf
-
-    return _batches(answer, tf.distribute.MirroredStrategy(_devices(tf, replicas)), EXAMPLES)
-
-
-def _batches_on_ranks(answer: Callable[..., Any]) -> Steps:
-    import tensorflow as tf
-
-    return _batches(answer, tf.distribute.MultiWorkerMirroredStrategy(), EXAMPLES_OF_RANKS)
+def _batches_in_words(examples: int, replicas: int, ranks: int) -> str:
+    where = f"on {ranks} ranks" if ranks > 1 else f"{replicas} replicas"
+    return f"global_batches(strategy, examples, {PER_REPLICA}) with {examples} examples, {where}"
 
 
 @exercise(
     LESSON,
-    "global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every step gives every "
-    "replica `per_replica` of the examples, each to one replica only, for any number of replicas and ranks.",
-    "Every step gives every replica the batch that was asked for, and no example is read twice, also on two ranks.",
+    "Every step gives every replica the batch that was asked for, and no example is read twice, also on two "
+    "ranks.",
+    [(EXAMPLES, REPLICAS, 1), (EXAMPLES, MORE_REPLICAS, 1), (EXAMPLES_OF_RANKS, 1, REPLICAS)],
+    on_ranks=_batches_on_rank, ranks=lambda *case: case[2], runtime="tensorflow",
+    devices_per_rank=lambda *case: case[1], errors=EXPLAINED, call=_batches_in_words,
 )
-def _global_batches(answer: Any, on: OnRanks) -> None:
-    call = f"global_batches(strategy, examples, {PER_REPLICA})"
-    with showing(f"{call} with {EXAMPLES} examples, {REPLICAS} replicas"), explaining(EXPLAINED):
-        (steps,) = on(1, _batches_on_devices, answer, REPLICAS, runtime="tensorflow", devices_per_rank=REPLICAS)
-        _judge_steps(steps)
-    with showing(f"{call} with {EXAMPLES} examples, {MORE_REPLICAS} replicas"), explaining(EXPLAINED):
-        (steps,) = on(1, _batches_on_devices, answer, MORE_REPLICAS, runtime="tensorflow", devices_per_rank=MORE_REPLICAS)
-        if [[len(part) for part in step] for step in steps] != [[PER_REPLICA] * MORE_REPLICAS]:
-            raise AnswerError(
-                f"right for {REPLICAS} replicas, wrong for {MORE_REPLICAS}",
-                *_listed(steps),
-                cure="ask the strategy, strategy.num_replicas_in_sync",
-            )
-    with showing(f"{call} with {EXAMPLES_OF_RANKS} examples, on {REPLICAS} ranks"), explaining(EXPLAINED):
-        _judge_ranks(on(REPLICAS, _batches_on_ranks, answer, runtime="tensorflow"))
-
-
-def _listed(steps: Steps) -> tuple[str, ...]:
-    return tuple(f"step {i}: {parts}" for i, parts in enumerate(steps))
+def global_batches(results: Results, _: int, replicas: int, ranks: int) -> None:
+    """global_batches(strategy, examples, per_replica) returns a distributed dataset: one pass in which every
+    step gives every replica `per_replica` of the examples, each to one replica only, for any number of
+    replicas and ranks."""
+    if ranks > 1:
+        _judge_ranks(results)
+        return
+    steps = results[0]
+    shown = [f"step {i}: {parts}" for i, parts in enumerate(steps)]
+    if replicas == REPLICAS:
+        _judge_steps(steps, shown)
+        return
+    wrong_if([[len(part) for part in step] for step in steps] != [[PER_REPLICA] * replicas],
+             f"right for {REPLICAS} replicas, wrong for {replicas}",
+             "ask the strategy, strategy.num_replicas_in_sync", *shown)
 
 
 GLOBAL_BATCH = "a strategy splits the global batch, per_replica × strategy.num_replicas_in_sync"
 
 
-def _judge_steps(steps: Steps) -> None:
+def _judge_steps(steps: Steps, shown: list[str]) -> None:
     """Judge the batches of two devices in one process."""
-    details = _listed(steps)
-    if not steps:
-        raise AnswerError(
-            f"there are no steps: {EXAMPLES} examples do not fill one batch, and drop_remainder drops it",
-            f"given {EXAMPLES} examples, per_replica = {PER_REPLICA}, {REPLICAS} replicas",
-            cure=GLOBAL_BATCH,
-        )
-    if len(steps) > EXAMPLES:
-        raise AnswerError("it does not end: one pass through the examples is asked for, without repeat", *details[:3])
+    wrong_if(not steps,
+             f"there are no steps: {EXAMPLES} examples do not fill one batch, and drop_remainder drops it",
+             GLOBAL_BATCH, f"given {EXAMPLES} examples, per_replica = {PER_REPLICA}, {REPLICAS} replicas")
+    wrong_if(len(steps) > EXAMPLES,
+             "it does not end: one pass through the examples is asked for, without repeat",
+             "", *shown[:3])
     whole = [sorted(x for part in step for x in part) for step in steps]
     sizes = {len(part) for step in steps for part in step}
     every, full = [x for w in whole for x in w], EXAMPLES // (PER_REPLICA * REPLICAS)
-    faults = {
-        (
-            f"a step has one batch for all {REPLICAS} replicas, which should divide it",
-            "pass the dataset to strategy.experimental_distribute_dataset",
-        ): any(len(step) != REPLICAS for step in steps),
-        (
-            "the last batch is smaller, and a replica may get nothing",
-            "batch with drop_remainder=True, so that all steps are equal",
-        ): 0 in sizes or len({len(w) for w in whole}) > 1,
-        (
-            f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: which batch does a strategy split?",
-            GLOBAL_BATCH,
-        ): max(sizes) < PER_REPLICA,
-        "some examples occur twice: do the replicas share one dataset?": len(set(every)) < len(every),
-        f"expected {full} steps with {PER_REPLICA} examples per replica": sizes != {PER_REPLICA} or len(steps) != full,
-    }
-    reject(faults, *details)
+    wrong_if(any(len(step) != REPLICAS for step in steps),
+             f"a step has one batch for all {REPLICAS} replicas, which should divide it",
+             "pass the dataset to strategy.experimental_distribute_dataset", *shown)
+    wrong_if(0 in sizes or len({len(w) for w in whole}) > 1,
+             "the last batch is smaller, and a replica may get nothing",
+             "batch with drop_remainder=True, so that all steps are equal", *shown)
+    wrong_if(max(sizes) < PER_REPLICA,
+             f"each replica gets {max(sizes)} example, {PER_REPLICA} were asked for: which batch does a "
+             "strategy split?", GLOBAL_BATCH, *shown)
+    wrong_if(len(set(every)) < len(every), "some examples occur twice: do the replicas share one dataset?",
+             "",
+             *shown)
+    wrong_if(sizes != {PER_REPLICA} or len(steps) != full,
+             f"expected {full} steps with {PER_REPLICA} examples per replica", "", *shown)
 
 
 def _judge_ranks(ranks: list[Steps]) -> None:
@@ -252,23 +224,16 @@ def _judge_ranks(ranks: list[Steps]) -> None:
     read = [[x for step in steps for part in step for x in part] for steps in ranks]
     together = [x for numbers in read for x in numbers]
     once, sizes = len(set(together)), {len(part) for steps in ranks for step in steps for part in step}
-    faults = {
-        (
-            "on two ranks each reads all examples",
-            "let the strategy shard them, with AutoShardPolicy.DATA or its default policy",
-        ): all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read),
-        (
-            (
-                f"the ranks shuffle differently: of the {EXAMPLES_OF_RANKS} examples {len(together) - once} are read twice, and "
-                f"{EXAMPLES_OF_RANKS - once} never"
-            ),
-            "give the shuffle a seed",
-        ): once < len(together),
-        f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step": (
-            len(together) != EXAMPLES_OF_RANKS or sizes != {PER_REPLICA}
-        ),
-    }
-    reject(faults, *(f"rank {rank} read {numbers}" for rank, numbers in enumerate(read)))
+    shown = [f"rank {rank} read {numbers}" for rank, numbers in enumerate(read)]
+    wrong_if(all(len(set(numbers)) == EXAMPLES_OF_RANKS for numbers in read),
+             "on two ranks each reads all examples",
+             "let the strategy shard them, with AutoShardPolicy.DATA or its default policy", *shown)
+    wrong_if(once < len(together), f"the ranks shuffle differently: of the {EXAMPLES_OF_RANKS} examples "
+             f"{len(together) - once} are read twice, and {EXAMPLES_OF_RANKS - once} never",
+             "give the shuffle a seed", *shown)
+    wrong_if(len(together) != EXAMPLES_OF_RANKS or sizes != {PER_REPLICA},
+             f"right on one rank, wrong on two: expected {PER_REPLICA} examples per rank and step",
+             "", *shown)
 
 
 def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]] | str:
@@ -284,53 +249,47 @@ def _clip_on_rank(answer: Callable[..., Any], limit: float) -> list[list[float]]
     clipped = tf.function(step)()
     if clipped is None:
         raise ValueError(NONE)
-    if not isinstance(clipped, (list, tuple)) or [getattr(c, "shape", None) for c in clipped] != [g.shape for g in own]:
+    shapes = [getattr(c, "shape", None) for c in clipped] if isinstance(clipped, (list, tuple)) else None
+    if shapes != [gradient.shape for gradient in own]:
         return str(tf.nest.map_structure(lambda value: f"shape {tuple(np.shape(value))}", clipped))
     return [gradient.numpy().tolist() for gradient in clipped]
 
 
 @exercise(
     LESSON,
-    "clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns those of the "
-    "whole batch, shortened where their norm, all of them together, is above the limit.",
-    "The gradients of all replicas are first summed and then clipped, as one device would do with the whole batch.",
+    "The gradients of all replicas are first summed and then clipped, as one device would do with the whole "
+    "batch.",
+    [(LIMIT,), (HIGH_LIMIT,)], on_ranks=_clip_on_rank, ranks=len(GRADIENTS), runtime="tensorflow",
+    errors=EXPLAINED, call=f"clipped_sum(gradients, {{limit:g}}) on {len(GRADIENTS)} ranks",
 )
-def _clipped_sum(answer: Any, on: OnRanks) -> None:
-    for limit in (LIMIT, HIGH_LIMIT):
-        with showing(f"clipped_sum(gradients, {limit:g}) on {len(GRADIENTS)} ranks"), explaining(EXPLAINED):
-            _judge_clipped(on(len(GRADIENTS), _clip_on_rank, answer, limit, runtime="tensorflow"), limit)
-
-
-def _judge_clipped(ranks: list[Any], limit: float) -> None:
-    for rank, got in enumerate(ranks):
-        if isinstance(got, str):
-            raise AnswerError(
-                "expected a list like the one that was given. tf.clip_by_global_norm returns two things: the list, "
-                "and its norm before clipping",
-                f"rank {rank} returned {got}",
-            )
-    given = [[np.array(gradient) for gradient in own] for own in GRADIENTS]
-    total = _sum(given)
-    expected = _clip(total, limit)
-    mistakes: dict[Hint, Any] = {
-        ("each rank clipped its own gradients before the sum", "sum first, and clip what the whole batch gives"): (
-            [_sum([_clip(own, limit) for own in given])] * 2
-        ),
-        "the gradients are summed, but not clipped: their norm together is above the limit": [total] * 2,
-        ("these come from the mean over the ranks", "the losses are divided by the global batch already, so sum"): (
-            [_clip([gradient / len(given) for gradient in total], limit)] * 2
-        ),
-        ("each gradient was clipped by itself", "the limit is for the norm of all of them together"): (
-            [[_clip([gradient], limit)[0] for gradient in total]] * 2
-        ),
-        "each rank has its own gradients only: nothing was exchanged": given,
-        "each rank has its own gradients only, clipped: nothing was exchanged": [_clip(own, limit) for own in given],
-    }
-    otherwise: Hint = "these are not the gradients of the whole batch, clipped"
+def clipped_sum(results: Results, limit: float) -> None:
+    """clipped_sum(gradients, limit) runs in a replica, gets the gradients of this rank's share, and returns
+    those of the whole batch, shortened where their norm, all of them together, is above the limit."""
+    for rank, got in enumerate(results):
+        wrong_if(isinstance(got, str),
+                 "expected a list like the one that was given. tf.clip_by_global_norm returns two things: "
+                 "the list, and its norm before clipping", "", f"rank {rank} returned {got}")
+    own = [[np.array(gradient) for gradient in of_rank] for of_rank in GRADIENTS]
+    total = _sum(own)
+    right, clipped = _clip(total, limit), [_clip(of_rank, limit) for of_rank in own]
+    otherwise = ["these are not the gradients of the whole batch, clipped", ""]
     if limit == HIGH_LIMIT:
-        otherwise = "right if the norm is above the limit, wrong below it", "clipping never lengthens a gradient"
-    details = (*(f"rank {i} got {got}" for i, got in enumerate(ranks)), f"expected {_lists(expected)}")
-    judge_result(ranks, [expected] * 2, mistakes, otherwise, *details, same=partial(equal, within=1e-4))
+        otherwise = ["right if the norm is above the limit, wrong below it",
+                     "clipping never lengthens a gradient"]
+    shown = [array.round(4).tolist() for array in right]
+    expect(list(results), [right] * 2, [
+        ([_sum(clipped)] * 2, "each rank clipped its own gradients before the sum",
+         "sum first, and clip what the whole batch gives"),
+        ([total] * 2, "the gradients are summed, but not clipped: their norm together is above the limit"),
+        ([_clip([gradient / len(own) for gradient in total], limit)] * 2,
+         "these come from the mean over the ranks",
+         "the losses are divided by the global batch already, so sum"),
+        ([[_clip([gradient], limit)[0] for gradient in total]] * 2, "each gradient was clipped by itself",
+         "the limit is for the norm of all of them together"),
+        (own, "each rank has its own gradients only: nothing was exchanged"),
+        (clipped, "each rank has its own gradients only, clipped: nothing was exchanged"),
+    ], *otherwise, *(f"rank {i} got {got}" for i, got in enumerate(results)), f"expected {shown}",
+       same=partial(equal, within=1e-4))
 
 
 def _sum(ranks: list[list[NDArray[Any]]]) -> list[NDArray[Any]]:
@@ -342,17 +301,14 @@ def _clip(gradients: list[NDArray[Any]], limit: float) -> list[NDArray[Any]]:
     return [gradient * min(1.0, limit / norm) for gradient in gradients] if norm else gradients
 
 
-def _lists(arrays: list[NDArray[Any]]) -> list[list[float]]:
-    return [array.round(4).tolist() for array in arrays]
-
-
 TimedSpan = tuple[int, int, float, float]
-# All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each step, and the
-# spans are in no order; in the third, ranks end at different times, and the earliest step is not numbered 0; in the
-# fourth, rank 1 never waits.
+# All-reduces (rank, step, start, end). In the second case there are three ranks, another is last in each
+# step, and the spans are in no order; in the third, ranks end at different times, and the earliest step is
+# not numbered 0; in the fourth, rank 1 never waits.
 TIMELINES: tuple[list[TimedSpan], ...] = (
     [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 11.0, 13.0), (1, 1, 10.0, 13.0)],
-    [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0), (1, 1, 10.0, 12.0)],
+    [(2, 1, 9.0, 12.0), (0, 0, 2.0, 5.0), (1, 0, 1.0, 5.0), (0, 1, 8.0, 12.0), (2, 0, 4.0, 5.0),
+     (1, 1, 10.0, 12.0)],
     [(1, 7, 20.0, 29.0), (0, 7, 26.0, 27.0), (0, 8, 30.0, 36.5), (1, 8, 33.5, 36.0)],
     [(0, 0, 1.0, 6.0), (1, 0, 4.0, 6.0), (0, 1, 9.0, 13.0), (1, 1, 10.0, 13.0)],
 )
@@ -369,39 +325,33 @@ def _other_timeline(random: Random) -> tuple[list[TimedSpan]]:
     return (spans,)
 
 
-@calculation(
-    LESSON,
-    "waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a dictionary with "
-    "the ms that each rank waited for the others, summed over the steps.",
-    "A rank waits from its own start until the last rank of the same step has started.",
-    [(spans,) for spans in TIMELINES],
-    other=_other_timeline,
+@exercise(
+    LESSON, "A rank waits from its own start until the last rank of the same step has started.",
+    [(spans,) for spans in TIMELINES], other=_other_timeline,
 )
-def _waited_ms(spans: list[TimedSpan]) -> Expected:
+def waited_ms(answer: Any, spans: list[TimedSpan]) -> None:
+    """waited_ms(spans): spans are all-reduces (rank, step, start_ms, end_ms), one per rank and step. Return a
+    dictionary with the ms that each rank waited for the others, summed over the steps."""
     right = _waits(spans, "others")
     steps = len({step for _, step, _, _ in spans})
-    mistakes: dict[Hint, dict[int, float]] = {
-        "those are whole all-reduces; once the last rank has come, a rank no longer waits": _waits(spans, "length"),
-        "that is how late each rank came; the rank that comes first is the one that waits": _waits(spans, "late"),
-        "that is the time after the last rank came, in which the numbers are summed": _waits(spans, "end"),
-        "that is the mean of the steps: add them up": {rank: ms / steps for rank, ms in right.items()},
-        "that is one step only: add up all steps": _waits(spans, "last step"),
-        (
-            "here all ranks wait until the last start of all steps, but they meet in every step",
-            "look for the last start among the spans of the same step",
-        ): _waits(spans, "one moment"),
-    }
-    otherwise = (
-        "that is not the time in which a rank waits: from when, and for whom, does it wait in a step?",
-        "in each step, a rank waits from its own start to the latest start of any rank in that step",
-    )
-    return Expected(
-        right, mistakes, otherwise, f"a dictionary with a number for each rank: the keys are the ranks, here {[*right]}"
-    )
+    expect_numbers(answer(spans), right, [
+        (_waits(spans, "length"),
+         "those are whole all-reduces; once the last rank has come, a rank no longer waits"),
+        (_waits(spans, "late"),
+         "that is how late each rank came; the rank that comes first is the one that waits"),
+        (_waits(spans, "end"), "that is the time after the last rank came, in which the numbers are summed"),
+        ({rank: ms / steps for rank, ms in right.items()}, "that is the mean of the steps: add them up"),
+        (_waits(spans, "last step"), "that is one step only: add up all steps"),
+        (_waits(spans, "one moment"),
+         "here all ranks wait until the last start of all steps, but they meet in every step",
+         "look for the last start among the spans of the same step"),
+    ], "that is not the time in which a rank waits: from when, and for whom, does it wait in a step?",
+       "in each step, a rank waits from its own start to the latest start of any rank in that step",
+       form=f"a dictionary with a number for each rank: the keys are the ranks, here {[*right]}")
 
 
 def _waits(spans: list[TimedSpan], mistake: str) -> dict[int, float]:
-    """Return for each rank the sum over its spans of what an answer, or a usual mistake, takes for waiting."""
+    """Return for each rank the sum over its spans of what an answer or a mistake takes for waiting."""
     total = dict.fromkeys(sorted({rank for rank, *_ in spans}), 0.0)
     final = max(step for _, step, _, _ in spans)
     for rank, step, start, end in spans:

@@ -1,4 +1,4 @@
-"""Exercises of lesson 12: an epoch's arithmetic, a training loop for all replicas, and the loop of a chief."""
+"""Exercises of lesson 12: an epoch's arithmetic, a training loop for all replicas, the loop of a chief."""
 
 from __future__ import annotations
 
@@ -17,19 +17,8 @@ import numpy as np
 
 from labkit.errors.exceptions import RankError
 from labkit.errors.exit_reasons import Cause
-from labkit.teaching.exercises.comparisons import equal, listing, whole_number
-from labkit.teaching.exercises.judging import (
-    NUMBER_FOR_LIST,
-    AnswerError,
-    Hint,
-    OnRanks,
-    Results,
-    exercise,
-    explaining,
-    judge_result,
-    reject,
-    showing,
-)
+from labkit.teaching.exercises.comparisons import equal, expect, listing, whole_number, wrong_if
+from labkit.teaching.exercises.exercise import NUMBER_FOR_LIST, Results, exercise
 
 LESSON = "12_tf_hybrid"
 TOLERANCE = 1e-9  # relative, in double precision
@@ -37,106 +26,85 @@ WORKERS, DEVICES = 2, 2
 PER_REPLICA, FEATURES, STEPS, RATE = 2, 3, 3, 0.1  # of hybrid_train
 BATCHES, EPOCHS = 4, 3  # of run_epochs
 # TensorFlow's messages after common mistakes, and what they mean here.
-EXPLAINED: dict[str, Hint] = {
-    "name 'tf' is not defined": "`tf` is not defined in the ranks: begin with `import tensorflow as tf`",
-    "must be of the same length as values": (
-        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up"
-    ),
-    "argument must be a string or a real number, not 'PerReplica'": (
-        "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up"
-    ),
-    "requires being in cross-replica context": (
-        'the function already runs in a replica: use tf.distribute.get_replica_context().all_reduce("SUM", ...) there'
-    ),
-    "'ScheduledResult'": "schedule returns at once, so its result is no number yet: result.fetch() waits for it",
-}
-LIST_FOR_NUMBER: dict[str, Hint] = dict.fromkeys(
-    NUMBER_FOR_LIST, "devices is a list: the number of devices of each worker, such as [2, 2]"
+PER_REPLICA_RESULT = (
+    "a per-replica result is no number: strategy.reduce('SUM', result, axis=None) adds the replicas' parts up"
 )
+EXPLAINED = {
+    "name 'tf' is not defined": "`tf` is not defined in the ranks: begin with `import tensorflow as tf`",
+    "must be of the same length as values": PER_REPLICA_RESULT,
+    "argument must be a string or a real number, not 'PerReplica'": PER_REPLICA_RESULT,
+    "requires being in cross-replica context": "the function already runs in a replica: use "
+        'tf.distribute.get_replica_context().all_reduce("SUM", ...) there',
+    "'ScheduledResult'":
+        "schedule returns at once, so its result is no number yet: result.fetch() waits for it",
+}
 
 
-# plan_epoch
+def _plans() -> list[tuple[int, int, list[int]]]:
+    cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
+    for _ in range(5):
+        devices = [random.randint(1, 4) for _ in range(3)]
+        cases.append((random.randint(300, 999), random.randint(2, 9), devices))
+    return cases
 
 
 @exercise(
-    LESSON,
-    "plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global batch, the number "
-    "of full steps in an epoch, and a list with the number of examples that each worker reads in these steps.",
-    "Every device counts, only full steps are made, and each worker reads its share of them.",
+    LESSON, "Every device counts, only full steps are made, and each worker reads its share of them.", _plans,
+    errors=dict.fromkeys(
+        NUMBER_FOR_LIST, "devices is a list: the number of devices of each worker, such as [2, 2]"
+    ),
 )
-def _plan_epoch(answer: Callable[..., Any], _: OnRanks) -> None:
-    cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
-    cases += [(random.randint(300, 999), random.randint(2, 9), [random.randint(1, 4) for _ in range(3)]) for _ in range(5)]
-    for examples, per_replica, devices in cases:
-        with showing(f"plan_epoch({examples}, {per_replica}, {devices})"), explaining(LIST_FOR_NUMBER):
-            _judge_plan(answer(examples, per_replica, devices), examples, per_replica, devices)
-
-
-def _judge_plan(given: Any, examples: int, per_replica: int, devices: Sequence[int]) -> None:
-    """Judge one plan."""
-    details = (f"returned {given}",)
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
-        raise AnswerError("expected three things: the global batch, the number of steps, and a list", *details)
+def plan_epoch(answer: Any, examples: int, per_replica: int, devices: list[int]) -> None:
+    """plan_epoch(examples, per_replica, devices), worker i having devices[i] devices, returns the global
+    batch, the number of full steps in an epoch, and a list with the number of examples that each worker reads
+    in these steps."""
+    given = answer(examples, per_replica, devices)
+    shown = f"returned {given}"
+    wrong_if(not isinstance(given, (tuple, list)) or len(given) != 3,
+             "expected three things: the global batch, the number of steps, and a list", "", shown)
     batch, steps, shares = given
-    if isinstance(shares, Integral) or not hasattr(shares, "__len__") or len(shares) != len(devices):
-        cure = "append one in a loop over devices"
-        raise AnswerError("the third is a list with a number for each worker", *details, cure=cure)
+    of_each = not isinstance(shares, Integral) and hasattr(shares, "__len__") and len(shares) == len(devices)
+    wrong_if(not of_each, "the third is a list with a number for each worker",
+             "append one in a loop over devices", shown)
     whole = per_replica * sum(devices)
-    judge_result(
-        batch, whole,
-        {
-            ("the global batch has one part for each worker", "it has one for each device"): per_replica * len(devices),
-            "that is the batch of one replica; the global batch is that of all devices together": per_replica,
-        },
-        ("that is not the global batch: which devices take part in a step?", "it is per_replica × the number of all devices"),
-        *details,
-    )  # fmt: skip
-    judge_result(
-        steps, examples // whole,
-        {
-            ("the last step is not full", "round down"): -(-examples // whole),
-            ("a step is made or not, and only whole steps count", "`//` rounds down"): examples / whole,
-        },
-        ("that is not the number of full steps: how often do the examples fill a global batch?", "examples // the global batch"),
-        *details,
-    )  # fmt: skip
-    right, share = [per_replica * own * steps for own in devices], "worker i reads per_replica × devices[i] examples in each step"
-    judge_result(
-        list(shares), right,
-        {
-            "these are the examples of one step: an epoch has several": [per_replica * own for own in devices],
-            ("each worker reads as much as one replica here", "count its devices"): [per_replica * steps for _ in devices],
-        },
-        ("the examples that are left over after the last full step are read by nobody", share)
-        if sum(shares) > sum(right) else ("those are not the examples of each worker: how many devices has it?", share),
-        *details,
-    )  # fmt: skip
-    if None in map(whole_number, (batch, steps, *shares)):
-        raise AnswerError("all results are whole numbers: `/` gives a float, `//` a whole number", *details)
-
-
-# hybrid_train
+    expect(batch, whole, [
+        (per_replica * len(devices), "the global batch has one part for each worker",
+         "it has one for each device"),
+        (per_replica, "that is the batch of one replica; the global batch is that of all devices together"),
+    ], "that is not the global batch: which devices take part in a step?",
+       "it is per_replica × the number of all devices", shown)
+    expect(steps, examples // whole, [
+        (-(-examples // whole), "the last step is not full", "round down"),
+        (examples / whole, "a step is made or not, and only whole steps count", "`//` rounds down"),
+    ], "that is not the number of full steps: how often do the examples fill a global batch?",
+       "examples // the global batch", shown)
+    right = [per_replica * own * steps for own in devices]
+    otherwise = "those are not the examples of each worker: how many devices has it?"
+    if sum(shares) > sum(right):
+        otherwise = "the examples that are left over after the last full step are read by nobody"
+    expect(list(shares), right, [
+        ([per_replica * own for own in devices], "these are the examples of one step: an epoch has several"),
+        ([per_replica * steps for _ in devices], "each worker reads as much as one replica here",
+         "count its devices"),
+    ], otherwise, "worker i reads per_replica × devices[i] examples in each step", shown)
+    wrong_if(None in map(whole_number, (batch, steps, *shares)),
+             "all results are whole numbers: `/` gives a float, `//` a whole number", "", shown)
 
 
 class _Trained(NamedTuple):
-    """What one worker found.
+    """What one worker found."""
 
-    Args:
-        losses: what the student returned; as text, if it is no list of numbers.
-        copies: the weight on each of this worker's devices.
-        distributed: whether the strategy has distributed a dataset.
-    """
-
-    losses: list[float] | str
-    copies: list[list[float]]
-    distributed: bool
+    losses: list[float] | str  # what the student returned; as text, if it is no list of numbers
+    copies: list[list[float]]  # the weight on each of this worker's devices
+    distributed: bool  # whether the strategy has distributed a dataset
 
 
 def _problem(seed: int) -> tuple[Any, Any, Any]:
     """Make inputs (steps, batch, d), targets (steps, batch) and the first weight (d,)."""
     generator = np.random.default_rng(seed)
     size = PER_REPLICA * WORKERS * DEVICES
-    return generator.normal(size=(STEPS, size, FEATURES)), generator.normal(size=(STEPS, size)), generator.normal(size=FEATURES)
+    inputs = generator.normal(size=(STEPS, size, FEATURES))
+    return inputs, generator.normal(size=(STEPS, size)), generator.normal(size=FEATURES)
 
 
 def _train_on_rank(answer: Callable[..., Any], seed: int) -> _Trained:
@@ -155,21 +123,21 @@ def _train_on_rank(answer: Callable[..., Any], seed: int) -> _Trained:
     try:
         return _Trained([float(loss) for loss in losses], copies, bool(asked))
     except (TypeError, ValueError):
-        kind = type(losses).__name__
         inner = {type(loss).__name__ for loss in losses} if isinstance(losses, (list, tuple)) else set()
-        return _Trained(f"{kind} of {' and '.join(sorted(inner))}" if inner else kind, copies, bool(asked))
+        kind = type(losses).__name__ + (f" of {' and '.join(sorted(inner))}" if inner else "")
+        return _Trained(kind, copies, bool(asked))
 
 
-def _distributed(strategy: Any) -> list[str]:
-    """Return a list to which the strategy adds the name of each method that has distributed a dataset."""
-    asked: list[str] = []
+def _distributed(strategy: Any) -> list[Any]:
+    """Return a list to which the strategy adds each method that has distributed a dataset."""
+    asked: list[Any] = []
 
-    def noted(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        asked.append(name)
+    def noted(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        asked.append(method)
         return method(*args, **options)
 
     for name in ("experimental_distribute_dataset", "distribute_datasets_from_function"):
-        setattr(strategy, name, functools.partial(noted, name, getattr(strategy, name)))
+        setattr(strategy, name, functools.partial(noted, getattr(strategy, name)))
     return asked
 
 
@@ -188,116 +156,96 @@ def _near(a: Any, b: Any) -> bool:
     return np.shape(a) == np.shape(b) and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
 
 
-@exercise(
-    LESSON,
-    "hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps` steps on the "
-    "distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global batch; return the losses.",
-    "Four replicas in two processes train as one device with the whole batch would.",
-)
-def _hybrid_train(answer: Callable[..., Any], on: OnRanks) -> None:
-    seed, size = random.randrange(10**6), PER_REPLICA * WORKERS * DEVICES
-    with showing(
-        f"hybrid_train(strategy, weight, data, {size}, {STEPS}, {RATE}) on {WORKERS} workers with {DEVICES} devices each"
-    ):
-        with explaining(EXPLAINED):
-            results = on(WORKERS, _train_on_rank, answer, seed, runtime="tensorflow", devices_per_rank=DEVICES)
-        _judge_trained(results, seed)
-
-
 QUARTERS = "each of the four replicas gets a quarter of it: distribute the dataset"
 
 
-def _judge_trained(results: Results, seed: int) -> None:
+@exercise(
+    LESSON, "Four replicas in two processes train as one device with the whole batch would.",
+    lambda: [(random.randrange(10**6),)], on_ranks=_train_on_rank, ranks=WORKERS, runtime="tensorflow",
+    devices_per_rank=DEVICES, errors=EXPLAINED,
+    call=f"hybrid_train(strategy, weight, data, {PER_REPLICA * WORKERS * DEVICES}, {STEPS}, {RATE}) on "
+         f"{WORKERS} workers with {DEVICES} devices each",
+)
+def hybrid_train(results: Results, seed: int) -> None:
+    """hybrid_train(strategy, weight, data, global_batch, steps, rate) runs on every worker: make `steps`
+    steps on the distributed data, weight -= rate * gradient of the mean of (x·weight - y)² over the global
+    batch; return the losses."""
     ranks: list[_Trained] = list(results)
     losses, weight = _serial(seed)
     copies = [copy for rank in ranks for copy in rank.copies]
     _judge_copies(copies, weight, seed, distributed=ranks[0].distributed)
-    got = ranks[0].losses
-    if isinstance(got, str):
-        raise AnswerError(
-            "expected a list of numbers",
-            f"returned {got}",
-            cure="strategy.reduce adds the parts of all replicas up, float(...) makes a number of it",
-        )
-    details = (f"returned {_short(got)}", f"expected {_short(losses)}")
-    if len(got) != STEPS:
-        raise AnswerError(f"expected a loss for each of the {STEPS} steps, got {len(got)}", *details)
+    got: Any = ranks[0].losses
+    wrong_if(isinstance(got, str), "expected a list of numbers",
+             "strategy.reduce adds the parts of all replicas up, float(...) makes a number of it",
+             f"returned {got}")
+    shown = f"returned {_short(got)}", f"expected {_short(losses)}"
+    wrong_if(len(got) != STEPS, f"expected a loss for each of the {STEPS} steps, got {len(got)}", "", *shown)
     if all(_near(rank.losses, losses) for rank in ranks):
-        exchanged = [span for name in ("all_reduce", "all_gather") for span in results.trace.filter(name=name)]
-        if not any(span.nbytes >= FEATURES * 8 or not span.sized for span in exchanged):  # of a loss, it has 8 bytes
-            raise AnswerError(
-                "the numbers are right, but the replicas never exchanged a gradient: every worker computed the whole batch",
-                cure=f"{QUARTERS}, and run the step on the strategy",
-            )
+        exchanged = [span for name in ("all_reduce",
+                                       "all_gather") for span in results.trace.filter(name=name)]
+        # An exchange of a loss has 8 bytes.
+        wrong_if(not any(span.nbytes >= FEATURES * 8 or not span.sized for span in exchanged),
+                 "the numbers are right, but the replicas never exchanged a gradient: every worker computed "
+                 "the whole batch",
+                 f"{QUARTERS}, and run the step on the strategy")
         return
     ratio = float(np.mean(np.divide(got, losses)))
-    if _near(got, np.multiply(ratio, losses)):
-        if not ranks[0].distributed:
-            raise AnswerError(
-                f"the losses are {ratio:.3g} times the expected ones: every replica computed the whole batch",
-                *details,
-                cure=QUARTERS,
-            )
-        raise AnswerError(
-            f"the weights are right, the losses are {ratio:.3g} times the expected ones: each replica divides its sum by the "
-            "global batch, and the parts are added up",
-            *details,
-        )
-    if any(not _near(rank.losses, got) for rank in ranks[1:]):
-        cure = "add the replicas' parts up with strategy.reduce"
-        raise AnswerError("the workers return different losses", *details, cure=cure)
-    raise AnswerError("the weights are right, and the losses are not those of the whole batch before each update", *details)
+    scaled = _near(got, np.multiply(ratio, losses))
+    wrong_if(scaled and not ranks[0].distributed,
+             f"the losses are {ratio:.3g} times the expected ones: every replica computed the whole batch",
+             QUARTERS, *shown)
+    wrong_if(scaled,
+             f"the weights are right, the losses are {ratio:.3g} times the expected ones: each replica "
+             "divides its sum by the global batch, and the parts are added up", "", *shown)
+    wrong_if(any(not _near(rank.losses, got) for rank in ranks[1:]), "the workers return different losses",
+             "add the replicas' parts up with strategy.reduce", *shown)
+    wrong_if(True,
+             "the weights are right, and the losses are not those of the whole batch before each update",
+             "", *shown)
 
 
 def _judge_copies(copies: list[list[float]], weight: Any, seed: int, *, distributed: bool) -> None:
     """Judge the replicas' weights."""
-    replicas = WORKERS * DEVICES
-    details = (*(f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)), f"one device: {_short(weight)}")
-    if all(_near(copy, weight) for copy in copies):
+
+    def all_near(other: Any) -> bool:
+        return all(_near(copy, other) for copy in copies)
+
+    if all_near(weight):
         return
-    if all(_near(copy, _problem(seed)[2]) for copy in copies):
-        cure = "update it with weight.assign_sub(rate * gradient)"
-        raise AnswerError("the weight has not changed", *details, cure=cure)
-    if not all(_near(copy, copies[0]) for copy in copies):
-        raise AnswerError(
-            "the replicas have drifted apart: each used its own gradient",
-            *details,
-            cure="sum the gradients over all replicas before the update",
-        )
+    replicas = WORKERS * DEVICES
+    shown = [f"replica {i}: {_short(copy)}" for i, copy in enumerate(copies)]
+    shown.append(f"one device: {_short(weight)}")
+    wrong_if(all_near(_problem(seed)[2]), "the weight has not changed",
+             "update it with weight.assign_sub(rate * gradient)", *shown)
+    wrong_if(not all_near(copies[0]), "the replicas have drifted apart: each used its own gradient",
+             "sum the gradients over all replicas before the update", *shown)
     for factor in (replicas, 1 / replicas, DEVICES, WORKERS):
-        if all(_near(copy, _serial(seed, factor)[1]) for copy in copies):
-            if factor < 1:
-                cause, cure = "each replica has divided by the global batch already", "sum the gradients, do not average them"
-            elif factor == replicas and not distributed:
-                cause, cure = "every replica got the whole batch", QUARTERS
-            else:
-                cause, cure = "the replicas' losses are summed", "divide each by the global batch; its own mean is too large"
-            raise AnswerError(f"the gradients are {factor:g} times those of one device: {cause}", *details, cure=cure)
-    raise AnswerError(
-        "the replicas agree, but not with one device. Does strategy.experimental_distribute_dataset divide the batches, and "
-        "are there exactly `steps` updates?",
-        *details,
-    )
+        cause = "the replicas' losses are summed"
+        cure = "divide each by the global batch; its own mean is too large"
+        if factor < 1:
+            cause = "each replica has divided by the global batch already"
+            cure = "sum the gradients, do not average them"
+        elif factor == replicas and not distributed:
+            cause, cure = "every replica got the whole batch", QUARTERS
+        wrong_if(all_near(_serial(seed, factor)[1]),
+                 f"the gradients are {factor:g} times those of one device: {cause}", cure, *shown)
+    wrong_if(True,
+             "the replicas agree, but not with one device. Does strategy.experimental_distribute_dataset "
+             "divide the batches, and are there exactly `steps` updates?", "", *shown)
 
 
 def _short(numbers: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{number:.4f}" for number in numbers[:6]) + (", ...]" if len(numbers) > 6 else "]")
-
-
-# run_epochs
+    inside = ", ".join(f"{number:.4f}" for number in numbers[:6])
+    return f"[{inside}, ...]" if len(numbers) > 6 else f"[{inside}]"
 
 
 class _Watched:
-    """A coordinator that counts what the student's function calls.
-
-    Args:
-        coordinator: TensorFlow's.
-    """
+    """A coordinator that counts what the student's function calls."""
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
         self.scheduled = 0
-        self.waits: list[int] = []  # how many calls had been scheduled at each wait, by a join or by the first fetch
+        self.waits: list[int] = []  # how many calls were scheduled at each wait, by a join or the first fetch
         self.open: list[int] = []  # of each call, how many earlier ones the student did not know to be done
         self._done: set[int] = set()
 
@@ -326,7 +274,7 @@ class _Watched:
 
 
 class ScheduledResult:
-    """A result that notes when it is fetched, which waits for it. Errors that the student sees contain this name."""
+    """A result that notes when it is fetched, which waits for it. The student sees this name in errors."""
 
     def __init__(self, watched: _Watched, value: Any, number: int) -> None:
         self._watched, self._value, self._number = watched, value, number
@@ -337,16 +285,17 @@ class ScheduledResult:
         self._watched.done([self._number])
         return value
 
-    def get(self) -> Any:
-        """Wait for the value."""
-        return self.fetch()
+    get = fetch
 
 
-def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[Any, int, int, list[int], list[int]]:
-    """Return what the student returned, the calls of `step` anywhere, those scheduled, the waits, the open calls."""
+def _epochs_on_chief(
+    answer: Callable[..., Any], losses: list[float]
+) -> tuple[Any, int, int, list[int], list[int]]:
+    """Return what the student returned, all calls of `step`, those scheduled, the waits, the open calls."""
     import tensorflow as tf
 
-    strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver.TFConfigClusterResolver())
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         calls = tf.Variable(0)
@@ -360,7 +309,8 @@ def _epochs_on_chief(answer: Callable[..., Any], losses: list[float]) -> tuple[A
     got = answer(watched, tf.function(step), batches, EPOCHS)
     coordinator.join()
     if isinstance(got, (list, tuple)):
-        got = [float(value) if np.ndim(value) == 0 else [float(v) for v in value] for value in map(_fetched, got)]
+        values = list(map(_fetched, got))
+        got = [float(value) if np.ndim(value) == 0 else [float(v) for v in value] for value in values]
     elif got is not None:
         got = float(got)
     return got, int(calls.numpy()), watched.scheduled, watched.waits, watched.open
@@ -372,81 +322,64 @@ def _fetched(value: Any) -> Any:
     return value
 
 
-@exercise(
-    LESSON,
-    "run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch) for all batches "
-    "at the same time, wait until all are done, and return the list of the epochs' mean losses.",
-    "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
-)
-def _run_epochs(answer: Callable[..., Any], on: OnRanks) -> None:
-    losses = [round(random.uniform(1, 9), 2) for _ in range(BATCHES)]
-    jobs = {"chief": 1, "worker": 2, "ps": 1}
-    with showing(f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches"), explaining(EXPLAINED):
-        _judge_epochs(losses, *on(jobs, _on_chief_only, answer, losses, runtime="tensorflow")[0])
-
-
-def _judge_epochs(losses: list[float], got: Any, calls: int, scheduled: int, waits: list[int], unfinished: list[int]) -> None:
-    expected = [sum(losses) / BATCHES] * EPOCHS
-    details = (f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}")
-    if not scheduled:
-        raise AnswerError("nothing was scheduled, so no worker had anything to do", *details)
-    if scheduled != BATCHES * EPOCHS:
-        raise AnswerError(f"expected {BATCHES * EPOCHS} scheduled calls, {BATCHES} in each epoch, got {scheduled}", *details)
-    if calls != scheduled:
-        raise AnswerError("the chief also called step itself: only workers should", *details)
-    if len(waits) > EPOCHS:
-        raise AnswerError(
-            "the chief waits after each call (join or fetch), so one worker is always idle",
-            f"waited {len(waits)} times in {EPOCHS} epochs",
-            cure="schedule all batches first, and wait then",
-        )
-    if waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)] or any(unfinished[::BATCHES]):
-        raise AnswerError(
-            "the next epoch begins before all batches of this one are done: who waits between two epochs?", *details
-        )
-    if not isinstance(got, list) or not all(isinstance(value, float) for value in got):
-        raise AnswerError("expected a list with one number for each epoch, the mean of its losses", *details)
-    if len(got) != EPOCHS:
-        raise AnswerError(f"expected {EPOCHS} numbers, one for each epoch, got {len(got)}", *details)
-    judge_result(
-        got, expected,
-        {
-            ("these are sums, not means", "divide by the number of batches"): [BATCHES * mean for mean in expected],
-            ("you returned the losses of the last batch", "take the mean over all batches of the epoch"): [losses[-1]] * EPOCHS,
-        },
-        "these are not the means of the epochs' losses", *details, f"expected {expected}",
-        same=functools.partial(equal, within=1e-5),
-    )  # fmt: skip
-
-
 def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
     """Serve on workers and parameter servers until the chief has finished."""
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type != "chief":
-        tf.distribute.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
+        job, task = resolver.task_type, resolver.task_id
+        tf.distribute.Server(resolver.cluster_spec(), job_name=job, task_index=task).join()
     return _epochs_on_chief(answer, losses)
 
 
+@exercise(
+    LESSON, "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
+    lambda: [([round(random.uniform(1, 9), 2) for _ in range(BATCHES)],)], on_ranks=_on_chief_only,
+    ranks={"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", errors=EXPLAINED,
+    call=f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches",
+)
+def run_epochs(results: Results, losses: list[float]) -> None:
+    """run_epochs(coordinator, step, batches, epochs) runs on the chief: in each epoch schedule step(batch)
+    for all batches at the same time, wait until all are done, and return the list of the epochs' mean
+    losses."""
+    got, calls, scheduled, waits, unfinished = results[0]
+    right = [sum(losses) / BATCHES] * EPOCHS
+    shown = f"batches with losses {losses}, {EPOCHS} epochs", f"returned {got}"
+    wrong_if(not scheduled, "nothing was scheduled, so no worker had anything to do", "", *shown)
+    wrong_if(scheduled != BATCHES * EPOCHS,
+             f"expected {BATCHES * EPOCHS} scheduled calls, {BATCHES} in each epoch, got {scheduled}",
+             "", *shown)
+    wrong_if(calls != scheduled, "the chief also called step itself: only workers should", "", *shown)
+    wrong_if(len(waits) > EPOCHS,
+             "the chief waits after each call (join or fetch), so one worker is always idle",
+             "schedule all batches first, and wait then", f"waited {len(waits)} times in {EPOCHS} epochs")
+    wrong_if(waits != [BATCHES * (epoch + 1) for epoch in range(EPOCHS)] or any(unfinished[::BATCHES]),
+             "the next epoch begins before all batches of this one are done: who waits between two epochs?",
+             "", *shown)
+    wrong_if(not isinstance(got, list) or not all(isinstance(value, float) for value in got),
+             "expected a list with one number for each epoch, the mean of its losses", "", *shown)
+    wrong_if(len(got) != EPOCHS, f"expected {EPOCHS} numbers, one for each epoch, got {len(got)}", "", *shown)
+    expect(got, right, [
+        ([BATCHES * mean for mean in right], "these are sums, not means", "divide by the number of batches"),
+        ([losses[-1]] * EPOCHS, "you returned the losses of the last batch",
+         "take the mean over all batches of the epoch"),
+    ], "these are not the means of the epochs' losses", "", *shown, f"expected {right}",
+       same=functools.partial(equal, within=1e-5))
+
+
 TRAINED, EVERY, DIES_AT = 8, 2, 5  # killed in step 5, when the checkpoint of 4 finished steps is the latest
+FINISHED = DIES_AT // EVERY * EVERY
 COUNTER = "step/.ATTRIBUTES/VARIABLE_VALUE"  # the name of `checkpoint.step` in a checkpoint
 
 
 class _Resumed(NamedTuple):
-    """What one process found.
+    """What one process found."""
 
-    Args:
-        stored: the finished steps that the latest checkpoint counted at the start; -1 if there was no such number.
-        trained: the batches.
-        weight: the weight at the end.
-        counted: the finished steps that `checkpoint.step` counts at the end.
-    """
-
-    stored: int
-    trained: list[int]
-    weight: float
-    counted: int
+    stored: int  # the finished steps that the latest checkpoint counted at the start; -1 without this number
+    trained: list[int]  # the batches
+    weight: float  # at the end
+    counted: int  # the finished steps that `checkpoint.step` counts at the end
 
 
 def _train_and_die(answer: Callable[..., Any], folder: str, log: str, dies_at: int | None) -> _Resumed:
@@ -478,104 +411,91 @@ def _train_and_die(answer: Callable[..., Any], folder: str, log: str, dies_at: i
 
 @exercise(
     LESSON,
-    "train_safely(folder, checkpoint, data, train_step, steps, every): restore the latest checkpoint in folder, if any; "
-    "train the batches that are still due until `steps` are done in all; count them in checkpoint.step and save after "
-    "every `every` steps.",
     "Killed in the middle, it continues from the latest checkpoint and ends like a training without a death.",
+    errors=EXPLAINED, call=f"train_safely(folder, checkpoint, data, train_step, {TRAINED}, {EVERY})",
 )
-def _train_safely(answer: Callable[..., Any], on: OnRanks) -> None:
-    expected = 1.0
-    for batch in range(TRAINED):
-        expected = expected / 2 + batch
-    call = f"train_safely(folder, checkpoint, data, train_step, {TRAINED}, {EVERY})"
-    with tempfile.TemporaryDirectory() as parent, showing(call), explaining(EXPLAINED):
+def train_safely(answer: Any) -> None:
+    """train_safely(folder, checkpoint, data, train_step, steps, every): restore the latest checkpoint in
+    folder, if any; train the batches that are still due until `steps` are done in all; count them in
+    checkpoint.step and save after every `every` steps."""
+    with tempfile.TemporaryDirectory() as parent:
         folder, log = Path(parent, "checkpoints"), Path(parent, "saves.log")
         folder.mkdir()
+
+        def run(dies_at: int | None) -> _Resumed:
+            arguments = answer, str(folder), str(log), dies_at
+            results: list[_Resumed] = answer.on(1, _train_and_die, *arguments, runtime="tensorflow")
+            return results[0]
+
         try:
-            (alive,) = on(1, _train_and_die, answer, str(folder), str(log), DIES_AT, runtime="tensorflow")
+            alive = run(DIES_AT)
         except RankError as error:
             if error.failures[0].cause is not Cause.KILLED:
                 raise
         else:
-            raise AnswerError(
-                f"it never trained batch {DIES_AT}",
-                f"given steps = {TRAINED}; trained the batches {alive.trained}",
-                cure="call train_step(batch) for each batch of data until `steps` are done",
-            )
+            wrong_if(True, f"it never trained batch {DIES_AT}",
+                     "call train_step(batch) for each batch of data until `steps` are done",
+                     f"given steps = {TRAINED}; trained the batches {alive.trained}")
         _judge_saves(folder, [int(line) for line in log.read_text().split()] if log.exists() else [])
-        (resumed,) = on(1, _train_and_die, answer, str(folder), str(log), None, runtime="tensorflow")
-        _judge_resumed(resumed, expected)
+        _judge_resumed(run(None))
 
 
 def _judge_saves(folder: Path, saved: list[int]) -> None:
     """Judge what the first process saved before it was killed: after how many steps, and where."""
     due = list(range(EVERY, DIES_AT, EVERY))
-    when = f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
-    details = (f"killed in step {DIES_AT}, every = {EVERY}", when)
-    if not any(folder.glob("*.index")):
-        if any(folder.parent.glob("*.index")):
-            raise AnswerError(
-                "the checkpoints are beside the folder",
-                *sorted(str(path.relative_to(folder.parent)) for path in folder.parent.glob("*.index")),
-                cure="the prefix is the beginning of a file's path: let it begin with the folder and a slash",
-            )
-        raise AnswerError(
-            "killed in the middle, it left no checkpoint in the folder",
-            f"killed in step {DIES_AT}, every = {EVERY}",
-            cure="save after every `every` steps, not only at the end",
-        )
-    if saved and saved == list(range(1, len(saved) + 1)):
-        cure = "save if checkpoint.step is a multiple of `every`, after it has counted the step"
-        raise AnswerError(f"it saves after every step, not after every {EVERY}", *details, cure=cure)
-    if saved not in ([], due):  # nothing: the answer saves another object
-        hint = "it does not save when `every` steps are done: how many are done at that moment?"
-        raise AnswerError(hint, *details, cure="count the step in checkpoint.step first, then ask whether it is a multiple")
+    killed = f"killed in step {DIES_AT}, every = {EVERY}"
+    shown = killed, f"it saved when {listing(saved) or 'no'} steps were done, expected {listing(due)}"
+    saves = any(folder.glob("*.index"))
+    beside = sorted(folder.parent.glob("*.index"))
+    wrong_if(beside and not saves, "the checkpoints are beside the folder",
+             "the prefix is the beginning of a file's path: let it begin with the folder and a slash",
+             *(path.name for path in beside))
+    wrong_if(not saves, "killed in the middle, it left no checkpoint in the folder",
+             "save after every `every` steps, not only at the end", killed)
+    wrong_if(saved and saved == list(range(1, len(saved) + 1)),
+             f"it saves after every step, not after every {EVERY}",
+             "save if checkpoint.step is a multiple of `every`, after it has counted the step", *shown)
+    # Nothing: the answer saves another object.
+    wrong_if(saved not in ([], due),
+             "it does not save when `every` steps are done: how many are done at that moment?",
+             "count the step in checkpoint.step first, then ask whether it is a multiple", *shown)
 
 
-def _judge_resumed(resumed: _Resumed, expected: float) -> None:
+def _judge_resumed(resumed: _Resumed) -> None:
     """Judge the process that starts after the death."""
     stored, trained, weight, counted = resumed
-    first = DIES_AT // EVERY * EVERY
-    due = list(range(first, TRAINED))
-    details = (f"the checkpoint is of {first} finished steps, steps = {TRAINED}", f"it then trained the batches {trained}")
-    again, repeated = list(range(TRAINED)), f"the checkpoint of {first} finished steps says that fewer are finished"
-    faults: dict[Hint, bool] = {
-        (
-            "it begins again at batch 0, for the checkpoint says that 0 steps are finished",
-            "add 1 to checkpoint.step in every step, before you save",
-        ): trained == again and stored == 0,
-        (
-            "it begins again at batch 0, although the folder has a checkpoint",
-            "restore tf.train.latest_checkpoint(folder) before the first step, if there is one",
-        ): trained == again,
-        (
-            "it makes the right number of steps, but reads the data from the beginning",
-            "leave out the finished ones: data.skip(...)",
-        ): trained == list(range(len(due))),
-        (
-            "it makes too many steps: `steps` counts those before the death as well",
-            "stop after steps - finished further steps",
-        ): trained[: len(due)] == due != trained,
-        (
-            f"batch {first - 1} is trained twice: {repeated}",
-            "add 1 to checkpoint.step before you save, not afterwards",
-        ): trained[:1] == [first - 1],
-        (
-            f"batch {first} is left out: checkpoint.step is the number of finished steps",
-            f"batches count from 0, so after {first} steps batch {first} is the next",
-        ): trained[:1] == [first + 1],
-        (
-            f"expected the batches {due[0]} to {due[-1]}",
-            "leave out as many batches as checkpoint.step says, and stop when `steps` are done",
-        ): trained != due,
-    }
-    reject(faults, *details)
-    if not math.isclose(weight, expected, rel_tol=1e-12):
-        raise AnswerError(
-            "the batches are right, the weight is not that of a training without a death: is it restored before the first step?",
-            f"weight {weight:.6f}, expected {expected:.6f}",
-            cure="restore the given checkpoint, which holds the weight as well as the step",
-        )
-    if counted != TRAINED:
-        hint = f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}"
-        raise AnswerError(hint, *details, cure="add 1 for each step, not only for those after which you save")
+    due, again = list(range(FINISHED, TRAINED)), list(range(TRAINED))
+    shown = (
+        f"the checkpoint is of {FINISHED} finished steps, steps = {TRAINED}",
+        f"it then trained the batches {trained}",
+    )
+    wrong_if(trained == again and stored == 0,
+             "it begins again at batch 0, for the checkpoint says that 0 steps are finished",
+             "add 1 to checkpoint.step in every step, before you save", *shown)
+    wrong_if(trained == again, "it begins again at batch 0, although the folder has a checkpoint",
+             "restore tf.train.latest_checkpoint(folder) before the first step, if there is one", *shown)
+    wrong_if(trained == list(range(len(due))),
+             "it makes the right number of steps, but reads the data from the beginning",
+             "leave out the finished ones: data.skip(...)", *shown)
+    wrong_if(trained[: len(due)] == due != trained,
+             "it makes too many steps: `steps` counts those before the death as well",
+             "stop after steps - finished further steps", *shown)
+    wrong_if(trained[:1] == [FINISHED - 1],
+             f"batch {FINISHED - 1} is trained twice: the checkpoint of {FINISHED} finished steps says that "
+             "fewer are finished",
+             "add 1 to checkpoint.step before you save, not afterwards", *shown)
+    wrong_if(trained[:1] == [FINISHED + 1],
+             f"batch {FINISHED} is left out: checkpoint.step is the number of finished steps",
+             f"batches count from 0, so after {FINISHED} steps batch {FINISHED} is the next", *shown)
+    wrong_if(trained != due, f"expected the batches {due[0]} to {due[-1]}",
+             "leave out as many batches as checkpoint.step says, and stop when `steps` are done", *shown)
+    right = 1.0
+    for batch in range(TRAINED):
+        right = right / 2 + batch
+    wrong_if(not math.isclose(weight, right, rel_tol=1e-12),
+             "the batches are right, the weight is not that of a training without a death: is it restored "
+             "before the first step?",
+             "restore the given checkpoint, which holds the weight as well as the step",
+             f"weight {weight:.6f}, expected {right:.6f}")
+    wrong_if(counted != TRAINED, f"at the end, checkpoint.step counts {counted} finished steps of {TRAINED}",
+             "add 1 for each step, not only for those after which you save", *shown)

@@ -7,66 +7,18 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
-from answers import Answers, judge
+from answers import Answers, edited_solution, judge
 from time_limits import LIMITS_S, some_limit_does
 
 from labkit.teaching.exercises.check import check
 
+# The reference solutions import DistributedOptimizer.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
 
 
 # overlapped_time
-
-
-@right("overlapped_time")
-def overlapped_time(first, second, parts):
-    return (first + second + (parts - 1) * max(first, second)) / parts
-
-
-@wrong("overlapped_time", "without any overlap")
-def overlapped_not_at_all(first, second, parts):
-    return first + second
-
-
-@wrong("overlapped_time", "the slower worker alone takes that long")
-def overlapped_all_the_time(first, second, parts):
-    return max(first, second)
-
-
-@wrong("overlapped_time", "belong to the whole batch", cure="a part takes 1/parts")
-def overlapped_whole_batches(first, second, parts):
-    return first + second + (parts - 1) * max(first, second)
-
-
-@wrong("overlapped_time", "sets the pace, not the faster one")
-def overlapped_at_the_faster_pace(first, second, parts):
-    return (first + second + (parts - 1) * min(first, second)) / parts
-
-
-@wrong("overlapped_time", "belong to the whole batch", cure="a part takes 1/parts")
-def overlapped_as_in_section_1(first, second, parts):
-    return parts * (first + second) - min(first, second)
-
-
-@wrong("overlapped_time", "the other parts follow it")
-def overlapped_one_part(first, second, parts):
-    return (first + second) / parts
-
-
-@wrong("overlapped_time", "right for two parts")
-def overlapped_in_two_parts(first, second, parts):
-    return first + second - min(first, second) / 2
-
-
-@wrong("overlapped_time", "not the time at which the last part ends")
-def overlapped_a_third_of_the_time(first, second, parts):
-    return (first + second) / 3
-
-
-@wrong("overlapped_time", "expected one number")
-def overlapped_in_words(first, second, parts):
-    return f"{first + second} ms"
 
 
 @right("overlapped_time")
@@ -78,6 +30,19 @@ def overlapped_step_by_step(first, second, parts):
     return end2
 
 
+TIME = "(first + second + (parts - 1) * max(first, second)) / parts"
+mutant("overlapped_time", TIME, "first + second", "without any overlap")
+mutant("overlapped_time", TIME, "max(first, second)", "the slower worker alone takes that long")
+mutant("overlapped_time", " / parts", "", "belong to the whole batch", cure="a part takes 1/parts")
+mutant("overlapped_time", "max", "min", "sets the pace, not the faster one")
+SECTION_1 = "parts * (first + second) - min(first, second)"
+mutant("overlapped_time", TIME, SECTION_1, "belong to the whole batch, not to a part", cure="a part takes 1/parts")
+mutant("overlapped_time", TIME, "(first + second) / parts", "the other parts follow it")
+mutant("overlapped_time", TIME, "first + second - min(first, second) / 2", "right for two parts")
+mutant("overlapped_time", TIME, "(first + second) / 3", "not the time at which the last part ends")
+mutant("overlapped_time", TIME, 'f"{first + second} ms"', "expected one number")
+
+
 # both_workers
 
 
@@ -85,13 +50,6 @@ def overlapped_step_by_step(first, second, parts):
 def both_workers_by_references(workers, images):
     references = [worker.remote().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
     return torch.cat([reference.to_here() for reference in references])
-
-
-@right("both_workers")
-def both_workers(workers, images):
-    halves = images.chunk(2)
-    futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, halves, strict=True)]
-    return torch.cat(torch.futures.wait_all(futures))
 
 
 @wrong("both_workers", "rpc_sync waits")
@@ -105,63 +63,22 @@ def asked_and_waited_for_one_by_one(workers, images):
     return torch.cat([worker.rpc_async().forward(half).wait() for worker, half in halves])
 
 
-@wrong("both_workers", "an RRef is not the module", cure="workers[0].rpc_async().forward(half)")
-def references_called(workers, images):
-    return torch.cat([worker(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
-
-
-@wrong("both_workers", "an RRef is not the module", cure="workers[0].rpc_async().forward(half)")
-def methods_of_references_called(workers, images):
-    return torch.cat([worker.forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
-
-
-@wrong("both_workers", "joined in the wrong order")
-def halves_swapped(workers, images):
-    return torch.cat(list(reversed(both_workers(workers, images).chunk(2))))
-
-
-@wrong("both_workers", "more than its half", cure="chunk(2)")
-def whole_batch_to_both(workers, images):
-    first, _ = torch.futures.wait_all([worker.rpc_async().forward(images) for worker in workers])
-    return first
-
-
-@wrong("both_workers", "expected one tensor", cure="wait for the parts and join them")
-def futures_returned(workers, images):
-    futures = [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
-    torch.futures.wait_all(futures)
-    return futures
-
-
-@wrong("both_workers", "expected one tensor", cure="wait for the parts and join them")
-def futures_returned_at_once(workers, images):
-    return [worker.rpc_async().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
-
-
-@wrong("both_workers", "only worker1 worked")
-def first_worker_only(workers, images):
-    return workers[0].rpc_sync().forward(images)
-
-
-@wrong("both_workers", "the wrong shape", cure="torch.cat")
-def halves_stacked(workers, images):
-    return both_workers(workers, images).reshape(2, -1, 3)
-
-
-@wrong("both_workers", "not those of the whole batch")
-def halves_added(workers, images):
-    return both_workers(workers, images) + 1
+CALL, JOINED = "worker.rpc_async().forward(half)", "return torch.cat(torch.futures.wait_all(futures))"
+ONE, METHOD = "expected one tensor", "workers[0].rpc_async().forward(half)"
+FIRST_ONLY = "return workers[0].rpc_sync().forward(images)"
+mutant("both_workers", CALL, "worker(half)", "an RRef is not the module", cure=METHOD)
+mutant("both_workers", CALL, "worker.forward(half)", "an RRef is not the module", cure=METHOD)
+mutant("both_workers", "wait_all(futures)", "wait_all(futures[::-1])", "joined in the wrong order")
+mutant("both_workers", "forward(half)", "forward(images)", "more than its half", cure="chunk(2)")
+mutant("both_workers", JOINED, "torch.futures.wait_all(futures); return futures", ONE, cure="wait for the parts and join them")
+mutant("both_workers", JOINED, "return futures", ONE, cure="wait for the parts and join them")
+mutant("both_workers", "futures = [", f"{FIRST_ONLY}\n    futures = [", "only worker1 worked")
+mutant("both_workers", JOINED, f"{JOINED}.reshape(2, -1, 3)", "the wrong shape", cure="torch.cat")
+mutant("both_workers", JOINED, f"{JOINED} + 1", "not those of the whole batch")
+mutant("both_workers", JOINED, f"{JOINED}.tolist()[0][0]", "the answer is a float: expected one tensor with the scores")
 
 
 # distributed_step
-
-
-@right("distributed_step")
-def distributed_step(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        loss = F.cross_entropy(forward(images), labels)
-        dist_autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
 
 
 @right("distributed_step")
@@ -172,109 +89,30 @@ def distributed_step_by_hand(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "the parameters on the workers have not changed", cure="optimizer.step(context_id)")
-def step_forgotten(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        loss = F.cross_entropy(forward(images), labels)
-        dist_autograd.backward(context_id, [loss])
-
-
-@wrong("distributed_step", "belong to the summed loss of 6 examples")
-def loss_summed(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        loss = F.cross_entropy(forward(images), labels, reduction="sum")
-        dist_autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
-
-
-@wrong("distributed_step", "have the wrong sign")
-def loss_negated(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        loss = -F.cross_entropy(forward(images), labels)
-        dist_autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
-
-
 @wrong("distributed_step", "which the optimizer does not know", cure="optimizer.step(context)")
 def context_forgotten(forward, optimizer, images, labels):
     F.cross_entropy(forward(images), labels).backward()
     optimizer.step()
 
 
-@wrong("distributed_step", "which the optimizer does not know", cure="optimizer.step(context)")
-def context_not_handed_on(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
-        optimizer.step()
+STEP, CONTEXT = "optimizer.step(context)", "with dist_autograd.context() as context:"
+REMOTE_LOSS, BACKWARD = "loss = cross_entropy(forward(images), labels)", "dist_autograd.backward(context, [loss])"
+OUTSIDE, UNDER_ONE = "the forward pass was outside a context", "under one `with dist_autograd.context()`"
+UNKNOWN, LOCAL = "which the optimizer does not know", "loss.backward() cannot leave"
+SUM = 'loss = cross_entropy(forward(images), labels, reduction="sum")'
+mutant("distributed_step", STEP, "pass", "the parameters on the workers have not changed", cure="optimizer.step(context_id)")
+mutant("distributed_step", REMOTE_LOSS, SUM, "belong to the summed loss of 6 examples")
+mutant("distributed_step", "loss = ", "loss = -", "have the wrong sign")
+mutant("distributed_step", STEP, "optimizer.step()", UNKNOWN, cure=STEP)
+mutant("distributed_step", CONTEXT, f"optimizer.zero_grad()\n    {CONTEXT}", "zero_grad is not needed")
+mutant("distributed_step", "[loss]", "loss", "takes a list of losses", cure="backward(context, [loss])")
+mutant("distributed_step", f"    {STEP}", STEP, "the context ends with its `with` block", cure="belongs inside")
+mutant("distributed_step", "images)", 'images + "")', "TypeError")
+mutant("distributed_step", f"{CONTEXT}\n        {REMOTE_LOSS}", f"{REMOTE_LOSS}\n    {CONTEXT}", OUTSIDE, cure=UNDER_ONE)
+mutant("distributed_step", BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
 
 
-@wrong("distributed_step", "zero_grad is not needed")
-def gradients_set_to_zero(forward, optimizer, images, labels):
-    optimizer.zero_grad()
-    distributed_step(forward, optimizer, images, labels)
-
-
-@wrong("distributed_step", "takes a list of losses", cure="backward(context, [loss])")
-def loss_in_no_list(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, F.cross_entropy(forward(images), labels))
-        optimizer.step(context_id)
-
-
-@wrong("distributed_step", "the context ends with its `with` block", cure="belongs inside")
-def step_behind_the_block(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [F.cross_entropy(forward(images), labels)])
-    optimizer.step(context_id)
-
-
-@wrong("distributed_step", "TypeError")
-def images_and_words_added(forward, optimizer, images, labels):
-    distributed_step(forward, optimizer, images + "", labels)
-
-
-@wrong("distributed_step", "the forward pass was outside a context", cure="under one `with dist_autograd.context()`")
-def forward_outside_the_context(forward, optimizer, images, labels):
-    loss = F.cross_entropy(forward(images), labels)
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
-
-
-@wrong("distributed_step", "loss.backward() cannot leave", cure="dist_autograd.backward(context, [loss])")
-def backward_of_one_process(forward, optimizer, images, labels):
-    with dist_autograd.context() as context_id:
-        F.cross_entropy(forward(images), labels).backward()
-        optimizer.step(context_id)
-
-
-def optimizer_of(*shards, rate):
-    from torch.distributed.optim import DistributedOptimizer  # its import warns, which only ranks may do
-
-    references = [reference for shard in shards for reference in shard.rpc_sync().parameter_rrefs()]
-    return DistributedOptimizer(torch.optim.SGD, references, lr=rate, momentum=0.9)
-
-
-def joined(shard1, shard2, x, parts):
-    return shard2.rpc_sync().score(*[shard1.remote().forward(part) for part in x.chunk(parts)])
-
-
-def step(optimizer, forward, x, y):
-    with dist_autograd.context() as context:
-        loss = F.cross_entropy(forward(x), y)
-        dist_autograd.backward(context, [loss])
-        optimizer.step(context)
-    return loss.item()
-
-
-def train(shard1, shard2, batches, rate, forward):
-    optimizer = optimizer_of(shard1, shard2, rate=rate)
-    return [step(optimizer, forward, x, y) for x, y in batches]
-
-
-@right("hybrid_master")
-def hybrid_master(shard1, shard2, batches, parts, rate):
-    return train(shard1, shard2, batches, rate, lambda x: joined(shard1, shard2, x, parts))
+# hybrid_master
 
 
 @right("hybrid_master")
@@ -283,9 +121,16 @@ def hybrid_master_by_functions(shard1, shard2, batches, parts, rate):
         pieces = [rpc.remote(shard1.owner(), forward_on, args=(shard1, part)) for part in x.chunk(parts)]
         return shard2.rpc_async().score(*pieces).wait()
 
-    optimizer, losses = optimizer_of(shard2, shard1, rate=rate), []
+    from torch.distributed.optim import DistributedOptimizer  # its import warns, which only ranks may do
+
+    references = [reference for shard in (shard2, shard1) for reference in shard.rpc_sync().parameter_rrefs()]
+    optimizer, losses = DistributedOptimizer(torch.optim.SGD, references, lr=rate, momentum=0.9), []
     for x, y in batches:
-        losses.append(step(optimizer, forward, x, y))
+        with dist_autograd.context() as context:
+            loss = F.cross_entropy(forward(x), y)
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+        losses.append(loss.item())
     return losses
 
 
@@ -293,154 +138,42 @@ def forward_on(shard, x):
     return shard.local_value().forward(x)
 
 
-@wrong("hybrid_master", "sent only when another had been computed", cure="with remote first")
-def one_after_the_other_in_master(shard1, shard2, batches, parts, rate):
-    def forward(x):
-        return torch.cat([shard2.rpc_sync().score(shard1.remote().forward(part)) for part in x.chunk(parts)])
-
-    return train(shard1, shard2, batches, rate, forward)
-
-
-@wrong("hybrid_master", "the features came to the master", cure="returns a reference")
-def features_through_the_master(shard1, shard2, batches, parts, rate):
-    def forward(x):
-        futures = [shard1.rpc_async().forward(part) for part in x.chunk(parts)]
-        return shard2.rpc_sync().score(*torch.futures.wait_all(futures))
-
-    return train(shard1, shard2, batches, rate, forward)
-
-
-@wrong("hybrid_master", "a worker answers twice in a context", cure="call it once per batch")
-def score_for_each_part(shard1, shard2, batches, parts, rate):
-    def forward(x):
-        references = [shard1.remote().forward(part) for part in x.chunk(parts)]
-        return torch.cat([shard2.rpc_sync().score(reference) for reference in references])
-
-    return train(shard1, shard2, batches, rate, forward)
-
-
-@wrong("hybrid_master", "3 batches came to shard 1 in 3 parts", cure="chunk(parts)")
-def batch_in_one_piece(shard1, shard2, batches, parts, rate):
-    return hybrid_master(shard1, shard2, batches, 1, rate)
-
-
-@wrong("hybrid_master", "parts is 3 here", cure="chunk(parts)")
-def always_two_parts(shard1, shard2, batches, parts, rate):
-    return hybrid_master(shard1, shard2, batches, 2, rate)
-
-
-@wrong("hybrid_master", "a future cannot be sent", cure="a reference can")
-def futures_sent_on(shard1, shard2, batches, parts, rate):
-    return train(
-        shard1, shard2, batches, rate,
-        lambda x: shard2.rpc_sync().score(*[shard1.rpc_async().forward(part) for part in x.chunk(parts)]),
-    )  # fmt: skip
-
-
-@wrong("hybrid_master", "an RRef is not the shard", cure="shard1.remote().forward(part)")
-def reference_called(shard1, shard2, batches, parts, rate):
-    return train(shard1, shard2, batches, rate, lambda x: shard2.score(shard1.forward(x)))
-
-
-@wrong("hybrid_master", "no parameter has changed", cure="optimizer.step(context)")
-def step_forgotten_in_master(shard1, shard2, batches, parts, rate):
-    losses = []
-    for x, y in batches:
-        with dist_autograd.context() as context:
-            loss = F.cross_entropy(joined(shard1, shard2, x, parts), y)
-            dist_autograd.backward(context, [loss])
-        losses.append(loss.item())
-    return losses
-
-
-@wrong("hybrid_master", "parameters of shard 2 have not changed", cure="of both shards")
-def first_shard_only(shard1, shard2, batches, parts, rate):
-    optimizer = optimizer_of(shard1, rate=rate)
-    return [step(optimizer, lambda x: joined(shard1, shard2, x, parts), x, y) for x, y in batches]
-
-
-@wrong("hybrid_master", "there was no momentum", cure="make one optimizer before the loop")
-def an_optimizer_for_each_batch(shard1, shard2, batches, parts, rate):
-    return [hybrid_master(shard1, shard2, [batch], parts, rate)[0] for batch in batches]
-
-
-@wrong("hybrid_master", "the gradients of earlier batches are still in this context", cure="each batch needs a new one")
-def one_context_for_all(shard1, shard2, batches, parts, rate):
-    optimizer, losses = optimizer_of(shard1, shard2, rate=rate), []
-    with dist_autograd.context() as context:
-        for x, y in batches:
-            loss = F.cross_entropy(joined(shard1, shard2, x, parts), y)
-            dist_autograd.backward(context, [loss])
-            optimizer.step(context)
-            losses.append(loss.item())
-    return losses
-
-
-@wrong("hybrid_master", "loss.backward() cannot leave", cure="dist_autograd.backward(context, [loss])")
-def backward_of_one_process_in_master(shard1, shard2, batches, parts, rate):
-    optimizer = optimizer_of(shard1, shard2, rate=rate)
-    for x, y in batches:
-        with dist_autograd.context() as context:
-            F.cross_entropy(joined(shard1, shard2, x, parts), y).backward()
-            optimizer.step(context)
-
-
-@wrong("hybrid_master", "the forward pass was outside a context", cure="under one `with dist_autograd.context()`")
-def forward_outside_the_context_in_master(shard1, shard2, batches, parts, rate):
-    optimizer = optimizer_of(shard1, shard2, rate=rate)
-    for x, y in batches:
-        loss = F.cross_entropy(joined(shard1, shard2, x, parts), y)
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [loss])
-            optimizer.step(context)
-
-
-@wrong("hybrid_master", "which are on the workers", cure="DistributedOptimizer(torch.optim.SGD, references")
-def optimizer_of_one_process(shard1, shard2, batches, parts, rate):
-    torch.optim.SGD(shard1.rpc_sync().parameter_rrefs(), lr=rate, momentum=0.9)
-
-
-@wrong("hybrid_master", "the gradients are in a context", cure="optimizer.step(context)")
-def context_not_handed_on_in_master(shard1, shard2, batches, parts, rate):
-    optimizer = optimizer_of(shard1, shard2, rate=rate)
-    for x, y in batches:
-        with dist_autograd.context() as context:
-            dist_autograd.backward(context, [F.cross_entropy(joined(shard1, shard2, x, parts), y)])
-            optimizer.step()
-
-
-@wrong("hybrid_master", "mean cross-entropy of all its examples")
-def mean_of_the_parts_means(shard1, shard2, batches, parts, rate):
-    optimizer, losses = optimizer_of(shard1, shard2, rate=rate), []
-    for x, y in batches:
-        with dist_autograd.context() as context:
-            scores = joined(shard1, shard2, x, parts)
-            halves = zip(scores.chunk(parts), y.chunk(parts), strict=True)
-            loss = sum(F.cross_entropy(*half) for half in halves) / parts
-            dist_autograd.backward(context, [loss])
-            optimizer.step(context)
-            losses.append(loss.item())
-    return losses
-
-
-@wrong("hybrid_master", "in place of a number", cure="loss.item()")
-def losses_as_tensors(shard1, shard2, batches, parts, rate):
-    return [torch.tensor(loss) for loss in hybrid_master(shard1, shard2, batches, parts, rate)]
-
-
-@wrong("hybrid_master", "expected the list of losses")
-def nothing_returned(shard1, shard2, batches, parts, rate):
-    hybrid_master(shard1, shard2, batches, parts, rate)
-
-
-@wrong("hybrid_master", "not those of the batches, in order")
-def last_loss_only(shard1, shard2, batches, parts, rate):
-    return hybrid_master(shard1, shard2, batches, parts, rate)[-1:]
-
-
-@wrong("hybrid_master", "shard1.forward was never called")
-def nothing_done(shard1, shard2, batches, parts, rate):
-    return [0.0 for _ in batches]
+PARTS, CALL_1 = "images.chunk(parts)", "shard1.remote().forward(part)"
+FEATURES = f"features = [{CALL_1} for part in {PARTS}]"
+THROUGH_MASTER = f"features = torch.futures.wait_all([shard1.rpc_async().forward(part) for part in {PARTS}])"
+SCORE = "shard2.rpc_sync().score(*features)"
+LOSS = f"loss = cross_entropy({SCORE}, labels)"
+BOTH = f"{FEATURES}\n            {LOSS}"
+IN_TURN = f"torch.cat([shard2.rpc_sync().score({CALL_1}) for part in {PARTS}])"
+PART_BY_PART = "torch.cat([shard2.rpc_sync().score(feature) for feature in features])"
+LOOP = "for images, labels in batches:"
+OPTIMIZER = "optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=rate, momentum=0.9)"
+MEANS = f"scores = {SCORE}; loss = sum(map(cross_entropy, scores.chunk(parts), labels.chunk(parts))) / parts"
+ONE_BY_ONE, TRAVELLED = "sent only when another had been computed", "the features came to the master"
+EARLIER, SHARD_2 = "the gradients of earlier batches are still in this context", "parameters of shard 2 have not changed"
+mutant("hybrid_master", BOTH, LOSS.replace(SCORE, IN_TURN), ONE_BY_ONE, cure="with remote first")
+mutant("hybrid_master", FEATURES, THROUGH_MASTER, TRAVELLED, cure="returns a reference")
+mutant("hybrid_master", SCORE, PART_BY_PART, "a worker answers twice in a context", cure="call it once per batch")
+mutant("hybrid_master", PARTS, "images.chunk(1)", "3 batches came to shard 1 in 3 parts", cure="chunk(parts)")
+mutant("hybrid_master", PARTS, "images.chunk(2)", "parts is 3 here", cure="chunk(parts)")
+mutant("hybrid_master", "shard1.remote()", "shard1.rpc_async()", "a future cannot be sent", cure="a reference can")
+mutant("hybrid_master", BOTH, LOSS.replace(SCORE, "shard2.score(shard1.forward(images))"), "is not the shard", cure=CALL_1)
+mutant("hybrid_master", STEP, "pass", "no parameter has changed", cure=STEP)
+mutant("hybrid_master", "(shard1, shard2)", "(shard1,)", SHARD_2, cure="of both shards")
+mutant("hybrid_master", LOOP, f"{LOOP}\n        {OPTIMIZER}", "there was no momentum", cure="make one optimizer before the loop")
+mutant("hybrid_master", f"{LOOP}\n        {CONTEXT}", f"{CONTEXT}\n        {LOOP}", EARLIER, cure="each batch needs a new one")
+mutant("hybrid_master", BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
+mutant(
+    "hybrid_master", f"{CONTEXT}\n            {BOTH}", f"{FEATURES}\n        {LOSS}\n        {CONTEXT}", OUTSIDE, cure=UNDER_ONE
+)
+ON_WORKERS, SGD = "which are on the workers", "DistributedOptimizer(torch.optim.SGD, references"
+mutant("hybrid_master", OPTIMIZER, "torch.optim.SGD(rrefs, lr=rate, momentum=0.9)", ON_WORKERS, cure=SGD)
+mutant("hybrid_master", STEP, "optimizer.step()", "the gradients are in a context", cure=STEP)
+mutant("hybrid_master", LOSS, MEANS, "mean cross-entropy of all its examples")
+mutant("hybrid_master", "loss.item()", "torch.tensor(loss.item())", "in place of a number", cure="loss.item()")
+mutant("hybrid_master", "return losses", "", "expected the list of losses")
+mutant("hybrid_master", "return losses", "return losses[-1:]", "not those of the batches, in order")
+mutant("hybrid_master", "rrefs = [", "return [0.0 for _ in batches]\n    rrefs = [", "shard1.forward was never called")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
@@ -453,18 +186,11 @@ def test_every_exercise_has_right_and_wrong_answers_here() -> None:
     answers.complete("rpc_hybrid")
 
 
-def features_fetched(shard1, shard2, batches, parts, rate):
-    def forward(x):
-        features = [shard1.remote().forward(part) for part in x.chunk(parts)]
-        features[0].to_here()  # only to look at them
-        return shard2.rpc_sync().score(*features)
-
-    return train(shard1, shard2, batches, rate, forward)
-
-
 @pytest.mark.processes  # `check` starts ranks, which names in the test do not show
 def test_a_result_that_the_loss_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """`dist_autograd.backward` waits for ever; the limit must leave it the time to begin."""
+
+    features_fetched = edited_solution("hybrid_master", LOSS, f"features[0].to_here()\n            {LOSS}")
 
     def named(limit_s: float) -> bool:
         monkeypatch.setattr("labkit.teaching.exercises.answer_ranks.LIMIT_S", limit_s)

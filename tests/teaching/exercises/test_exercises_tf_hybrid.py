@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import signal
 
@@ -17,19 +16,10 @@ if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the n
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
 
 # plan_epoch
-
-
-@right("plan_epoch")
-def plan_epoch(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    steps = examples // batch
-    shares = []
-    for own in devices:
-        shares.append(per_replica * own * steps)
-    return batch, steps, shares
 
 
 @right("plan_epoch")
@@ -41,77 +31,25 @@ def plan_step_by_step(examples, per_replica, devices):
     return [batch, steps, shares]
 
 
-@wrong("plan_epoch", "one part for each worker", cure="one for each device")
-def plan_of_workers(examples, per_replica, devices):
-    batch = per_replica * len(devices)
-    return batch, examples // batch, [per_replica * (examples // batch)] * len(devices)
-
-
-@wrong("plan_epoch", "the last step is not full", cure="round down")
-def plan_rounded_up(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    steps = math.ceil(examples / batch)
-    return batch, steps, [per_replica * own * steps for own in devices]
-
-
-@wrong("plan_epoch", "only whole steps count", cure="`//` rounds down")
-def plan_of_fractions(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    return batch, examples / batch, [per_replica * own * examples / batch for own in devices]
-
-
-@wrong("plan_epoch", "these are the examples of one step")
-def plan_of_a_step(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    return batch, examples // batch, [per_replica * own for own in devices]
-
-
-@wrong("plan_epoch", "as much as one replica", cure="count its devices")
-def plan_of_equal_workers(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    return batch, examples // batch, [per_replica * (examples // batch) for _ in devices]
-
-
-@wrong("plan_epoch", "are read by nobody", cure="in each step")
-def plan_with_the_rest(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    return batch, examples // batch, [examples * own / sum(devices) for own in devices]
-
-
-@wrong("plan_epoch", "a list with a number for each worker", cure="in a loop over devices")
-def plan_of_one_number(examples, per_replica, devices):
-    batch = per_replica * sum(devices)
-    return batch, examples // batch, batch * (examples // batch)
-
-
-@wrong("plan_epoch", "that is the batch of one replica")
-def plan_of_a_replica(examples, per_replica, devices):
-    return per_replica, examples // per_replica, [per_replica * own for own in devices]
-
-
-@wrong("plan_epoch", "all results are whole numbers")
-def plan_in_floats(examples, per_replica, devices):
-    batch, steps, shares = plan_epoch(examples, per_replica, devices)
-    return batch, float(steps), shares
+BATCH, FLOOR, SHARES = "per_replica * sum(devices)", "examples // global_batch", "steps * own * per_replica"
+PLAN = "return global_batch, steps, shares"
+mutant("plan_epoch", BATCH, "per_replica * len(devices)", "one part for each worker", cure="one for each device")
+mutant("plan_epoch", FLOOR, f"-(-{FLOOR})", "the last step is not full", cure="round down")
+mutant("plan_epoch", FLOOR, "examples / global_batch", "only whole steps count", cure="`//` rounds down")
+mutant("plan_epoch", SHARES, "own * per_replica", "these are the examples of one step")
+mutant("plan_epoch", SHARES, "steps * per_replica", "as much as one replica", cure="count its devices")
+mutant("plan_epoch", SHARES, "examples * own / sum(devices)", "are read by nobody", cure="in each step")
+ONE_LIST = "a list with a number for each worker"
+mutant("plan_epoch", PLAN, "return global_batch, steps, global_batch * steps", ONE_LIST, cure="in a loop over devices")
+mutant("plan_epoch", BATCH, "per_replica", "that is the batch of one replica")
+mutant("plan_epoch", PLAN, "return global_batch, float(steps), shares", "all results are whole numbers")
+mutant("plan_epoch", PLAN, "return global_batch, steps", "expected three things")
+mutant("plan_epoch", BATCH, "per_replica * (sum(devices) + 1)", "which devices take part", cure="the number of all devices")
+mutant("plan_epoch", FLOOR, "examples", "how often do the examples fill", cure="examples // the global batch")
+mutant("plan_epoch", SHARES, "steps", "how many devices has it?", cure="in each step")
 
 
 # hybrid_train
-
-
-@right("hybrid_train")
-def hybrid_train(strategy, weight, data, global_batch, steps, rate):
-    import tensorflow as tf
-
-    def on_replica(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((tf.linalg.matvec(x, weight) - y) ** 2) / global_batch
-        gradient = tf.distribute.get_replica_context().all_reduce("SUM", tape.gradient(loss, weight))
-        weight.assign_sub(rate * gradient)
-        return loss
-
-    step = tf.function(lambda x, y: strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None))
-    batches = iter(strategy.experimental_distribute_dataset(data))
-    return [float(step(*next(batches))) for _ in range(steps)]
 
 
 @right("hybrid_train")
@@ -135,34 +73,6 @@ def hybrid_across_replicas(strategy, weight, data, global_batch, steps, rate):
     return losses
 
 
-def training(divide, reduce="SUM", exchange="SUM", distribute=True, times=1):
-    """A training with one thing that may be wrong."""
-
-    def train_wrongly(strategy, weight, data, global_batch, steps, rate):
-        import tensorflow as tf
-
-        def on_replica(x, y):
-            with tf.GradientTape() as tape:
-                losses = (tf.linalg.matvec(x, weight) - y) ** 2
-                loss = tf.reduce_sum(losses) / global_batch if divide == "global" else tf.reduce_mean(losses)
-            gradient = tape.gradient(loss, weight)
-            if exchange:
-                gradient = tf.distribute.get_replica_context().all_reduce(exchange, gradient)
-            if times:
-                weight.assign_sub(rate * gradient)
-            return loss
-
-        def step(x, y):
-            loss = strategy.run(on_replica, args=(x, y))
-            return strategy.reduce(reduce, loss, axis=None) if reduce else loss
-
-        batches = iter(strategy.experimental_distribute_dataset(data) if distribute else data)
-        losses = [tf.function(step)(*next(batches)) for _ in range(steps * max(1, times))]
-        return [float(loss) for loss in losses] if reduce else losses
-
-    return train_wrongly
-
-
 @wrong("hybrid_train", "the replicas never exchanged a gradient", cure="distribute the dataset")
 def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, steps, rate):
     import tensorflow as tf
@@ -176,45 +86,51 @@ def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, 
     return losses
 
 
-wrong(
-    "hybrid_train",
+def whole_batches(reduce):
+    def every_replica_computes_the_whole_batch(strategy, weight, data, global_batch, steps, rate):
+        import tensorflow as tf
+
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((tf.linalg.matvec(x, weight) - y) ** 2)
+            weight.assign_sub(rate * tape.gradient(loss, weight))
+            return loss
+
+        def step(x, y):
+            return strategy.reduce(reduce, strategy.run(on_replica, args=(x, y)), axis=None)
+
+        return [float(tf.function(step)(*batch)) for batch in data.take(steps)]
+
+    return every_replica_computes_the_whole_batch
+
+
+SQUARES = "(tf.linalg.matvec(x, weight) - y) ** 2"
+LOSS, UPDATE = f"tf.reduce_sum({SQUARES}) / global_batch", "weight.assign_sub(rate * gradient)"
+GRADIENT = 'tf.distribute.get_replica_context().all_reduce("SUM", gradient)'
+PARTS, LOSSES = 'strategy.reduce("SUM", parts, axis=None)', "[float(step(*next(batches))) for _ in range(steps)]"
+DISTRIBUTED = "strategy.experimental_distribute_dataset(data)"
+END = f"return {PARTS}\n    batches = iter({DISTRIBUTED})\n    return {LOSSES}"
+NO_NUMBERS = END.replace(PARTS, "parts").replace("float", "")
+SUMMED, AVERAGED = (
     "4 times those of one device: the replicas' losses are summed",
-    training("replica"),
-    cure="by the global batch",
+    "0.25 times those of one device: each replica has",
 )
-wrong("hybrid_train", "the replicas have drifted apart", training("global", exchange=""), cure="over all replicas")
-wrong(
-    "hybrid_train",
-    "0.25 times those of one device: each replica has divided",
-    training("global", exchange="MEAN"),
-    cure="sum the gradients",
-)
-wrong("hybrid_train", "expected a list of numbers", training("global", reduce=""), cure="strategy.reduce")
-wrong("hybrid_train", "the losses are 0.25 times the expected ones", training("global", reduce="MEAN"))
-wrong("hybrid_train", "the weight has not changed", training("global", times=0), cure="assign_sub")
-wrong("hybrid_train", "exactly `steps` updates", training("global", times=2))
-wrong("hybrid_train", "every replica got the whole batch", training("global", distribute=False), cure="a quarter of it")
-wrong(
-    "hybrid_train",
-    "every replica computed the whole batch",
-    training("whole", exchange="", distribute=False),
-    cure="a quarter of it",
-)
-value = training("whole", exchange="", distribute=False, reduce="MEAN")
-wrong("hybrid_train", "never exchanged a gradient", value, cure="run the step on the strategy")
+TWICE, EVERY_REPLICA = LOSSES.replace("(steps)", "(2 * steps)"), "every replica computed the whole batch"
+mutant("hybrid_train", LOSS, f"tf.reduce_mean({SQUARES})", SUMMED, cure="by the global batch")
+mutant("hybrid_train", GRADIENT, "gradient", "the replicas have drifted apart", cure="over all replicas")
+mutant("hybrid_train", GRADIENT, GRADIENT.replace("SUM", "MEAN"), AVERAGED, cure="sum the gradients")
+mutant("hybrid_train", END, NO_NUMBERS, "expected a list of numbers", cure="strategy.reduce")
+mutant("hybrid_train", PARTS, "parts", "a per-replica result is no number")
+mutant("hybrid_train", PARTS, PARTS.replace("SUM", "MEAN"), "the losses are 0.25 times the expected ones")
+mutant("hybrid_train", UPDATE, "pass", "the weight has not changed", cure="assign_sub")
+mutant("hybrid_train", LOSSES, TWICE, "exactly `steps` updates")
+mutant("hybrid_train", LOSSES, f"{LOSSES}[1:]", "expected a loss for each of the 3 steps, got 2")
+mutant("hybrid_train", DISTRIBUTED, "data", "every replica got the whole batch", cure="a quarter of it")
+wrong("hybrid_train", EVERY_REPLICA, whole_batches("SUM"), cure="a quarter of it")
+wrong("hybrid_train", "never exchanged a gradient", whole_batches("MEAN"), cure="run the step on the strategy")
 
 
 # run_epochs
-
-
-@right("run_epochs")
-def run_epochs(coordinator, step, batches, epochs):
-    means = []
-    for _ in range(epochs):
-        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
-        coordinator.join()
-        means.append(sum(float(result.fetch()) for result in results) / len(results))
-    return means
 
 
 @right("run_epochs")
@@ -228,16 +144,6 @@ def fetch_all_at_the_end(coordinator, step, batches, epochs):
     return list(np.mean(coordinator.fetch(everything), axis=1))
 
 
-@right("run_epochs")
-def fetch_all_of_an_epoch(coordinator, step, batches, epochs):
-    """`fetch` waits for its result, too."""
-    means = []
-    for _ in range(epochs):
-        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
-        means.append(sum(float(result.fetch()) for result in results) / len(results))
-    return means
-
-
 @wrong("run_epochs", "before all batches of this one are done")
 def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
     everything = []
@@ -248,26 +154,6 @@ def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
     return [sum(float(result.fetch()) for result in results) / len(results) for results in everything]
 
 
-@wrong("run_epochs", "the chief waits after each call", cure="schedule all batches first")
-def join_each(coordinator, step, batches, epochs):
-    means = []
-    for _ in range(epochs):
-        results = []
-        for batch in batches:
-            results.append(coordinator.schedule(step, args=(batch,)))
-            coordinator.join()
-        means.append(sum(float(result.fetch()) for result in results) / len(results))
-    return means
-
-
-@wrong("run_epochs", "the chief waits after each call", cure="schedule all batches first")
-def fetch_each(coordinator, step, batches, epochs):
-    means = []
-    for _ in range(epochs):
-        means.append(sum(float(coordinator.schedule(step, args=(batch,)).fetch()) for batch in batches) / len(batches))
-    return means
-
-
 @wrong("run_epochs", "before all batches of this one are done")
 def join_once(coordinator, step, batches, epochs):
     results = [[coordinator.schedule(step, args=(batch,)) for batch in batches] for _ in range(epochs)]
@@ -275,52 +161,26 @@ def join_once(coordinator, step, batches, epochs):
     return [sum(float(result.fetch()) for result in part) / len(part) for part in results]
 
 
-@wrong("run_epochs", "nothing was scheduled")
-def chief_alone(coordinator, step, batches, epochs):
-    return [sum(float(step(batch)) for batch in batches) / len(batches) for _ in range(epochs)]
-
-
-@wrong("run_epochs", "no number yet: result.fetch()")
-def never_fetched(coordinator, step, batches, epochs):
-    means = []
-    for _ in range(epochs):
-        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
-        coordinator.join()
-        means.append(sum(float(result) for result in results) / len(results))
-    return means
-
-
-@wrong("run_epochs", "these are sums", cure="by the number of batches")
-def epoch_sums(coordinator, step, batches, epochs):
-    means = []
-    for _ in range(epochs):
-        results = [coordinator.schedule(step, args=(batch,)) for batch in batches]
-        coordinator.join()
-        means.append(sum(float(result.fetch()) for result in results))
-    return means
-
-
-@wrong("run_epochs", "args is a tuple of arguments: args=(batch,)")
-def no_tuple(coordinator, step, batches, epochs):
-    return [coordinator.schedule(step, args=batch) for batch in batches]
+CALL, FETCHED = "coordinator.schedule(step, args=(batch,))", "float(result.fetch())"
+RESULTS, MEAN = f"[{CALL} for batch in batches]", f"sum({FETCHED} for result in results) / len(results)"
+BODY = f"results = {RESULTS}\n        coordinator.join()\n        means.append({MEAN})"
+FETCHED_EACH = f"means.append(sum(float({CALL}.fetch()) for batch in batches) / len(batches))"
+CHIEF = "means.append(sum(float(step(batch)) for batch in batches) / len(batches))"
+WAITS, FIRST = "the chief waits after each call", "schedule all batches first"
+mutant("run_epochs", "coordinator.join()", "pass")  # right: `fetch` waits for its result, too
+mutant("run_epochs", RESULTS, f"[({CALL}, coordinator.join())[0] for batch in batches]", WAITS, cure=FIRST)
+mutant("run_epochs", BODY, FETCHED_EACH, WAITS, cure=FIRST)
+mutant("run_epochs", BODY, CHIEF, "nothing was scheduled")
+mutant("run_epochs", "coordinator.join()", "step(batches[0])", "the chief also called step itself")
+mutant("run_epochs", "in batches]", "in batches[:2]]", "expected 12 scheduled calls, 4 in each epoch, got 6")
+mutant("run_epochs", FETCHED, "float(result)", "no number yet: result.fetch()")
+mutant("run_epochs", " / len(results)", "", "these are sums", cure="by the number of batches")
+mutant("run_epochs", MEAN, "float(results[-1].fetch())", "the losses of the last batch", cure="take the mean over all batches")
+mutant("run_epochs", "return means", "return means[0]", "expected a list with one number for each epoch")
+mutant("run_epochs", "args=(batch,)", "args=batch", "args is a tuple of arguments: args=(batch,)")
 
 
 # train_safely
-
-
-@right("train_safely")
-def train_safely(folder, checkpoint, data, train_step, steps, every):
-    import tensorflow as tf
-
-    latest = tf.train.latest_checkpoint(folder)
-    if latest:
-        checkpoint.restore(latest)
-    finished = int(checkpoint.step)
-    for batch in data.skip(finished).take(steps - finished):
-        train_step(batch)
-        checkpoint.step.assign_add(1)
-        if int(checkpoint.step) % every == 0:
-            checkpoint.save(folder + "/checkpoint")
 
 
 @right("train_safely")
@@ -340,52 +200,31 @@ def train_managed(folder, checkpoint, data, train_step, steps, every):
             manager.save()
 
 
-def resuming(restore=True, skip=True, count="before", save="every", more=False, prefix="/checkpoint"):
-    """A training with one thing that may be wrong."""
-
-    def train_unsafely(folder, checkpoint, data, train_step, steps, every):
-        import tensorflow as tf
-
-        if restore and tf.train.latest_checkpoint(folder):
-            checkpoint.restore(tf.train.latest_checkpoint(folder))
-        finished = int(checkpoint.step)
-        data = data.skip(finished) if skip else data
-        for number, batch in enumerate(data.take(steps if more else steps - finished), finished + 1):
-            train_step(batch)
-            if count == "before":
-                checkpoint.step.assign_add(1)
-            if save == "each" or number % every == {"every": 0, "odd": 1}.get(save):
-                checkpoint.save(folder + prefix)
-            if count == "after":
-                checkpoint.step.assign_add(1)
-        if save == "end":
-            checkpoint.save(folder + "/checkpoint")
-
-    return train_unsafely
-
-
-wrong("train_safely", "although the folder has a checkpoint", resuming(restore=False), cure="latest_checkpoint(folder)")
-wrong("train_safely", "the checkpoint says that 0 steps are finished", resuming(count=""), cure="add 1 to checkpoint.step")
-wrong("train_safely", "reads the data from the beginning", resuming(skip=False), cure="data.skip")
-wrong("train_safely", "batch 3 is trained twice", resuming(count="after"), cure="before you save")
-wrong("train_safely", "left no checkpoint", resuming(save="end"), cure="not only at the end")
-wrong("train_safely", "it saves after every step, not after every 2", resuming(save="each"), cure="a multiple of `every`")
-wrong("train_safely", "how many are done at that moment?", resuming(save="odd"), cure="count the step in checkpoint.step first")
-wrong("train_safely", "the checkpoints are beside the folder", resuming(prefix=""), cure="the folder and a slash")
-wrong("train_safely", "it makes too many steps", resuming(more=True), cure="steps - finished")
-
-
-@wrong("train_safely", "is it restored before the first step?", cure="the weight as well as the step")
-def only_the_step(folder, checkpoint, data, train_step, steps, every):
-    import tensorflow as tf
-
-    number = tf.train.Checkpoint(step=checkpoint.step)
-    train_safely(folder, number, data, train_step, steps, every)
-
-
-@wrong("train_safely", "it never trained batch 5", cure="until `steps` are done")
-def train_a_few(folder, checkpoint, data, train_step, steps, every):
-    train_safely(folder, checkpoint, data, train_step, min(steps, 3), every)
+COUNT, DUE = "checkpoint.step.assign_add(1)", "if int(checkpoint.step) % every == 0:"
+SAVE, LATEST = 'checkpoint.save(folder + "/checkpoint")', "latest = tf.train"
+COUNT_AND_SAVE = f"{COUNT}\n        {DUE}\n            {SAVE}"
+SAVE_AND_COUNT = f"if (int(checkpoint.step) + 1) % every == 0: {SAVE}\n        {COUNT}"
+AT_ZERO, EACH = "the checkpoint says that 0 steps are finished", "it saves after every step, not after every 2"
+mutant("train_safely", "if latest:", "if False:", "although the folder has a checkpoint", cure="latest_checkpoint(folder)")
+mutant("train_safely", f"{COUNT}\n        {DUE}", "if int(batch) % every == 1:", AT_ZERO, cure="add 1 to checkpoint.step")
+mutant("train_safely", "data.skip(finished)", "data", "reads the data from the beginning", cure="data.skip")
+mutant("train_safely", COUNT_AND_SAVE, SAVE_AND_COUNT, "batch 3 is trained twice", cure="before you save")
+LEFT_OUT = "skip(finished + (finished > 0))"
+mutant("train_safely", "skip(finished)", LEFT_OUT, "batch 4 is left out", cure="batches count from 0")
+mutant("train_safely", f"    {DUE}\n            {SAVE}", SAVE, "left no checkpoint", cure="not only at the end")
+mutant("train_safely", "% every", "% 1", EACH, cure="a multiple of `every`")
+mutant(
+    "train_safely",
+    "every == 0",
+    "every == 1",
+    "how many are done at that moment?",
+    cure="count the step in checkpoint.step first",
+)
+mutant("train_safely", '"/checkpoint"', '""', "the checkpoints are beside the folder", cure="the folder and a slash")
+mutant("train_safely", "take(steps - finished)", "take(steps)", "it makes too many steps", cure="steps - finished")
+RESTORED, ONLY_STEP = "is it restored before the first step?", "checkpoint = tf.train.Checkpoint(step=checkpoint.step)"
+mutant("train_safely", LATEST, f"{ONLY_STEP}\n    {LATEST}", RESTORED, cure="the weight as well as the step")
+mutant("train_safely", LATEST, f"steps = 3\n    {LATEST}", "it never trained batch 5", cure="until `steps` are done")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
@@ -408,7 +247,7 @@ def test_a_crash_of_tensorflow_is_no_wrong_answer(crashes, passed, tmp_path) -> 
             file.write("one\n")
         if len(runs.read_text().split()) <= crashes:
             os.kill(os.getpid(), signal.SIGSEGV)
-        return run_epochs(coordinator, step, batches, epochs)
+        return fetch_all_at_the_end(coordinator, step, batches, epochs)
 
     verdict = check("run_epochs", crashing)
     assert verdict.passed == passed, str(verdict)

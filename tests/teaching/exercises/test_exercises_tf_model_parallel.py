@@ -15,23 +15,10 @@ if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the n
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
 answers = Answers()
-right, wrong = answers.right, answers.wrong
+right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
 
 # idle_devices
-
-
-def busy_ms(spans, device):
-    """How long a device has at least one span: one span after the other, in the order of their starts."""
-    busy, until = 0.0, 0.0
-    for start, end in sorted((start, end) for name, start, end in spans if name == device):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy
-
-
-@right("idle_devices")
-def idle_devices(spans, devices, step_ms):
-    return {device: 1 - busy_ms(spans, device) / step_ms for device in devices}
 
 
 @right("idle_devices")
@@ -46,74 +33,26 @@ def idle_by_sampling(spans, devices, step_ms):
     return idle
 
 
-@wrong("idle_devices", "the shares in which a device computes")
-def busy_shares(spans, devices, step_ms):
-    return {device: busy_ms(spans, device) / step_ms for device in devices}
-
-
 @wrong("idle_devices", "spans that overlap count twice")
 def idle_with_spans_added(spans, devices, step_ms):
     return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
 
 
-@wrong("idle_devices", "a device's spans are in no order", cure="sort them by their start")
-def idle_in_the_given_order(spans, devices, step_ms):
-    busy, until = dict.fromkeys(devices, 0.0), dict.fromkeys(devices, 0.0)
-    for device, start, end in spans:
-        busy[device] += max(end - max(start, until[device]), 0.0)
-        until[device] = max(until[device], end)
-    return {device: 1 - busy[device] / step_ms for device in devices}
-
-
-@wrong("idle_devices", "GPU:2 is missing")
-def idle_of_those_with_spans(spans, devices, step_ms):
-    return idle_devices(spans, {name for name, _, _ in spans}, step_ms)
-
-
-@wrong("idle_devices", "the step also has a beginning and an end")
-def idle_between_spans(spans, devices, step_ms):
-    def length(device):
-        times = [t for name, *own in spans if name == device for t in own]
-        return max(times) - min(times) if times else 1.0
-
-    return {device: 1 - busy_ms(spans, device) / length(device) for device in devices}
-
-
-@wrong("idle_devices", "those are percentages")
-def idle_percent(spans, devices, step_ms):
-    return {device: 100 * share for device, share in idle_devices(spans, devices, step_ms).items()}
-
-
-@wrong("idle_devices", "those are milliseconds", cure="the length of the step")
-def idle_ms(spans, devices, step_ms):
-    return {device: step_ms - busy_ms(spans, device) for device in devices}
-
-
-@wrong("idle_devices", "expected a dict with a number for each device")
-def idle_as_a_list(spans, devices, step_ms):
-    return list(idle_devices(spans, devices, step_ms).values())
-
-
-@wrong("idle_devices", "when the time in which a device has any span is taken away")
-def idle_of_the_whole(spans, devices, step_ms):
-    return dict.fromkeys(devices, 0.5)
+IDLE, SORTED = "1 - busy_ms(spans, device) / step_ms", "sorted(times for name, *times in spans if name == device)"
+ALL = f"{{device: {IDLE} for device in devices}}"
+TIMES = "[time for name, *times in spans if name == device for time in times] or [1, 0]"
+BETWEEN = f"1 - busy_ms(spans, device) / abs(max({TIMES}) - min({TIMES}))"
+mutant("idle_devices", "1 - busy_ms", "busy_ms", "the shares in which a device computes")
+mutant("idle_devices", SORTED, SORTED.removeprefix("sorted"), "a device's spans are in no order", cure="sort them by their start")
+mutant("idle_devices", "for device in devices", "for device in {name for name, _, _ in spans}", "GPU:2 is missing")
+mutant("idle_devices", IDLE, BETWEEN, "the step also has a beginning and an end")
+mutant("idle_devices", IDLE, f"100 * ({IDLE})", "those are percentages")
+mutant("idle_devices", IDLE, "step_ms - busy_ms(spans, device)", "those are milliseconds", cure="the length of the step")
+mutant("idle_devices", ALL, f"[{IDLE} for device in devices]", "expected a dict with a number for each device")
+mutant("idle_devices", IDLE, "0.5", "when the time in which a device has any span is taken away")
 
 
 # place_layers
-
-
-def fits(weights, place, limit, devices):
-    return all(sum(w for w, d in zip(weights, place, strict=True) if d == device) <= limit for device in range(devices))
-
-
-def crossing(place, outputs):
-    return sum(outputs[i] for i in range(len(place) - 1) if place[i + 1] != place[i])
-
-
-@right("place_layers")
-def place_layers(weights, outputs, limit, devices):
-    places = itertools.combinations_with_replacement(range(devices), len(weights))
-    return min((p for p in places if fits(weights, p, limit, devices)), key=lambda p: crossing(p, outputs))
 
 
 @right("place_layers")
@@ -151,45 +90,18 @@ def place_evenly(weights, outputs, limit, devices):
     return min(itertools.combinations_with_replacement(range(devices), len(weights)), key=fullest)
 
 
-@wrong("place_layers", "bytes, and the limit is")
-def place_on_one(weights, outputs, limit, devices):
-    return [0] * len(weights)
-
-
-@wrong("place_layers", "do not cut without need")
-def place_on_all(weights, outputs, limit, devices):
-    if sum(weights) <= limit:
-        return [0] * (len(weights) - 1) + [1]
-    return place_layers(weights, outputs, limit, devices)
-
-
-@wrong("place_layers", "a device number goes down")
-def place_in_turn(weights, outputs, limit, devices):
-    return [i % devices for i in range(len(weights))]
-
-
-@wrong("place_layers", "one for each layer, not one for each device")
-def place_counts(weights, outputs, limit, devices):
-    place = place_layers(weights, outputs, limit, devices)
-    return [list(place).count(device) for device in range(devices)]
-
-
-@wrong("place_layers", "there are the devices 0 to 1")
-def place_from_one(weights, outputs, limit, devices):
-    return [device + 1 for device in place_layers(weights, outputs, limit, devices)]
-
-
-@wrong("place_layers", "expected a list with the number of a device")
-def place_by_name(weights, outputs, limit, devices):
-    return [f"CPU:{device}" for device in place_layers(weights, outputs, limit, devices)]
+PLACES, BEST = "    places = itertools", "min(possible, key=lambda place: crossing(place, outputs))"
+RETURN, LAST = f"return {BEST}", "[0] * (len(weights) - 1) + [1]"
+mutant("place_layers", RETURN, "return [0] * len(weights)", "bytes, and the limit is")
+mutant("place_layers", RETURN, f"return {LAST} if sum(weights) <= limit else {BEST}", "do not cut without need")
+mutant("place_layers", RETURN, "return [i % devices for i in range(len(weights))]", "a device number goes down")
+mutant("place_layers", RETURN, f"place = {BEST}\n    return [place.count(d) for d in range(devices)]", "not one for each device")
+mutant("place_layers", RETURN, f"return [device + 1 for device in {BEST}]", "there are the devices 0 to 1")
+BY_NAME = f'return [f"CPU:{{device}}" for device in {BEST}]'
+mutant("place_layers", RETURN, BY_NAME, "expected a list with the number of a device")
 
 
 # pair_layouts
-
-
-@right("pair_layouts")
-def pair_layouts(mesh):
-    return ["unsharded", "model"], ["model", "unsharded"], 1
 
 
 @right("pair_layouts")
@@ -200,60 +112,22 @@ def pair_of_layout_objects(mesh):
     return [columns, dtensor.Layout.batch_sharded(mesh, "model", rank=2), 1]
 
 
-@wrong("pair_layouts", "rows, then columns", cure="the other order")
-def pair_in_the_other_order(mesh):
-    return ["model", "unsharded"], ["unsharded", "model"], 1
-
-
-@wrong("pair_layouts", "both by columns", cure="with columns, then rows")
-def pair_of_columns(mesh):
-    return ["unsharded", "model"], ["unsharded", "model"], 1
-
-
-@wrong("pair_layouts", "both by rows", cure="with columns, then rows")
-def pair_of_rows(mesh):
-    return ["model", "unsharded"], ["model", "unsharded"], 1
-
-
-@wrong("pair_layouts", "saves no memory", cure="divide both matrices")
-def pair_of_copies(mesh):
-    return ["unsharded", "unsharded"], ["unsharded", "unsharded"], 0
-
-
-@wrong("pair_layouts", "those of a whole training step", cure="has only g")
-def pair_with_two_sums(mesh):
-    return *pair_layouts(mesh)[:2], 2
-
-
-@wrong("pair_layouts", "the number is not", cure="is an all-reduce")
-def pair_without_a_sum(mesh):
-    return *pair_layouts(mesh)[:2], 0
-
-
-@wrong("pair_layouts", "the name of the mesh dimension")
-def pair_of_an_unknown_name(mesh):
-    return ["unsharded", "columns"], ["columns", "unsharded"], 1
-
-
-@wrong("pair_layouts", "can divide only one of the two dimensions")
-def pair_with_both_dimensions_divided(mesh):
-    return ["model", "model"], ["model", "unsharded"], 1
-
-
-@wrong("pair_layouts", "expected three values")
-def pair_without_a_number(mesh):
-    return pair_layouts(mesh)[:2]
+COLUMNS, ROWS = '["unsharded", "model"]', '["model", "unsharded"]'
+PAIR = f"return {COLUMNS}, {ROWS}, 1"
+ONE_DIMENSION, STEP = "can divide only one of the two dimensions", "those of a whole training step"
+mutant("pair_layouts", PAIR, f"return {ROWS}, {COLUMNS}, 1", "rows, then columns", cure="the other order")
+mutant("pair_layouts", PAIR, f"return {COLUMNS}, {COLUMNS}, 1", "both by columns", cure="with columns, then rows")
+mutant("pair_layouts", PAIR, f"return {ROWS}, {ROWS}, 1", "both by rows", cure="with columns, then rows")
+mutant("pair_layouts", PAIR, 'return 2 * (["unsharded"] * 2,) + (0,)', "saves no memory", cure="divide both matrices")
+mutant("pair_layouts", ", 1", ", 2", STEP, cure="has only g")
+mutant("pair_layouts", ", 1", ", 0", "the number is not", cure="is an all-reduce")
+mutant("pair_layouts", ", 1", ", None", "the third value is a number")
+mutant("pair_layouts", PAIR, PAIR.replace("model", "columns"), "the name of the mesh dimension")
+mutant("pair_layouts", COLUMNS, '["model", "model"]', ONE_DIMENSION)
+mutant("pair_layouts", ", 1", "", "expected three values")
 
 
 # weights_per_device
-
-
-@right("weights_per_device")
-def weights_per_device(shapes, layouts, mesh):
-    return sum(
-        math.prod(side // mesh.get(name, 1) for side, name in zip(shape, layout, strict=True))
-        for shape, layout in zip(shapes, layouts, strict=True)
-    )
 
 
 @right("weights_per_device")
@@ -268,19 +142,11 @@ def weights_by_division(shapes, layouts, mesh):
     return held
 
 
-@wrong("weights_per_device", "that is the whole model")
-def weights_of_the_model(shapes, layouts, mesh):
-    return sum(map(math.prod, shapes))
-
-
-@wrong("weights_per_device", "unsharded weights are copied")
-def weights_divided_by_all(shapes, layouts, mesh):
-    return weights_of_the_model(shapes, layouts, mesh) / math.prod(mesh.values())
-
-
-@wrong("weights_per_device", "those are bytes")
-def weights_in_bytes(*args):
-    return 4 * weights_per_device(*args)
+@right("weights_per_device")
+def weights_by_numpy(shapes, layouts, mesh):
+    """The answer is a number of numpy's, not an int."""
+    parts = [[mesh.get(name, 1) for name in layout] for layout in layouts]
+    return sum(np.prod(shape) // np.prod(part) for shape, part in zip(shapes, parts, strict=True))
 
 
 @wrong("weights_per_device", "not by all devices")
@@ -299,29 +165,14 @@ def weights_divided_once(shapes, layouts, mesh):
     return held
 
 
-@wrong("weights_per_device", "what all devices hold together")
-def weights_of_all_devices(shapes, layouts, mesh):
-    return weights_per_device(shapes, layouts, mesh) * math.prod(mesh.values())
-
-
-@wrong("weights_per_device", "the sides of a part are added up", cure="multiply them")
-def weights_with_sides_added(shapes, layouts, mesh):
-    return sum(
-        sum(side / mesh.get(name, 1) for side, name in zip(shape, layout, strict=True))
-        for shape, layout in zip(shapes, layouts, strict=True)
-    )
-
-
-@wrong("weights_per_device", "expected one number")
-def weights_per_weight(shapes, layouts, mesh):
-    return [weights_per_device([shape], [layout], mesh) for shape, layout in zip(shapes, layouts, strict=True)]
-
-
-@right("weights_per_device")
-def weights_by_numpy(shapes, layouts, mesh):
-    """The answer is a number of numpy's, not an int."""
-    parts = [[mesh.get(name, 1) for name in layout] for layout in layouts]
-    return sum(np.prod(shape) // np.prod(part) for shape, part in zip(shapes, parts, strict=True))
+HELD = "sum(part(*one, mesh) for one in zip(shapes, layouts, strict=True))"
+ALL_DEVICES = "math.prod(mesh.values())"
+mutant("weights_per_device", "side // mesh.get(name, 1)", "side", "that is the whole model")
+mutant("weights_per_device", HELD, f"sum(map(math.prod, shapes)) / {ALL_DEVICES}", "unsharded weights are copied")
+mutant("weights_per_device", HELD, f"4 * {HELD}", "those are bytes")
+mutant("weights_per_device", HELD, f"{ALL_DEVICES} * {HELD}", "what all devices hold together")
+mutant("weights_per_device", "return math.prod", "return sum", "the sides of a part are added up", cure="multiply them")
+mutant("weights_per_device", HELD, HELD.replace("sum(", "list("), "expected one number")
 
 
 @pytest.mark.parametrize("answer", answers.parameters())
