@@ -14,7 +14,6 @@ What to open for which change:
   answers are not run: `refused` in check.py; tests test_check.py
 - where a course's own exercises are found: `find`, `own_exercises` below; tests test_own_exercises.py
 - random inputs, graders' other inputs: random_state.py; tests test_seeds.py. Waits of exercises on RPC: rpc_waits.py
-- judging.py and calculations.py are of older judges; a new judge uses exercise.py
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _judged_on(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     try:
         if exercise.number:
             require_data(answer)
-        passed = exercise.judge(answer if exercise.number else ranks, ranks.on)
+        passed = exercise.judge(answer if exercise.number else ranks)
         return Verdict(name, True, passed.message, score=passed.score)
     except Stopped as stopped:  # it names a function of the judge
         raise Stopped(f'lab.check("{name}")', stopped.doings) from None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from labkit.errors.exceptions import RankError
 from labkit.recording.operations import SEND, type_of
@@ -38,13 +38,6 @@ class Results(list[Any]):
         self.trace = run.trace
 
 
-class OnRanks(Protocol):
-    """Runs a function on new ranks, for a judge: `run_on_ranks` of answer_ranks.py."""
-
-    def __call__(self, ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-        """Start a group, and call `function(*args)` on each rank."""
-
-
 class Passed(NamedTuple):
     """The judgement on a right answer.
 
@@ -65,15 +58,15 @@ class Exercise:
         name: its name in `lab.check`.
         lesson: the notebook that contains it, such as "02_data_parallel".
         target: the task, in one or two sentences.
-        judge: called with the student's answer and an `OnRanks`; returns the judgement on a right answer, or raises
-            `AnswerError`.
+        judge: called with the answer as `AnswerRanks`, or with the number; returns the judgement on a right answer, or
+            raises `AnswerError`.
         number: whether the answer is a number rather than a function or a class.
     """
 
     name: str
     lesson: str
     target: str
-    judge: Callable[[Any, OnRanks], Passed]
+    judge: Callable[[Any], Passed]
     number: bool = False
 
 
@@ -128,20 +121,20 @@ def exercise(
                 return call.format(**dict(zip(parameters, case, strict=False)))
             return f"{title}({', '.join(map(shown, case))})" if case and on_ranks is None else ""
 
-        def observed(answer: Any, on: OnRanks, case: tuple[Any, ...]) -> Any:
+        def observed(answer: Any, case: tuple[Any, ...]) -> Any:
             if on_ranks is None:
                 return answer
             of_group = {key: value(*case) if callable(value) else value for key, value in options.items()}
             if ranks is None:
-                return on(case[0], on_ranks, answer, *case[1:], **of_group)
-            return on(ranks(*case) if callable(ranks) else ranks, on_ranks, answer, *case, **of_group)
+                return answer.on(case[0], on_ranks, answer, *case[1:], **of_group)
+            return answer.on(ranks(*case) if callable(ranks) else ranks, on_ranks, answer, *case, **of_group)
 
-        def judge(answer: Any, on: OnRanks) -> Passed:
+        def judge(answer: Any) -> Passed:
             score = None
             drawn = cases() if callable(cases) else cases
             for case in (*drawn, *(other_cases(other) if other is not None else ())):
                 with showing(in_words(case)), explaining(errors(*case) if callable(errors) else errors):
-                    score = check(observed(answer, on, case), *case)
+                    score = check(observed(answer, case), *case)
             return Passed(passed if score is None else passed.format(score=score), score)
 
         return Exercise(title, lesson, " ".join((check.__doc__ or "").split()), judge, number)

@@ -4,7 +4,7 @@ What to open for which change:
 - which collectives are recorded, and as what: recording/operations.py. How they are intercepted: process_group.py,
   which install.py installs (`_collective` gives one a name of its own); bytes, and what must match on all ranks:
   descriptions.py; tests test_process_group.py, test_gpu_tensors.py. Process groups: members.py (whose ranks),
-  group_creation.py, default_group.py (labkit's own)
+  group_creation.py (labkit's own)
 - when an operation begins, waits and ends: operation.py; `Work` objects: work.py; futures: futures.py; messages that
   nobody waits for yet: completion.py; tests test_operation.py. GPUs: cuda_timing.py; gloo with a GPU's tensors:
   host_copy.py; tests test_gpu_tensors.py

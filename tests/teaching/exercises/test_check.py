@@ -243,7 +243,7 @@ def judges_best_cut(judge: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
 
 def test_our_own_errors_are_not_attributed_to_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a judge of labkit: its frames are not the student's, this test's are.
-    code = compile("def judge(answer, on):\n    raise KeyError('ours')\n", labkit.teaching.exercises.__file__, "exec")
+    code = compile("def judge(answer):\n    raise KeyError('ours')\n", labkit.teaching.exercises.__file__, "exec")
     space: dict = {}
     exec(code, space)
     judges_best_cut(space["judge"], monkeypatch)

@@ -14,14 +14,17 @@ from labkit.teaching.exercises.exercise import Exercise, Passed, exercise
 from labkit.teaching.exercises.random_state import OTHER_CASES, other_inputs
 
 
-def never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("it runs on no ranks")
-
-
-def wrong(one: Exercise, answer: Any, on: Any = never) -> AnswerError:
+def wrong(one: Exercise, answer: Any) -> AnswerError:
     with pytest.raises(AnswerError) as caught:
-        one.judge(answer, on)
+        one.judge(answer)
     return caught.value
+
+
+class Runs:
+    """An answer whose runs on ranks do this."""
+
+    def __init__(self, on: Callable[..., Any]) -> None:
+        self.on = on
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -59,7 +62,7 @@ def test_a_check_without_ranks_calls_the_answer_for_each_case(product: Exercise)
         calls.append((a, b))
         return a * b
 
-    assert product.judge(answer, never) == Passed("Twice, each time.")
+    assert product.judge(answer) == Passed("Twice, each time.")
     assert calls == [(1, 2), (5, 4)]
     error = wrong(product, lambda a, b: a + b)
     assert (error.message, error.cure) == ("that is the sum", "use *")
@@ -68,10 +71,10 @@ def test_a_check_without_ranks_calls_the_answer_for_each_case(product: Exercise)
 
 def test_a_grader_judges_with_other_cases_too(product: Exercise) -> None:
     known = {(1, 2): 2, (5, 4): 20}
-    assert product.judge(lambda *case: known[case], never)
+    assert product.judge(lambda *case: known[case])
     calls: list[tuple[int, int]] = []
     with other_inputs(1):
-        assert product.judge(lambda a, b: calls.append((a, b)) or a * b, never)
+        assert product.judge(lambda a, b: calls.append((a, b)) or a * b)
     assert len(calls) == 2 + OTHER_CASES
     with other_inputs(1):
         assert wrong(product, lambda *case: known.get(case, 0)).message == "not the product"
@@ -100,10 +103,11 @@ def test_the_ranks_get_the_case_without_their_number_and_the_check_gets_all_of_i
         ran.append((ranks, function, args, options))
         return ["a"] * ranks
 
-    assert share.judge("the answer", on)
+    answer = Runs(on)
+    assert share.judge(answer)
     assert ran == [
-        (3, each_rank, ("the answer", 10), {"runtime": "bare", "devices_per_rank": 13}),
-        (2, each_rank, ("the answer", 20), {"runtime": "bare", "devices_per_rank": 22}),
+        (3, each_rank, (answer, 10), {"runtime": "bare", "devices_per_rank": 13}),
+        (2, each_rank, (answer, 20), {"runtime": "bare", "devices_per_rank": 22}),
     ]
     assert seen == [(["a"] * 3, 3, 10), (["a"] * 2, 2, 20)]
 
@@ -117,8 +121,9 @@ def test_the_ranks_can_be_given_apart_from_the_case(ranks: Any, started: Any) ->
         """A mesh."""
         assert axes == 4
 
-    mesh.judge("the answer", lambda ranks, _, *args: ran.append((ranks, args)))
-    assert ran == [(started, ("the answer", 4))]
+    answer = Runs(lambda ranks, _, *args: ran.append((ranks, args)))
+    mesh.judge(answer)
+    assert ran == [(started, (answer, 4))]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_a_verdict_shows_the_call_in_words(call: Any, shown: tuple[str, ...]) ->
         """A share."""
         wrong_if(True, "wrong here", "", "more")
 
-    assert wrong(share, None, lambda *_, **__: []).details == shown
+    assert wrong(share, Runs(lambda *_, **__: [])).details == shown
 
 
 ERRORS = {"NoneType": ("it is None", "skip it"), "deadlock in send": "all send", "deadlock": "some wait"}
@@ -157,7 +162,7 @@ def test_errors_of_libraries_and_deadlocks_are_explained(error: Exception, hint:
     def share(results: Any, ranks: int) -> None:
         """A share."""
 
-    given = wrong(share, None, raising(error))
+    given = wrong(share, Runs(raising(error)))
     assert (given.message, given.cure) == (hint, cure)
     assert given.details[0] == "share(x)"
 
@@ -168,20 +173,20 @@ def test_an_unknown_error_is_the_ranks_own() -> None:
         """A share."""
 
     with pytest.raises(RankError):
-        share.judge(None, raising(rank_error("TypeError: NoneType has no x")))
+        share.judge(Runs(raising(rank_error("TypeError: NoneType has no x"))))
 
     def on(ranks: int, *_: Any) -> Any:
         if ranks == 4:
             raise rank_error("ValueError")
 
-    assert wrong(share, None, on).message == "uneven"
+    assert wrong(share, Runs(on)).message == "uneven"
     waits = AnswerError("deadlock: 2 ranks", waits_in=("send",))  # the empty text is a part of messages only
 
     def stuck(ranks: int, *_: Any) -> Any:
         if ranks == 4:
             raise waits
 
-    assert wrong(share, None, stuck) is waits
+    assert wrong(share, Runs(stuck)) is waits
 
 
 def test_cases_can_be_drawn_at_each_judgement() -> None:
@@ -193,8 +198,8 @@ def test_cases_can_be_drawn_at_each_judgement() -> None:
         """Any case."""
         seen.append(number)
 
-    any_case.judge(None, never)
-    any_case.judge(None, never)
+    any_case.judge(None)
+    any_case.judge(None)
     assert seen == [1, 2]
 
 
@@ -205,4 +210,4 @@ def test_a_check_can_give_a_score() -> None:
         return answer()
 
     assert fast.name == "Fast"
-    assert fast.judge(lambda: 2.25, never) == Passed("It takes 2.2 ms.", 2.25)
+    assert fast.judge(lambda: 2.25) == Passed("It takes 2.2 ms.", 2.25)
