@@ -20,7 +20,7 @@ from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.launch.capacity import FreeMemory, usable_memory
 from labkit.launch.machines.engines import Engine
-from labkit.notebook.doctor_gpus import GpusFound, ask_gpus, cuda_here, cuda_started, find_gpus, gpu_types, gpus
+from labkit.notebook.doctor_gpus import GpusFound, ask_gpus, find_gpus, gpu_types, gpus
 from labkit.notebook.doctor_places import PlaceFound, find_place, place
 from labkit.notebook.findings import Entry, Finding, ProcessQuestion, Report, collect, report
 from labkit.notebook.machines_report import machines_report
@@ -248,7 +248,6 @@ TABLE: Final = (
     Entry("ranks talk over", lambda _: ProcessQuestion(_ask_network), _network, needs=("ranks start by",)),
     _package("torch", "torch", "all PyTorch lessons", needs=("GPUs",), ask=_ask_torch, means=_torch),
     Entry("GPU types", _ask_about_gpus, gpu_types, needs=("GPUs", "torch")),
-    Entry("CUDA here", lambda _: cuda_started(), cuda_here, needs=("ranks start by",)),
     _package("TensorFlow", "tf", "the TensorFlow lessons", needs=("GPUs",), ask=_ask_tensorflow, means=_tensorflow),
     _package("Keras", "tf", "the TensorFlow lessons"),
     _package("JupyterLab", "course", "opening the lessons", front_end=True),

@@ -1,14 +1,11 @@
-"""The GPUs of this machine: which there are, what they can compute with, and whether CUDA is initialised here."""
+"""The GPUs of this machine: which there are, what they can compute with, and what they have in common."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,9 +19,6 @@ DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 # Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html, "Datatype and hardware support
 # matrix"; "Features and Technical Specifications" in the CUDA C++ Programming Guide for float16.
 DTYPES: Final = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
-# The CUDA driver API: every function but cuInit returns CUDA_ERROR_NOT_INITIALIZED before cuInit was called.
-# Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__INITIALIZE.html
-CUDA_SUCCESS: Final = 0
 
 
 class GpusFound(NamedTuple):
@@ -110,25 +104,3 @@ def _dtypes(capability: Sequence[int]) -> str:
     lacks = [f"{name} needs {least[0]}.{least[1]}" for name, least in DTYPES.items() if name not in has]
     but = f"; {', '.join(lacks)}" if lacks else ""
     return f"compute capability {'.'.join(map(str, capability))}: {', '.join(['float32', *has])}{but}"
-
-
-def cuda_started(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether CUDA's driver has been initialised in this process, by whatever library; does not initialise it."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():  # it knows of torch's own calls only
-        return True
-    with contextlib.suppress(OSError, AttributeError):  # no /proc; a library without the function
-        files = {line.split(" ", 5)[5].strip() for line in maps.read_text().splitlines() if "/libcuda.so" in line}
-        for file in files:  # loaded already: this only returns it
-            if ctypes.CDLL(file).cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_SUCCESS:
-                return True
-    return False
-
-
-def cuda_here(started: bool, start: tuple[str | None, str | None]) -> list[Finding]:
-    """Report that CUDA is initialised in this process; nothing if it is not."""
-    if not started:
-        return []
-    ranks = "new processes" if start[0] == "spawn" else "forked from a server that never imports your packages"
-    forks = "Processes that you fork from this one cannot use CUDA"
-    return [Finding(f"initialised. Harmless for groups, because ranks are {ranks}. {forks}")]

@@ -9,7 +9,7 @@ import sys
 from typing import Final
 
 import labkit.ipc.options  # noqa: F401  # keeps the variables of this moment
-from labkit.notebook.spawn_hint import SpawnHints
+from labkit.notebook.spawn_hint import hint_after
 from labkit.recording import TRACE_VARIABLE
 
 FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live")  # with what they import, 70 modules
@@ -41,9 +41,7 @@ def begin() -> None:
 
     register("ranks")
     register("rank")
-    hints = SpawnHints()
-    shell.events.register("pre_run_cell", hints.before)
-    shell.events.register("post_run_cell", hints.after)
+    shell.events.register("post_run_cell", hint_after)
     if hasattr(shell, "kernel"):
         from labkit.group.open_groups import warm_up
         from labkit.launch.starters import in_background

@@ -11,7 +11,6 @@ import torch
 from gpu_device import DEVICES, GPUS, REHEARSAL, gpu, needs_cuda, needs_two_gpus
 
 import labkit as lab
-from labkit.notebook.doctor_gpus import cuda_started
 
 pytestmark = gpu
 
@@ -282,7 +281,6 @@ def test_groups_start_and_compute_after_cuda_was_initialised_in_the_notebook() -
     """Ranks forked from the notebook's process could not: "Cannot re-initialize CUDA in forked subprocess"."""
     torch.zeros(1, device=KIND)
     assert torch.cuda.is_initialized() is (KIND == "cuda")
-    assert cuda_started() is (KIND == "cuda")
     for ranks in (1, 2):
         with lab.Group(ranks, devices=DEVICES) as group:
             assert group.run(computed).results == [4.0] * ranks

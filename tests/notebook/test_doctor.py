@@ -50,7 +50,6 @@ LAPTOP = {
     "torch": TORCH,
     "TensorFlow": TENSORFLOW,
     "GPU types": None,
-    "CUDA here": False,
 }
 GPUS = GpusFound(("NVIDIA H200, 143771 MiB",) * 2, "asked nvidia-smi", None)
 SERVER = LAPTOP | {

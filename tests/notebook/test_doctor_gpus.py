@@ -1,17 +1,14 @@
-"""How GPUs are found, what facts about them mean, and CUDA that is initialised here, by a made-up driver library."""
+"""How GPUs are found, and what facts about them mean."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from labkit.notebook import doctor_gpus
-from labkit.notebook.doctor_gpus import cuda_here, cuda_started, find_gpus, gpu_types
+from labkit.notebook.doctor_gpus import find_gpus, gpu_types
 
 GIB = 2**30
 T4 = [[7, 5], 15 * GIB, 14 * GIB, ""]
@@ -50,41 +47,6 @@ def test_other_machines() -> None:
     assert said(gpus=[[[9, 4], 4 * GIB, GIB, ""]], pairs=0, amd=True) == ["GPU memory GPU 0 has 1 GiB of 4 GiB free"]
     assert said(gpus=[[[6, 0], 0, 0, "no kernel image"]], pairs=0)[0] == "✗ GPU 0 does not compute: no kernel image"
     assert said(peers=1)[1] == "GPU to GPU 1 of 1 pair of GPUs have peer access"
-
-
-def test_cuda_that_is_initialised_here() -> None:
-    (finding,) = cuda_here(True, ("fork", None))
-    assert finding.ok
-    assert "ranks are forked from a server that never imports your packages" in finding.found
-    assert "ranks are new processes" in cuda_here(True, ("spawn", None))[0].found
-    assert cuda_here(False, ("fork", None)) == []
-    assert not cuda_started(Path("/nothing"))
-
-
-DRIVER = """
-static int started;
-int cuInit(unsigned flags) { started = 1; return 0; }
-int cuDeviceGetCount(int *count) { *count = 1; return started ? 0 : 3; }
-"""
-PROGRAM = """
-import ctypes
-from labkit.notebook.doctor_gpus import cuda_started
-before = cuda_started()
-library = ctypes.CDLL({library!r})
-loaded = cuda_started()
-library.cuInit(0)
-print(before, loaded, cuda_started())
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_a_library_that_initialises_cuda_is_noticed(tmp_path: Path) -> None:
-    library = str(tmp_path / "libcuda.so.1")
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True)
-    program = PROGRAM.format(library=library)
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    assert answer.stdout == "False False True\n"
 
 
 def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
