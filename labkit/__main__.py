@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "assign": "labkit.teaching.classroom.assign",
     "doctor": "labkit.notebook.doctor",
     "grade": "labkit.teaching.classroom.grade",
-    "lab": "labkit.teaching.open_lessons",
+    "lab": "labkit.teaching.lessons",
 }
 USAGE: Final = """usage: python -m labkit [-m] SCRIPT [argument ...]
        torchrun [option ...] -m labkit [-m] SCRIPT [argument ...]

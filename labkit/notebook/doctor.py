@@ -20,11 +20,13 @@ from labkit.errors.units import in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.launch.capacity import FreeMemory, usable_memory
 from labkit.launch.machines.engines import Engine
-from labkit.notebook.doctor_gpus import GpusFound, ask_gpus, find_gpus, gpu_types, gpus
-from labkit.notebook.doctor_places import PlaceFound, find_place, place
+from labkit.launch.machines.facts import Facts, differences
+from labkit.launch.machines.relay_starter import survey
+from labkit.launch.server_requests import Surveyed
+from labkit.notebook.doctor_facts import GpusFound, PlaceFound, ask_gpus, find_gpus, find_place, gpu_types, gpus, place
 from labkit.notebook.findings import Entry, Finding, ProcessQuestion, Report, collect, report
-from labkit.notebook.machines_report import machines_report
 from labkit.recording.cores import usable_cores
+from labkit.worker.runtimes.registry import FRAMEWORKS
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # labkit does not use it: its shared memory is anonymous
 WANTED: Final = 2**30  # bytes there; with a container's default of 64 MiB, NCCL and DataLoader fail
@@ -260,3 +262,48 @@ TABLE: Final = (
         "TensorBoard", "tensorboard", "programs with keras.callbacks.TensorBoard or torch.utils.tensorboard", optional=True
     ),
 )  # fmt: skip
+
+
+PORTS: Final = (
+    "labkit opens none, except for ten seconds at a start, to see whether the machines can connect. torch and gloo connect ranks "
+    "at random ports of these addresses, TensorFlow of all addresses. These authenticate nobody: only the machines themselves "
+    "should reach them"
+)
+
+
+def machines_report(on: Engine) -> Report:
+    """Connect to machines, and report what they have."""
+    if (instead := on.instead()) is not None:
+        return Report((Finding(instead[1], ok=False, subject="machines"),))
+    try:
+        return Report(tuple(_findings(Facts.here(), survey(on))))
+    except LabError as error:
+        return Report((_problem(str(error), "machines"),))
+
+
+def _findings(here: Facts, surveyed: Surveyed) -> Iterator[Finding]:
+    compared = [package for package in ("Python", "labkit", *FRAMEWORKS) if package in here.versions]
+    known = {machine.name: machine for machine in surveyed.machines}
+    for name in surveyed.names:
+        if name in surveyed.problems:
+            yield _problem(surveyed.problems[name], name)
+        if name not in known:
+            continue
+        machine, facts = known[name], known[name].facts
+        gpus = counted(facts.gpus, "GPU") if facts.gpus else "no GPU"
+        memory = f"{in_words(facts.memory_bytes, 'iB')} of memory free"
+        yield Finding(f"{facts.address}: {facts.cores:g} cores, {memory}, {gpus}", subject=name)
+        versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+        yield Finding(f"{versions}; {facts.python}", subject=name)
+        trip, error = in_words(machine.round_trip_ns / 1e9, "s"), in_words(machine.clock_error_ns / 1e9, "s")
+        yield Finding(f"a round trip takes {trip}; its clock is known to within {error}", subject=name)
+        yield from (_problem(line, name) for line in differences(compared, here, name, facts))
+    if "" in surveyed.problems:
+        yield _problem(surveyed.problems[""], "network")
+    yield Finding(PORTS, subject="ports")
+
+
+def _problem(line: str, subject: str) -> Finding:
+    """A problem, and behind its first sentence what to do about it."""
+    found, _, remedy = line.partition(". ")
+    return Finding(found, ok=False, remedy=remedy.removesuffix("."), subject=subject)

@@ -1,9 +1,9 @@
 """The course: exercises and guesses, lessons and their data; classroom/ hands them out and grades them.
 
 What to open for which change:
-- guesses: guesses.py (`lab.guess`, `lab.reveal`, units), guess_file.py (what is kept, and where); their pictures:
+- guesses: guesses.py (`lab.guess`, `lab.reveal`, units, and the file that keeps them); their pictures:
   plots/guess_charts.py
-- the student's copies of the lessons: lessons.py; `make lab`, its settings in lab_settings/: open_lessons.py
+- the student's copies of the lessons; `make lab`, its settings in lab_settings/: lessons.py
 - data sets and models of lessons: data.py, models/in_torch.py, models/in_keras.py
 - a new lesson: `make lesson NAME=15_my_topic`; what that writes: tools/lesson_template/, tools/new_lesson.py
 """

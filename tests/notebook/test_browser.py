@@ -138,7 +138,7 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = [
         "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={token}",
         f"--ServerApp.root_dir={folder}", "--ServerApp.shutdown_no_activity_timeout=300",
-        f"--LabApp.app_settings_dir={ROOT / 'labkit' / 'notebook' / 'lab_settings'}",
+        f"--LabApp.app_settings_dir={ROOT / 'labkit' / 'teaching' / 'lab_settings'}",
     ]  # fmt: skip
     log = own / "server.log"
     with log.open("w") as stream:

@@ -16,8 +16,7 @@ import questions
 from labkit.launch.capacity import FreeMemory
 from labkit.notebook import findings
 from labkit.notebook.doctor import TABLE
-from labkit.notebook.doctor_gpus import GpusFound
-from labkit.notebook.doctor_places import PLAIN, PlaceFound
+from labkit.notebook.doctor_facts import PLAIN, GpusFound, PlaceFound
 from labkit.notebook.findings import Finding, ProcessQuestion, Report
 
 doctor = sys.modules["labkit.notebook.doctor"]  # `labkit.doctor` as a name is the function

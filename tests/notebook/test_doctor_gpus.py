@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from labkit.notebook import doctor_gpus
-from labkit.notebook.doctor_gpus import find_gpus, gpu_types
+from labkit.notebook import doctor_facts
+from labkit.notebook.doctor_facts import find_gpus, gpu_types
 
 GIB = 2**30
 T4 = [[7, 5], 15 * GIB, 14 * GIB, ""]
@@ -50,7 +50,7 @@ def test_other_machines() -> None:
 
 
 def test_the_drivers_list_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_gpus, "DRIVER", tmp_path)
+    monkeypatch.setattr(doctor_facts, "DRIVER", tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     for number, text in enumerate(["Model: \t\t NVIDIA H200\nIRQ: 12\n", "IRQ: 13\n"]):
@@ -76,6 +76,6 @@ def test_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor_gpus, "DRIVER", tmp_path / "nothing")
+    monkeypatch.setattr(doctor_facts, "DRIVER", tmp_path / "nothing")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert find_gpus() == (gpus, search, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.notebook.doctor_places import PLAIN, find_place, place
+from labkit.notebook.doctor_facts import PLAIN, find_place, place
 
 
 @pytest.mark.parametrize(

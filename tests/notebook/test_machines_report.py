@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from labkit.launch.machines.facts import Facts, KnownMachine
 from labkit.launch.server_requests import Surveyed
+from labkit.notebook.doctor import _findings
 from labkit.notebook.findings import Report
-from labkit.notebook.machines_report import _findings
 
 HERE = Facts(
     host="laptop", address="10.0.0.9", interface="wlan0", addresses=("10.0.0.9",), python="/usr/bin/python3",

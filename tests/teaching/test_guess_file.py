@@ -5,7 +5,7 @@ import json
 import pytest
 
 from labkit.errors.exceptions import LabError
-from labkit.teaching.guess_file import FILE, SavedGuess, entries, entry_for_update
+from labkit.teaching.guesses import FILE, SavedGuess, entries, entry_for_update
 
 
 def seal(folder, name, value, lesson="02"):

@@ -9,8 +9,7 @@ import torch
 from synthetic import run_of
 
 import labkit as lab
-from labkit.teaching.guess_file import FILE, entries
-from labkit.teaching.guesses import guess, guesses, reveal
+from labkit.teaching.guesses import FILE, entries, guess, guesses, reveal
 from labkit.tracing import measurement
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from labkit import __main__
-from labkit.teaching import open_lessons
-from labkit.teaching.open_lessons import command, has_browser
+from labkit.teaching import lessons
+from labkit.teaching.lessons import command, has_browser
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "00_start_here.ipynb"
@@ -39,14 +39,14 @@ def test_whether_a_browser_can_open(
 ) -> None:
     def get() -> None:
         if not installed:
-            raise open_lessons.webbrowser.Error("could not locate runnable browser")
+            raise lessons.webbrowser.Error("could not locate runnable browser")
 
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(open_lessons.sys, "platform", "linux")
-    monkeypatch.setattr(open_lessons.webbrowser, "get", get)
+    monkeypatch.setattr(lessons.sys, "platform", "linux")
+    monkeypatch.setattr(lessons.webbrowser, "get", get)
     assert has_browser() is expected
     assert ("--no-browser" in command([], Path(LESSON))) is not expected
 
@@ -105,8 +105,8 @@ def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
         lines.append(line)
         sys.exit(0)
 
-    monkeypatch.setattr(open_lessons.os, "execv", execv)
-    monkeypatch.delenv(open_lessons.VARIABLE, raising=False)
+    monkeypatch.setattr(lessons.os, "execv", execv)
+    monkeypatch.delenv(lessons.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     return lines
 
@@ -133,7 +133,7 @@ def test_the_copies_are_in_the_current_folder(
 def test_the_copies_are_where_the_variable_says(
     executed: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(open_lessons.VARIABLE, str(tmp_path / "mine"))
+    monkeypatch.setenv(lessons.VARIABLE, str(tmp_path / "mine"))
     assert run() == 0
     assert (tmp_path / "mine" / LESSON).exists()
     assert not (tmp_path / "my_lessons").exists()
@@ -149,7 +149,7 @@ def test_what_jupyterlab_only_prints_needs_no_copies(executed: list[list[str]], 
 def test_without_jupyterlab_the_command_is_named(
     executed: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(open_lessons, "find_spec", lambda _: None)
+    monkeypatch.setattr(lessons, "find_spec", lambda _: None)
     assert run() == 1
     assert capsys.readouterr().err == ('JupyterLab is not installed; this command installs it: pip install "labkit[course]"\n')
     assert (executed, list(tmp_path.iterdir())) == ([], [])
@@ -168,7 +168,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     headless = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
     headless["JUPYTER_RUNTIME_DIR"] = str(tmp_path)
     headless["PYTHONPATH"] = str(ROOT)
-    headless.pop(open_lessons.VARIABLE, None)
+    headless.pop(lessons.VARIABLE, None)
     line = [sys.executable, "-m", "labkit", "lab", "--port=0"]
     with subprocess.Popen(
         line, cwd=tmp_path, env=headless, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

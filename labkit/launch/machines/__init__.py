@@ -8,7 +8,7 @@ What to open for which change:
 - what relay and agents tell each other: agent_requests.py, line.py; the relay's side: relay.py, relayed_rank.py; the
   agent's: agent.py; frames and large data: forwarding.py, frame_port.py; tests test_relay.py
 - the start of ranks there, as the notebook sees it: relay_starter.py; what must be the same on all machines: facts.py;
-  whether they reach each other: reachability.py; the report of it: notebook/machines_report.py; tests test_relay.py,
+  whether they reach each other: reachability.py; the report of it: notebook/doctor.py; tests test_relay.py,
   test_reachability.py, notebook/test_machines_report.py
 - where ranks are and listen, and their variables there: ipc/options.py; their folder: worker/process_state.py; tests
   ipc/test_machine_variables.py, worker/test_working_folder.py, worker/test_ranks_on_machines.py
