@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +24,6 @@ KAGGLE_FOLDER: Final = "/kaggle/input/labkit"  # where Kaggle puts the files of 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 LIMIT_S: Final = 60.0  # for the browser to draw a diagram
 _SIZE: Final = re.compile(r'<svg[^>]* width="(\d+)" height="(\d+)"')
-
-Draw = Callable[[Path], str]
 
 
 def write_colab(order: Order) -> list[str]:

@@ -122,7 +122,4 @@ def _content(path: Path, named: bool) -> bytes:
 
 def _cells(notebook: bytes) -> tuple[str, ...]:
     content = json.loads(notebook.decode("utf-8-sig"))
-    if "worksheets" in content:  # version 3 of the format
-        cells = [cell for part in content["worksheets"] for cell in part["cells"]]
-        return tuple("".join(cell["input"]) for cell in cells if cell["cell_type"] == "code")
     return tuple("".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code")

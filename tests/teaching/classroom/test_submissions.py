@@ -73,9 +73,9 @@ def test_two_students_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [one.student for one in submissions(same, [])] == ["anna", "anna"], "two lessons of one student"
 
 
-def test_a_notebook_of_an_old_format_with_a_mark_at_its_start(tmp_path: Path) -> None:
-    old = {"worksheets": [{"cells": [{"cell_type": "code", "input": ["lab.check('bubble',\n", "1)"]}]}]}
-    (tmp_path / "a.ipynb").write_text(json.dumps(old), encoding="utf-8-sig")
+def test_a_notebook_with_a_byte_order_mark(tmp_path: Path) -> None:
+    content = {"cells": [{"cell_type": "code", "source": ["lab.check('bubble',\n", "1)"]}]}
+    (tmp_path / "a.ipynb").write_text(json.dumps(content), encoding="utf-8-sig")
     (one,) = submissions([tmp_path], [])
     assert (one.exercises, one.error) == (("bubble",), "")
 
