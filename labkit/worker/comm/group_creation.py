@@ -22,8 +22,7 @@ from labkit.errors.lists import listed
 from labkit.recording.group_keys import creation_key
 from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import TIMED, UNSHOWN
-from labkit.worker.comm.operation import Operation
-from labkit.worker.comm.time_limits import ends_by_itself
+from labkit.worker.comm.operation import Operation, ends_by_itself
 from labkit.worker.comm.torch_internals import GROUP_CREATION
 
 HELPER: Final = "_new_process_group_helper"

@@ -19,8 +19,8 @@ from torch.distributed import rpc
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from labkit.recording.record import Recorder
+from labkit.worker.comm.operation import ends_by_itself
 from labkit.worker.comm.rendezvous import Address, Rendezvous
-from labkit.worker.comm.time_limits import ends_by_itself
 from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
 
 

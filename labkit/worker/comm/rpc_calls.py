@@ -34,10 +34,9 @@ from labkit.worker.comm.descriptions import nbytes_of
 from labkit.worker.comm.emulated_link import SlowLink
 from labkit.worker.comm.emulated_rpc import SlowCalls
 from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.operation import Operation, blocked
+from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
 from labkit.worker.comm.rpc_names import last_name, spoken
 from labkit.worker.comm.rpc_references import References, step_in_python
-from labkit.worker.comm.time_limits import ends_by_itself
 from labkit.worker.comm.torch_internals import REMOTE_CALLS, in_place_of
 
 

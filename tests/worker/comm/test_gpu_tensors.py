@@ -244,12 +244,12 @@ def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
     """
     import torch.distributed as dist
 
-    from labkit.worker.comm import host_copy
+    from labkit.worker.comm import work as module
 
     recorder, host, group = recorder_of_this_rank(), Host(), cast("Any", dist.new_group())
     group._gpu_backend = "gloo"
     recorder.device_clock = DeviceClock(recorder.ring, Prompt())
-    host_copy.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    module.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     torch.cuda.Stream, torch.cuda.current_stream, torch.cuda.stream = host.Stream, host.current_stream, host.stream
     torch.cuda.device = contextlib.nullcontext
     memory, seen = torch.zeros(2, 3), torch.zeros(2, 3)
