@@ -27,9 +27,7 @@ from labkit.worker.comm.backward import in_backward
 from labkit.worker.comm.cuda_timing import DeviceClock
 from labkit.worker.comm.emulated_link import SlowLink, wake_in_time
 from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.group_creation import watch_creation
-from labkit.worker.comm.members import Numbering
-from labkit.worker.comm.pipelines import Pipelines
+from labkit.worker.comm.members import Numbering, watch_creation
 from labkit.worker.comm.process_group import watched_process_group
 from labkit.worker.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.worker.comm.work import keep_for_reducers
@@ -104,7 +102,7 @@ def prepare() -> Futures:
     """
     futures = Futures()
     futures.install()
-    Pipelines(phases.install()).install()
+    phases.install()
     when_imported("torch._dynamo.trace_rules", _run_untraced)
     keep_for_reducers()
     return futures

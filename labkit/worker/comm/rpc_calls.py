@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,9 +37,25 @@ from labkit.worker.comm.emulated_link import SlowLink
 from labkit.worker.comm.emulated_rpc import SlowCalls
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
-from labkit.worker.comm.rpc_names import last_name, spoken
-from labkit.worker.comm.rpc_references import References, step_in_python
-from labkit.worker.comm.torch_internals import REMOTE_CALLS, in_place_of
+from labkit.worker.comm.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
+
+# Internal functions that torch calls because of a call of the student's, with names for the student. All other internal
+# functions only synchronize torch's workers, and are not recorded.
+IN_WORDS: Final = {
+    "_rref_typeof_on_owner": "type of an RRef",
+    "_new_local_optimizer": "new optimizer",
+    "_new_script_local_optimizer": "new optimizer",
+    "_local_optimizer_step": "optimizer step",
+    "_script_local_optimizer_step": "optimizer step",
+}
+REMOTE_MODULE: Final = "_remote_forward"  # the function with which torch's RemoteModule calls `forward` of its module
+METHOD_WORDS: Final = ("method", "func", "fn", "attr")  # usual in names of helpers' parameters for the method to call
+# Called with (rref, method name, ...).
+METHOD_CALLS: Final = REMOTE_CALLS["_local_invoke"], REMOTE_CALLS["_local_invoke_async_execution"]
+
+SHORTEST_S: Final = 0.002  # between two looks at which references the rank still uses, soon after a change
+LONGEST_S: Final = 0.05  # and when there is none
+OWN: Final = 3  # the counted uses of a reference that has no others: `held`, `rref` and the argument of `getrefcount`
 
 
 class _NumberedCall(NamedTuple):
@@ -87,6 +105,41 @@ class _Replies:
             return self._expected.pop((here or same)[-1])[2]
 
 
+class _References:
+    """Keeps this rank's references until nothing else uses them; then one thread drops them, one after the other.
+
+    To drop a reference, torch tells its owner. Meanwhile it holds a lock of its own, and Python's global lock, which it
+    may release and take again, for the same moment can also free the tensor of an earlier message. If a second thread
+    drops a reference just then, each of the two has the lock that the other needs, and the process never runs again.
+    Calls that carry references and end at about the same time do this, over TCP in one of some hundred cases.
+    """
+
+    def __init__(self) -> None:
+        self._new: SimpleQueue[Any] = SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread that drops the references."""
+        threading.Thread(target=self._drop, name="labkit-references", daemon=True).start()
+
+    def keep(self, rref: Any) -> Any:
+        """Keep a reference that torch has just made, and return it."""
+        self._new.put(rref)
+        return rref
+
+    def _drop(self) -> None:
+        held: list[Any] = []
+        wait_s = SHORTEST_S
+        while True:
+            if not held:
+                held.append(self._new.get())
+            time.sleep(wait_s)
+            before = len(held)
+            while not self._new.empty():
+                held.append(self._new.get())
+            held = [rref for rref in held if sys.getrefcount(rref) > OWN]
+            wait_s = SHORTEST_S if len(held) != before else min(2 * wait_s, LONGEST_S)
+
+
 class RpcCalls:
     """Records the calls that this rank makes and serves, delayed by an emulated link if there is one."""
 
@@ -96,7 +149,7 @@ class RpcCalls:
         self._futures = futures
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
-        self._references = References()
+        self._references = _References()
         self._thread = _ServingThread()
         self._replies = _Replies()
         self._promises: dict[int, tuple[Any, _NumberedCall, str]] = {}  # by slot: future, call and function
@@ -116,7 +169,8 @@ class RpcCalls:
         REMOTE_CALLS.set("_py_rref_receiver", staticmethod(receiver))
         PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
         dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
-        step_in_python()
+        if REMOTE_STEPS.found:
+            REMOTE_STEPS.set(_script_local_optimizer_step.__name__, _script_local_optimizer_step)
         REMOTE_CALLS.replace("_init_rpc_backend", self._named)
 
     def _named(self, init: Callable[..., Any], backend: Any, store: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -303,6 +357,65 @@ def _value(future: Any) -> Any:
         return future.value()
     except Exception as error:  # noqa: BLE001  # whatever the student's function raised
         return error
+
+
+def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:
+    """Run a step of a `DistributedOptimizer`; the name is torch's, by which the call is recognized.
+
+    It takes the place of a script function of torch's, which the owner of the parameters would run in C++, unrecorded.
+    """
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
+
+def spoken(func: Any, args: Any) -> str | None:
+    """Return the name of a called function for the student; None for an internal function of torch's.
+
+    A method that is called through a reference is "Decoder.forward". It is called by torch, as in
+    `rref.rpc_sync().forward(x)`, or by a helper of the program: a function whose first two arguments are a reference
+    and a method or its name.
+    """
+    if func in METHOD_CALLS:
+        return _method(args[0], args[1], torch_knows_class=True)
+    name = str(getattr(func, "__qualname__", type(func).__name__)).rpartition("<locals>.")[2]
+    if name in IN_WORDS:
+        return IN_WORDS[name]
+    if getattr(func, "__module__", "").startswith("torch.distributed.rpc"):
+        return None
+    if isinstance(func, type) or len(args) < 2:
+        return name
+    at = 1 if isinstance(args[0], PyRRef) else 0  # position of the method
+    rref, method = args[1 - at], args[at]
+    if not isinstance(rref, PyRRef):
+        return name
+    if name == REMOTE_MODULE:
+        return _method(rref, "forward") if rref.is_owner() else "RemoteModule.forward"
+    return _method(rref, method) if _is_method(method, func, at) else name
+
+
+def _is_method(given: Any, helper: Any, at: int) -> bool:
+    """Whether a helper's argument is the method to call, judging by the argument or by the parameter's name."""
+    if not (isinstance(given, str) and given.isidentifier()) and not callable(given):
+        return False
+    code = getattr(helper, "__code__", None)
+    if code is not None and at < code.co_argcount and any(word in code.co_varnames[at] for word in METHOD_WORDS):
+        return True
+    return not isinstance(given, str | type) and "." in str(getattr(given, "__qualname__", "")).rpartition("<locals>.")[2]
+
+
+def _method(rref: Any, method: Any, *, torch_knows_class: bool = False) -> str:
+    own = method if isinstance(method, str) else str(getattr(method, "__name__", type(method).__name__))
+    if rref.is_owner():
+        return f"{type(rref.local_value()).__name__}.{own}"
+    if torch_knows_class:  # torch has asked the owner before the call
+        found = REMOTE_CALLS.of(rref, "_get_type")(blocking=False)
+        return f"{found.value().__name__}.{own}" if found.done() else own
+    return str(getattr(method, "__qualname__", own)).rpartition("<locals>.")[2]
+
+
+def last_name(qualified: str) -> str:
+    """Return the name of one of torch's operators or script functions for the student."""
+    name = qualified.rpartition("::")[2].rpartition(".")[2]
+    return IN_WORDS.get(name, name)
 
 
 # The functions by which torch passes a call to C++, and how to find the call's destination, bytes and function in their
