@@ -21,7 +21,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording import TRACE_FOLDER, TRACE_VARIABLE
-from labkit.recording.clock_sync import Reading, on_reference
+from labkit.recording.clock import Reading, on_reference
 from labkit.recording.events import blank, shown
 from labkit.recording.ring_buffer import RingReader
 from labkit.recording.ring_layout import RING_BYTES, record_dtype

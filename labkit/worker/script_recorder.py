@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from labkit.recording import TRACE_VARIABLE
-from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask, machine
+from labkit.recording.clock import SECRET_BYTES, ClockServer, Reading, ask, machine
 from labkit.recording.cores import thread_delays, usable_cores
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
