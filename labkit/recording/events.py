@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.recording.operations import FOR_OTHERS, SERVE
-from labkit.recording.ring_layout import DTYPES
+from labkit.recording.ring_buffer import DTYPES
 from labkit.recording.schema import (  # fmt: skip
     AUTOMATIC,
     CALL,

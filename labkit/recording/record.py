@@ -27,8 +27,7 @@ from weakref import ref
 
 from labkit.errors.exceptions import OWN_CODE
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import SPAN_RECORD
+from labkit.recording.ring_buffer import SPAN_RECORD, RingWriter
 from labkit.recording.schema import AUTOMATIC, CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
 

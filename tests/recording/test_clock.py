@@ -1,4 +1,4 @@
-"""How the clocks of two machines are compared, and times converted: with simulated clocks, and once through a socket."""
+"""Clocks of two machines are compared, and times converted: with simulated clocks, and once through a socket."""
 
 import random
 import time

@@ -76,11 +76,11 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage of one kind: its size when last counted, and the weak reference that reports its deletion."""
+    """A storage of one kind."""
 
     kind: str
-    nbytes: int
-    end: weakref.ref[Any]
+    nbytes: int  # when last counted
+    end: weakref.ref[Any]  # reports its deletion
 
 
 class Tracker:
@@ -156,10 +156,8 @@ class Tracker:
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add bytes to one kind; a negative number removes them."""
-        if not nbytes:
-            return
         with self._lock:
-            if self._ring is None:
+            if self._ring is None or not nbytes:
                 return
             now, rising = self._now(), nbytes > 0
             if rising != self._rising or now - self._written_ns > APART_NS:
@@ -237,7 +235,6 @@ class Tracker:
                         self._own("optimizer state", value)
 
     def _gathered(self, layers: list[Any]) -> None:
-        """Count the newly gathered parameters of these layers."""
         for layer in layers:
             for parameter in layer.parameters(recurse=False):
                 self._own("gathered parameters", parameter)

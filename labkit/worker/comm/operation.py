@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -74,9 +74,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_delay_ns", "_flags", "_issue_delay_ns", "_limit", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "backend_ns",
-        "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes", "peer", "root",
-        "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_delay_ns", "_flags", "_issue_delay_ns", "_limit", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "also",
+        "backend_ns", "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes",
+        "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,7 @@ class Operation:
         self._issue_delay_ns, self._wait_delay_ns = self._delay_ns(), 0
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
+        self.also: Callable[[], None] | None = None  # is called as its record is written, before a waiting thread continues
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
         self._limit = limit
         self.timed = limit is not None  # whether waits for it end after a time limit that the program has set
@@ -234,10 +235,12 @@ class Operation:
             device=device, flags=flags | self._flags, backend_ns=min(self.backend_ns, end_ns),
             issue_delay_ns=self._issue_delay_ns, wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
+        if self.also is not None:
+            self.also()
         self._leave_slot()
 
     def _leave_slot(self) -> None:
-        self.future = None  # it holds tensors
+        self.future = self.also = None  # they hold tensors
         slot, self._slot = self._slot, -1  # the slot may be reused from now on
         self._ring.unpend(slot)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, ClassVar, Final
 
@@ -77,8 +77,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
         self._silent: set[str] = set()  # operations whose completion the backend does not report
-        self._gpu_backend: str | None = None  # a cache of `gpu_backend`
-        self._limit_s = self._message_limit_s = 0.0  # not known yet
         self._created_at = student_line()
         self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
 
@@ -107,12 +105,10 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """Return a new group of the ranks of several groups."""
         return self.around(self._real.merge_remote_group(*args, **kwargs))
 
-    @property
+    @cached_property
     def gpu_backend(self) -> str:
         """The name of the backend that transfers GPU tensors: "nccl", "gloo", ...; "" if there is none."""
-        if self._gpu_backend is None:
-            self._gpu_backend = next((backend.name() for d, backend in _backends(self._real) if d.type == "cuda"), "")
-        return self._gpu_backend
+        return next((backend.name() for device, backend in _backends(self._real) if device.type == "cuda"), "")
 
     @property
     def moves_on_gpu(self) -> bool:
@@ -124,19 +120,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         """The number of collectives that the group has begun."""
         return self._count
 
-    @property
+    @cached_property
     def limit_s(self) -> float:
         """The time limit that the program has set for this group's operations, in seconds; inf if it has set none."""
-        self._limit_s = self._limit_s or self._time_limit_s()
-        return self._limit_s
-
-    @property
-    def message_limit_s(self) -> float:
-        """The same for messages, to which gloo applies the time limit with which the group was created."""
-        self._message_limit_s = self._message_limit_s or self._time_limit_s()
-        return self._message_limit_s
-
-    def _time_limit_s(self) -> float:
         limits = [
             TIME_LIMITS.of(backend.options, "_timeout")
             for _, backend in _backends(self._real)
@@ -144,16 +130,21 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         ]
         return min((limit.total_seconds() for limit in limits if ends_by_itself(limit)), default=math.inf)
 
+    @cached_property
+    def message_limit_s(self) -> float:
+        """The same for messages, to which gloo applies the time limit with which the group was created."""
+        return self.limit_s
+
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a kind of device; the caller may change its time limit."""
         assert self.message_limit_s  # evaluate it before the limit changes
-        self._limit_s = 0.0
+        self.__dict__.pop("limit_s", None)
         return PROCESS_GROUPS.of(self._real, "_get_backend")(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of all operations but messages."""
         assert self.message_limit_s  # as above
-        self._limit_s = 0.0
+        self.__dict__.pop("limit_s", None)
         self._set_at[timeout.total_seconds()] = student_line()
         self._real.set_timeout(timeout)
 

@@ -33,8 +33,7 @@ from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
 from labkit.worker.comm.backward import RpcBackwards
 from labkit.worker.comm.descriptions import nbytes_of
-from labkit.worker.comm.emulated_link import SlowLink
-from labkit.worker.comm.emulated_rpc import SlowCalls
+from labkit.worker.comm.emulated_link import SlowCalls, SlowLink
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
 from labkit.worker.comm.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
@@ -218,6 +217,8 @@ class RpcCalls:
         except BaseException:
             operation.withdrawn()
             raise
+        if call is None and not isinstance(result, PyRRef):
+            operation.also = partial(self._replied, function, operation, result)
         if self._slow is not None and not isinstance(result, PyRRef):
             result = self._slow.until_reply(operation, result, pair, number)
         if isinstance(result, PyRRef):
@@ -226,8 +227,6 @@ class RpcCalls:
             operation.completed()  # the call is sent; `to_here` records the rest
         else:
             self._futures.tie(result, [operation])
-            if call is None:
-                self._futures.tell_first(result, partial(self._replied, function, operation))
             if self._slow is None:
                 self._futures.tell(result, operation.completed)
         return result

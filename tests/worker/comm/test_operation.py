@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Pending, Span
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.comm import operation as module
