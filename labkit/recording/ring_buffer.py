@@ -1,7 +1,7 @@
 """A ring of fixed-size records in shared memory, written by a rank and read by the notebook.
 
-The rank never waits for a reader, and reading takes no thread or system call in the rank. The notebook can read the
-memory at any time, even while the rank is blocked in C++ or after it was killed. Layout of the buffer:
+The rank never waits for a reader. The notebook can read the memory at any time, even while the rank is blocked in C++
+or after it was killed. The fields and their types come from the schema. Layout of the buffer:
 
     header (64 bytes)    bytes in use in the names area; how many operations found no pending slot; when the rank was
                          last known to be alive; which names found no room (`NO_ROOM`); how many of its threads serve
@@ -245,12 +245,8 @@ class RingWriter:
         self, name: str, kind: int, start_ns: int, end_ns: int, *, line: str = "", device: int = CPU, flags: int = 0
     ) -> None:
         """Record a finished span that is no communication."""
-        ids = self.ids
-        if name in ids:
-            name_id = ids[name]
-        else:
-            name_id = self.span_name(name) if kind == COMPUTE else self.name(name)
-        line_id = ids[line] if line in ids else self.span_line(line)
+        name_id = self.span_name(name) if kind == COMPUTE else self.name(name)
+        line_id = self.span_line(line)
         number, at = self.next_slot()
         _pack_span(self.buffer, at, start_ns, end_ns, name_id, line_id, flags, kind, device, number)
 
@@ -274,16 +270,11 @@ class RingWriter:
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1
         self.failures += flags & OPEN != 0
-        ids = self.ids
-        # Most strings are known: two lookups are faster than a call.
-        name_id = ids[name] if name in ids else self.name(name)
-        group_id = ids[group] if group in ids else self.name(group)
-        line_id = ids[line] if line in ids else self.name(line)
-        signature_id = ids[signature] if signature in ids else self._signature(signature)
+        texts = self.name(name), self.name(line), self.name(group), self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
             self.buffer, at, start_ns, end_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns, nbytes, match,
-            wait_start_ns, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            wait_start_ns, *texts, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
     def write_wait(self, group: str, match: int, at_ns: int, flags: int = 0) -> None:
@@ -308,29 +299,22 @@ class RingWriter:
         line: str = "", signature: str = "",
     ) -> int:  # fmt: skip
         """Note that an operation was issued; return its slot, or -1, which `waiting` and `unpend` ignore."""
-        slot = self._free_slot()
-        if slot >= 0:
-            ids = self.ids
-            name_id = ids[name] if name in ids else self.name(name)
-            group_id = ids[group] if group in ids else self.name(group)
-            line_id = ids[line] if line in ids else self.name(line)
-            signature_id = ids[signature] if signature in ids else self._signature(signature)
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = -1
+            self._unnoted += 1
+            self._store(UNNOTED_AT, self._unnoted)
+        else:
+            texts = self.name(name), self.name(line), self.name(group), self._signature(signature)
             _pack_pending(
-                self.buffer, PENDING_AT + slot * RECORD_BYTES, start_ns, nbytes, match, 0, get_native_id(), name_id, line_id,
-                group_id, signature_id, peer, root, start_ns,
+                self.buffer, PENDING_AT + slot * RECORD_BYTES, start_ns, nbytes, match, 0, get_native_id(), *texts,
+                peer, root, start_ns,
             )  # fmt: skip
         return slot
 
     def _signature(self, text: str) -> int:
         return self.name(self._known_or(text, SIGNATURES_LIMIT, "", "sizes"))
-
-    def _free_slot(self) -> int:
-        try:
-            return self._free.pop()
-        except IndexError:
-            self._unnoted += 1
-            self._store(UNNOTED_AT, self._unnoted)
-            return -1
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
         """Record that a thread (default: this one), or `STREAM` or `TIMED`, is blocked until an operation completes."""
@@ -403,17 +387,19 @@ class RingReader:
         """The bytes in use in the names area."""
         return int(self._names_used[0])
 
+    def _header(self, at: int) -> int:
+        value: int = struct.unpack_from("<I", self.buffer, at)[0]
+        return value
+
     @property
     def unnoted(self) -> int:
         """How many operations so far were not recorded as pending, because no slot was free."""
-        count: int = struct.unpack_from("<I", self.buffer, UNNOTED_AT)[0]
-        return count
+        return self._header(UNNOTED_AT)
 
     @property
     def no_room(self) -> list[str]:
         """The kinds of names, from `NO_ROOM`, that have found no room."""
-        bits: int = struct.unpack_from("<I", self.buffer, NO_ROOM_AT)[0]
-        return [kind for place, kind in enumerate(NO_ROOM) if bits >> place & 1] if bits else []
+        return [kind for place, kind in enumerate(NO_ROOM) if self._header(NO_ROOM_AT) >> place & 1]
 
     @property
     def dropped(self) -> int:
@@ -429,8 +415,7 @@ class RingReader:
     @property
     def serving(self) -> int:
         """How many threads of the rank execute calls from other ranks."""
-        count: int = struct.unpack_from("<I", self.buffer, SERVING_AT)[0]
-        return count
+        return self._header(SERVING_AT)
 
     @property
     def alive_ns(self) -> int:

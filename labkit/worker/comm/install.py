@@ -36,11 +36,7 @@ UNTRACED: Final = ("labkit.worker.comm", "labkit.recording")
 
 
 def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
-    """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
-
-    `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
-    link.
-    """
+    """Create the emulated link of a rank; `fd` is the shared memory of the group's links, which passes to the link."""
     wake_in_time()
     shared_link = SharedLink(fd)
     shared_link.keep_from_forks()
@@ -60,9 +56,8 @@ def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[]
 def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
     """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
 
-    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls. `given` tells
-    whether ranks in the first process group equal the processes' numbers. The returned function does nothing: it stands
-    for that of `watch_torch`.
+    To be called before `init_rpc`, when C++ looks up the functions that it calls. `given` is as in `Numbering`. The
+    returned function does nothing: it stands for that of `watch_torch`.
     """
     _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
     return lambda: None
@@ -71,8 +66,8 @@ def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool =
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
 
-    To be called once torch has been imported. `given`: whether ranks in the first process group equal the processes'
-    numbers, as with torchrun. Returns whether there already was a default group, whose operations are not recorded.
+    To be called once torch has been imported; `given` is as in `Numbering`. Returns whether there already was a default
+    group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
     if rpc.is_available():

@@ -73,10 +73,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._label = ""
         self._ranks: list[int] = []
         self.numbers: list[int] = []  # for a part, whose ranks torch does not list: its ranks in the default group
-        self._count = 0  # of collectives
+        self.collectives = 0  # that it has begun
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
-        self._silent: set[str] = set()  # operations whose completion the backend does not report
         self._created_at = student_line()
         self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
 
@@ -114,11 +113,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def moves_on_gpu(self) -> bool:
         """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
         return self.gpu_backend == "nccl"
-
-    @property
-    def collectives(self) -> int:
-        """The number of collectives that the group has begun."""
-        return self._count
 
     @cached_property
     def limit_s(self) -> float:
@@ -214,8 +208,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
         """Let the backend report when the operation completes; False if it cannot: then only a wait shows its end."""
-        if operation.name in self._silent:
-            return False
         if self.moves_on_gpu:
             tensor = first_tensor(arguments)
             if tensor is None or tensor.is_cuda:
@@ -223,7 +215,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         try:
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
-            self._silent.add(operation.name)
             return False
         self.futures.tell(future, operation.on_completion, of_backend=True)
         return True
@@ -305,9 +296,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Run a barrier that reports missing ranks; it has no asynchronous form."""
-        self._count += 1
+        self.collectives += 1
         kind = type_of("monitored_barrier")
-        operation = self._issue(kind.name, (), self.label, self._count, "", self.limit_s)
+        operation = self._issue(kind.name, (), self.label, self.collectives, "", self.limit_s)
         operation.booking = self._booked(kind, (), operation)
         with blocked(operation, limit=args[0] if args else kwargs.get("timeout")):
             self._real.monitored_barrier(*args, **kwargs)
@@ -368,7 +359,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         label = self._label or self.label  # also sets `_ranks`
         root = self._root(arguments) if kind.rooted else -1
-        self._count = match = self._count + 1
+        self.collectives = match = self.collectives + 1
         facts = self.recorder.facts
         if facts is not None and facts.checking and kind.name in COMPARED and form.alike is not None:
             facts.operand(called.name, first_tensor(arguments[form.alike]), label, match)
@@ -380,7 +371,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
             operation.withdrawn()
-            self._count -= 1  # keeps this rank's next collective matched with the others'
+            self.collectives -= 1  # keeps this rank's next collective matched with the others'
             raise
         if not at_once or self._together is not None or isinstance(operation, DeviceOperation):
             return self._followed(operation, work, arguments, not at_once)

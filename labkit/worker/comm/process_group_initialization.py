@@ -27,13 +27,7 @@ from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
 class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
-    Args:
-        watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
-        machines: the names and addresses of the group's machines, as in `Place`.
-        connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
-            address.
-        rpc_options: the options with which a program starts RPC that gives none; None: torch's.
-        rpc_name: the name under which the group has initialized RPC; "" if it has not.
+    The arguments are those of `Rendezvous` and `RpcInitialization`.
     """
 
     def __init__(
