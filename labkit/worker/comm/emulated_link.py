@@ -27,7 +27,7 @@ from labkit.costs.shared_link import LinkCost, SharedLink
 from labkit.recording.group_keys import call_key
 from labkit.recording.record import clock
 from labkit.worker.comm.descriptions import nbytes_of
-from labkit.worker.comm.futures import Futures
+from labkit.worker.comm.futures import Futures, value_of
 from labkit.worker.comm.operation import Operation
 
 PR_SET_TIMERSLACK: Final = 29
@@ -255,12 +255,8 @@ class SlowCalls:
         hold_until(self._slow.shared_link.due_ns(group, number))
 
     def _there_and_back_ns(self, operation: Operation, done: Any) -> int:
-        try:
-            value = done.value()
-        except Exception:  # noqa: BLE001  # raised where the result is waited for
-            value = None
-        link = self._slow.to(operation.peer)
-        return operation.start_ns + round((link.seconds("send", operation.nbytes) + link.seconds("send", nbytes_of(value))) * 1e9)
+        link, there, back = self._slow.to(operation.peer), operation.nbytes, nbytes_of(value_of(done))
+        return operation.start_ns + round((link.seconds("send", there) + link.seconds("send", back)) * 1e9)
 
     def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:
         self._slow.message(source, destination, nbytes, group, number, at_ns, ends=1)

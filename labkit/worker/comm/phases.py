@@ -26,7 +26,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder, clock, here, is_students, student_line
+from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, DATA, OPTIMIZER
 from labkit.worker.comm.backward import in_backward
 from labkit.worker.comm.torch_internals import COMPILED_PHASES, DATA_LOADER, PIPELINE_STARTS, in_place_of
@@ -37,7 +37,6 @@ BACKWARD: Final = "backward"
 RECOMPUTATION: Final = "recomputation"
 STAGES: Final = "torch.distributed.pipelining.stage"
 SCHEDULES: Final = "torch.distributed.pipelining.schedules"
-_CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper or of an optimizer's hook
 
 
 @functools.cache
@@ -145,7 +144,7 @@ class Phases:
                 phase = RECOMPUTATION
             if here.in_span():
                 return lambda: None
-            named = phase, _line(sys._getframe(_CALLER))
+            named = phase, student_line()
         name, line = named
         flags = AUTOMATIC | recorder.ring.thread_flags()
         device_clock = recorder.device_clock
@@ -201,21 +200,6 @@ def _recorder() -> Recorder | None:
     """Return what records this thread's phases: nothing in a forked process, nor while the rank serves a call."""
     recorder = here.recorder
     return None if recorder is None or get_ident() in recorder.ring.serving_threads else recorder
-
-
-def _line(caller: FrameType) -> str:
-    """Return the student's line that a phase was called from, which is written out once per place in the run.
-
-    Any number of torch's functions may stand between: `Tensor.backward`, or a `GradScaler` and the wrappers of `step`.
-    """
-    frame: FrameType = caller
-    while not is_students(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    key = id(frame.f_code), frame.f_lasti
-    known = here.lines.get(key)
-    if known is None:
-        known = here.lines[key] = student_line(frame), frame.f_code  # which keeps its id as long as the key
-    return known[0]
 
 
 def _trace_through(wrapper: Any) -> None:

@@ -100,10 +100,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         part.numbers = [mine[rank] for rank in sorted(args[0] if args else kwargs["ranks"])]
         return part
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a new group of the ranks of several groups."""
-        return self.around(self._real.merge_remote_group(*args, **kwargs))
-
     @cached_property
     def gpu_backend(self) -> str:
         """The name of the backend that transfers GPU tensors: "nccl", "gloo", ...; "" if there is none."""
@@ -235,7 +231,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             if tensors[0].is_cuda and self.gpu_backend == "gloo":
                 copy = HostCopy(tensors[0])
                 if method == SEND.name:
-                    copy.from_gpu()
+                    copy.copy(to_gpu=False)
                 tensors = [copy.host]
             work = getattr(self._real, method)(tensors, *who, tag)
         except BaseException:
@@ -255,7 +251,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def _arrived(self, tag: int, from_any: bool, copy: HostCopy | None, work: Any, operation: Operation) -> None:
         """Copy what has arrived to the GPU; complete the record of a receive from any rank."""
         if copy is not None:
-            copy.to_gpu()
+            copy.copy(to_gpu=True)
         if not from_any or not MESSAGE_SENDERS.found:
             return
         sender = MESSAGE_SENDERS.of(work, "_source_rank")()

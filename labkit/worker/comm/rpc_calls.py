@@ -34,7 +34,7 @@ from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
 from labkit.worker.comm.backward import RpcBackwards
 from labkit.worker.comm.descriptions import nbytes_of
 from labkit.worker.comm.emulated_link import SlowCalls, SlowLink
-from labkit.worker.comm.futures import Futures
+from labkit.worker.comm.futures import Futures, value_of
 from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
 from labkit.worker.comm.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
 
@@ -233,7 +233,7 @@ class RpcCalls:
 
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
         """Record the reply to one of torch's own functions, which the callee runs in C++ without a record."""
-        if nbytes := nbytes_of(_value(future)):
+        if nbytes := nbytes_of(value_of(future)):
             now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
@@ -273,7 +273,7 @@ class RpcCalls:
         future, call, function = self._promises.pop(promise, (None, None, ""))
         if call is not None:
             self._ring.unpend(promise)
-            self._replying(call, function, _value(future), clock())
+            self._replying(call, function, value_of(future), clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
         """Call the function, like torch's `_run_function`, but send the caller the whole error, which it will show."""
@@ -308,7 +308,7 @@ class RpcCalls:
     def _reply(self, serialize: Callable[..., Any], value: Any) -> Any:
         sent = self._replies.take(value)
         if sent is None:  # torch may be faster than the callback of a future that another thread completes
-            done = (slot for slot, (future, *_) in [*self._promises.items()] if future.done() and _value(future) is value)
+            done = (slot for slot, (future, *_) in [*self._promises.items()] if future.done() and value_of(future) is value)
             for promise in itertools.islice(done, 1):
                 self._kept(promise)
                 sent = self._replies.take(value)
@@ -348,14 +348,6 @@ def _ends_by_itself(limit_s: float) -> bool:
         limit_s = rpc.get_rpc_timeout()
         return limit_s != DEFAULT_RPC_TIMEOUT_SEC and ends_by_itself(limit_s)
     return ends_by_itself(limit_s)
-
-
-def _value(future: Any) -> Any:
-    """Return the result of a completed future, or its error."""
-    try:
-        return future.value()
-    except Exception as error:  # noqa: BLE001  # whatever the student's function raised
-        return error
 
 
 def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:

@@ -117,24 +117,19 @@ class WatchedMessage(WatchedWork):
     `arrived` is called with the backend's `Work` when it has completed.
     """
 
-    __slots__ = ("_arrived", "_error", "_operation", "_taken", "_under_way", "_waited")
+    __slots__ = ("_arrived", "_error", "_operation", "_taken", "_under_way", "_waited", "start_ns")
 
     def __init__(
         self, work: Any, operation: Operation, futures: Futures, arrived: Callable[[Any, Operation], None] | None,
         *, own: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(work, [operation], futures, notified=True, own=own)
-        self._operation, self._arrived = operation, arrived
+        self._operation, self._arrived, self.start_ns = operation, arrived, operation.start_ns
         self._taken = _thread.allocate_lock()  # held by the thread that waits for it in C++
         self._under_way = _thread.allocate_lock()  # held until that wait has ended
         self._under_way.acquire()
         self._error: BaseException | None = None
         self._waited = False
-
-    @property
-    def start_ns(self) -> int:
-        """When it was issued."""
-        return self._operation.start_ns
 
     def claim(self) -> bool:
         """Whether the caller must wait for it: True for the first caller."""
@@ -268,15 +263,9 @@ class HostCopy:
         self._stream = torch.cuda.Stream(tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
 
-    def from_gpu(self) -> None:
-        """Fill the copy once the GPU has computed the tensor."""
-        self._copy(self._tensor, self.host)
-
-    def to_gpu(self) -> None:
-        """Fill the tensor once the GPU's earlier work no longer reads it."""
-        self._copy(self.host, self._tensor)
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, *, to_gpu: bool) -> None:
+        """Fill the copy once the GPU has computed the tensor, or the tensor once earlier work no longer reads it."""
+        source, target = (self.host, self._tensor) if to_gpu else (self._tensor, self.host)
         # Like gloo on a CPU, unseen by autograd: the tensor may be a leaf that requires a gradient.
         # `device`: a thread that works on GPU 0 otherwise, and returns to it, would open a context there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), torch.inference_mode():
