@@ -17,6 +17,6 @@ What to open for which change:
 - a fact of training that ranks compare after the run: training_facts.py notes it (kinds: recording/rank_facts.py);
   tracing/verdict.py (between ranks) or group/same_as_serial.py (with one rank) compares it; the cure is in
   tracing/silent_faults.py; tests tracing/test_verdict.py, group/test_same_as_serial.py
-- emulated links: emulated_link.py; how long operations take on them: costs/emulated_costs.py; tests
-  test_emulated_link.py, test_emulated_network.py
+- emulated links: emulated_link.py, for remote calls `_SlowCalls` in rpc_calls.py; how long operations take on them:
+  costs/emulated_costs.py; tests test_emulated_link.py, test_emulated_network.py
 """
