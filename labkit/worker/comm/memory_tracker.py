@@ -90,13 +90,9 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        ring: RingWriter,
-        modules: list[Any],
-        optimizers: list[Any],
-        allocated: Callable[[], int] | None = None,
+        self, ring: RingWriter, modules: list[Any], optimizers: list[Any], allocated: Callable[[], int] | None = None,
         now: Callable[[], int] = clock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._ring, self._modules, self._optimizers, self._allocated, self._now = ring, modules, optimizers, allocated, now
         self._lock = threading.RLock()  # reentrant: any thread may free a tensor, even this one while it counts
         self._bytes = dict.fromkeys(MEMORY_KINDS, 0)

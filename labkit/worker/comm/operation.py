@@ -80,20 +80,9 @@ class Operation:
     )  # fmt: skip
 
     def __init__(
-        self,
-        ring: RingWriter,
-        name: str,
-        start_ns: int,
-        nbytes: int = 0,
-        peer: int = -1,
-        group: str = "",
-        match: int = 0,
-        line: str = "",
-        ready: Any = None,
-        signature: str = "",
-        root: int = -1,
-        limit: OwnLimit | None = None,
-    ) -> None:
+        self, ring: RingWriter, name: str, start_ns: int, nbytes: int = 0, peer: int = -1, group: str = "", match: int = 0,
+        line: str = "", ready: Any = None, signature: str = "", root: int = -1, limit: OwnLimit | None = None,
+    ) -> None:  # fmt: skip
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
         self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0

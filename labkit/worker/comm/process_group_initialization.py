@@ -31,14 +31,9 @@ class Initialization:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        watch_rpc: Callable[[], None],
-        machines: Collection[str] = (),
-        connect: Callable[[], Any] | None = None,
-        rpc_options: Any = None,
-        rpc_name: str = "",
-    ) -> None:
+        self, recorder: Recorder, watch_rpc: Callable[[], None], machines: Collection[str] = (),
+        connect: Callable[[], Any] | None = None, rpc_options: Any = None, rpc_name: str = "",
+    ) -> None:  # fmt: skip
         self._notes: list[str] = []
         rendezvous = Rendezvous(recorder, connect, machines)
         if connect is not None:
