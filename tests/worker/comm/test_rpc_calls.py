@@ -290,7 +290,7 @@ from torch.distributed import rpc
 from labkit.worker.comm import install
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory))
