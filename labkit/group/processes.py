@@ -20,9 +20,8 @@ from labkit.group.pool_state import LostRanks, Member, Phase, PoolState, Request
 from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
-from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options, Place
-from labkit.ipc.pickling import Payload, shared_memory
+from labkit.ipc.pickling import Payload, Sent, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor

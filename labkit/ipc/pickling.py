@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import linecache
 import marshal
 import mmap
@@ -17,6 +18,8 @@ import pickle
 import sys
 import tempfile
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,14 +27,84 @@ from typing import Any, Final
 import cloudpickle
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.definitions import Received, Sent
-from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.pickling_errors import Call, explain_unpicklable
 from labkit.ipc.process_memory import ALIGN, address_of, read
-from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_sync_object
+from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_ipython, reduce_sync_object
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
+
+
+class Sent:
+    """The functions and classes that the notebook has sent to the ranks of one group."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count(1)
+        self._numbers: dict[int, int] = {}  # by identity
+        self._references: dict[int, weakref.ref[Any]] = {}  # by number
+        self._gone: deque[int] = deque()  # numbers; the garbage collector appends to it at any time, on any thread
+
+    def number_of(self, definition: Any) -> int:
+        """Return the number of a definition; assign a new one if it has none yet."""
+        number = self._numbers.get(id(definition))
+        if number is None:
+            number, identity = next(self._next), id(definition)
+
+            def forget(_: object) -> None:
+                self._numbers.pop(identity, None)
+                self._references.pop(number, None)
+                self._gone.append(number)
+
+            self._references[number] = weakref.ref(definition, forget)
+            self._numbers[identity] = number
+        return number
+
+    def look_up(self, number: int, name: str) -> Any:
+        """Return the definition with this number.
+
+        Raises:
+            LabError: it was deleted while a result that refers to it was on its way.
+        """
+        reference = self._references.get(number)
+        definition = None if reference is None else reference()
+        if definition is None:
+            raise LabError(f"the result refers to {name}, which is no longer defined; run the cell that defines it again")
+        return definition
+
+    def take_gone(self) -> list[int]:
+        """Return the numbers of the definitions that were deleted since the last call."""
+        gone = []
+        while self._gone:  # other threads only append
+            gone.append(self._gone.popleft())
+        return gone
+
+
+class Received:
+    """The definitions that a rank has received from the notebook."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity
+
+    def add(self, definitions: Mapping[int, Any]) -> None:
+        """Add definitions by number. A function is sent with every run; all its copies have the same number."""
+        for number, definition in definitions.items():
+            identity = id(definition)
+
+            def forget(reference: weakref.ref[Any], identity: int = identity) -> None:
+                if self._known.get(identity, (None,))[0] is reference:
+                    del self._known[identity]
+
+            self._known[identity] = weakref.ref(definition, forget), number
+
+    def number_of(self, definition: Any) -> int | None:
+        """Return the number of a definition; None if the notebook has not sent it or has deleted its own."""
+        known = self._known.get(id(definition))
+        return None if known is None else known[1]
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove definitions that the notebook has deleted."""
+        gone = set(numbers)
+        self._known = {identity: known for identity, known in self._known.items() if known[1] not in gone}
 
 
 @dataclass(slots=True)

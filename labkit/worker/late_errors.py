@@ -17,10 +17,9 @@ def context_error(wait_s: float = 0.0) -> RuntimeError | None:
 
     After a kernel has failed, every later CUDA call fails too, and only a new process has a valid context.
 
-    Source: "CUDA Runtime API", NVIDIA, error handling: later calls report errors of kernels.
+    Running kernels of the current stream may still fail; it waits so long for them.
 
-    Args:
-        wait_s: how long to wait for running kernels of the current stream, which may still fail.
+    Source: "CUDA Runtime API", NVIDIA, error handling: later calls report errors of kernels.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

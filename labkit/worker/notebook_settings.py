@@ -15,11 +15,9 @@ from typing import Any, Final
 from labkit.recording.record import is_students
 
 # Loggers of Jupyter and torch whose names are not those of packages.
-LIBRARY_LOGGERS: Final = frozenset(
-    {
-        "IPKernelApp", "TerminalIPythonApp", "strobelight_function_profiler", "strobelight_compile_time_profiler",
-        "c10d-NullHandler-default",
-    }
+LIBRARY_LOGGERS: Final = (
+    "IPKernelApp", "TerminalIPythonApp", "strobelight_function_profiler", "strobelight_compile_time_profiler",
+    "c10d-NullHandler-default",
 )  # fmt: skip
 # TensorFlow sets this level itself where Python is interactive; in ranks, it would print what nobody asked for.
 TENSORFLOWS_OWN: Final = ("tensorflow", logging.INFO)

@@ -35,22 +35,17 @@ class WorkingFolder:
         self._place, self._own = place, ""
 
     def enter(self, folder: str) -> list[str]:
-        """Enter the notebook's working folder, or the rank's own one if its machine does not have that.
+        """Enter the notebook's working folder, or the rank's own one on another machine that does not have that.
 
-        Returns:
-            remarks for the student, the same on all ranks of a machine.
-
-        Raises:
-            OSError: the rank is on the notebook's machine, and cannot enter the folder.
+        Returns remarks for the student, the same on all ranks of a machine.
         """
         try:
             os.chdir(folder)
+            return []
         except OSError as error:
             if not self._place.elsewhere:
                 raise
             why = "has no folder" if isinstance(error, FileNotFoundError) else "does not let ranks into the folder"
-        else:
-            return []
         if not self._own:
             _remove_leftovers()
             self._own = _new_folder()
@@ -102,25 +97,21 @@ def _lock(folder: str | Path) -> int:
 class Imports:
     """In a rank: finds the student's modules that have been imported or reloaded.
 
-    Modules that exist before the rank runs the student's code are not examined. Their names are in memory that ranks
-    share until they touch it, and copying it would take a fifth of the time in which a group starts.
+    Modules that were imported before are not examined. Their names are in memory that ranks share until they touch it,
+    and copying it would take a fifth of the time in which a group starts.
     """
 
     def __init__(self, machine: str = "") -> None:
         self._machine = machine
-        self._before = next(reversed(sys.modules), "")  # modules are in the order of their import
-        self._seen: set[str] = set()
         self._count = len(sys.modules)
         self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` replaces it
 
     def new(self) -> list[ImportedModule]:
-        """Return the modules imported or reloaded since the last call; searches only if their number has changed."""
+        """Return the modules imported or reloaded since the last call."""
         names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
-        if len(sys.modules) != self._count:
-            self._count = len(sys.modules)
-            imported = self._since_start()
-            names += [name for name in imported if name not in self._seen]
-            self._seen.update(imported)
+        more = max(0, len(sys.modules) - self._count)
+        names += list(itertools.islice(reversed(sys.modules), more))  # in the order of import; atomic: threads may import
+        self._count = len(sys.modules)
         found = []
         for name in names:
             module = sys.modules.get(name)
@@ -134,17 +125,6 @@ class Imports:
             except OSError:  # removed since
                 continue
         return found
-
-    def _since_start(self) -> list[str]:
-        """Return the names of the modules imported since this rank started; all, if the last one before is gone."""
-        length = 64
-        while True:
-            names = list(itertools.islice(reversed(sys.modules), length))  # atomic: other threads may import
-            if self._before in names:
-                return names[: names.index(self._before)]
-            if len(names) < length:
-                return names
-            length *= 8
 
 
 def edited(modules: Iterable[ImportedModule]) -> list[str]:
@@ -178,14 +158,10 @@ def _digest(file: str) -> bytes:
 
 
 def apply(changes: Changes, kept: Collection[str], *, elsewhere: bool) -> None:
-    """In a rank: apply changes, except that of the folder.
+    """In a rank: apply changes of the notebook's process, except that of the folder.
 
-    Entries that the rank's code has added to the import path stay, at its end.
-
-    Args:
-        changes: the changes of the notebook's process.
-        kept: names of variables that belong to the rank, such as RANK; they do not change.
-        elsewhere: whether the rank may be on another machine: then those that describe a machine do not change either.
+    Entries that the rank's code has added to the import path stay, at its end. Variables in `kept` do not change; if
+    the rank may be elsewhere, on another machine, those that describe a machine do not either.
     """
     for name, value in changes.variables.items():
         if name in kept or (elsewhere and belongs_to_machine(name)):
@@ -208,19 +184,11 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        """Return the current state.
-
-        Raises:
-            LabError: the working folder no longer exists.
-        """
+        """Return the current state; a `LabError` if the working folder no longer exists."""
         return cls(_folder(), tuple(map(str, sys.path)), dict(_environment()))
 
     def holds(self) -> bool:
-        """Whether this process is certainly still in this state; takes half the time of `now`.
-
-        Raises:
-            LabError: as for `now`.
-        """
+        """Whether this process is certainly still in this state; takes half the time of `now`."""
         return _folder() == self.folder and tuple(sys.path) == self.path and _environment() == self.variables
 
     def since(self, before: ProcessState) -> Changes | None:

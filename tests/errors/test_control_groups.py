@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_control_groups import fake_control_groups
 
-from labkit.errors.control_groups import control_group_folders
+from labkit.errors.exit_reasons import control_group_folders
 
 
 @pytest.mark.parametrize(

@@ -80,30 +80,20 @@ class Runtime:
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
         """In the rank, before `set_up`: have the framework's operations recorded.
 
-        Args:
-            recorder: this rank's recorder.
-            shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
-
-        Returns:
-            what starts the recording of remote calls, for `adapt_initialization`.
+        Returns what starts the recording of remote calls, for `adapt_initialization`. `shared_link` is the file
+        descriptor of the memory of an emulated link that ranks share; -1 without one.
         """
         return lambda: None
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
-        """In the rank: prepare it for the student's function.
-
-        Returns:
-            remarks for the student, each shown once.
-        """
+        """In the rank: prepare it for the student's function; return remarks for the student, each shown once."""
         self._torchrun_environment(offers[0])
         return []
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
-        Args:
-            recorder: this rank's recorder.
-            record_rpc: starts the recording of remote calls; it must be called before RPC starts.
+        `record_rpc` starts the recording of remote calls; it must be called before RPC starts.
         """
 
         def watch() -> None:
@@ -116,11 +106,9 @@ class Runtime:
         when_imported("torch", lambda _: watch())
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:  # noqa: ARG002  # TensorFlow needs it
-        """In the rank: called before a function or a cell runs.
+        """In the rank: called before a function or a cell runs; `all_called`: whether all ranks of the group run it.
 
-        Args:
-            keep: whether to keep what the previous run has set up, as from one cell to the next.
-            all_called: whether all ranks of the group run it.
+        `keep` keeps what the previous run has set up, as from one cell to the next.
         """
         if self._initialization is not None:
             self._initialization.begin_run(keep=keep)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -62,18 +64,12 @@ class Torch(Runtime):
         listening = self.network.call(socket.create_server, (address, 0), backlog=max(128, self.rank_config.size))
         with quiet_stderr():  # without a name server, torch warns that 127.0.0.1 has no name
             self._store = TCPStore(
-                address,
-                listening.getsockname()[1],
-                self.rank_config.size,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listening.detach(),
-            )
+                address, listening.getsockname()[1], self.rank_config.size, is_master=True, wait_for_workers=False,
+                multi_tenant=True, master_listen_fd=listening.detach(),
+            )  # fmt: skip
         return self._store.port
 
     def _gpus(self) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that this rank would use, its own or shared ones."""
         import torch
 
         own = self._own_devices()
@@ -93,7 +89,6 @@ class Torch(Runtime):
         return watch_torch(recorder, self._slow_link(shared_link))
 
     def _slow_link(self, shared_link: int) -> SlowLink | None:
-        """What holds messages back, if the group has a link."""
         from labkit.worker.comm.install import slow_link
 
         link = self.options.link
@@ -104,13 +99,12 @@ class Torch(Runtime):
         import torch.distributed as dist
 
         device, notes = self._prepare(offers)
-        store = self._store if self.rank_config.rank == 0 else self._connect()
         own_gpu = device is not None and not notes
         # With a device, NCCL connects at once; a rank that is alone may never need it.
         at_once = own_gpu and self.rank_config.size > 1
         dist.init_process_group(
             "nccl" if own_gpu else "gloo",
-            store=dist.PrefixStore("labkit", store),
+            store=dist.PrefixStore("labkit", self._joined_store()),
             rank=self.rank_config.rank,
             world_size=self.rank_config.size,
             **({"device_id": device} if at_once else {}),
@@ -131,19 +125,19 @@ class Torch(Runtime):
         watch_device(recorder, devices()[0])
 
     def _rpc_options(self) -> RpcOptions | None:
-        """Return the group's options of RPC; None without RPC."""
         return None
 
     def _rpc_name(self) -> str:
-        """Return the name under which this rank has initialised RPC; "" if it has not."""
         return ""
 
     def _connect(self) -> Any:
-        """Connect to the group's store."""
         from torch.distributed import TCPStore
 
         with quiet_stderr():  # as above
             return TCPStore(self._master.address, self._master.port, self.rank_config.size, is_master=False)
+
+    def _joined_store(self) -> Any:
+        return self._store if self.rank_config.rank == 0 else self._connect()
 
     def tear_down(self) -> None:
         """Destroy the process group; without that, the process may abort when it exits."""
@@ -153,16 +147,13 @@ class Torch(Runtime):
             dist.destroy_process_group()
 
     def _prepare(self, offers: Sequence[Offer]) -> tuple[Any, list[str]]:
-        """Set environment variables, threads and device.
-
-        Returns:
-            the device, or None without a GPU, and remarks for the student, such as that ranks share GPUs.
-        """
+        """Set environment variables, threads and device; return the GPU, or None, and remarks for the student."""
         import torch
 
         self._master = offers[0]
         self._torchrun_environment(self._master)
-        self._choose_interfaces()
+        for variable in INTERFACES if self.place.nodes == 1 else ():
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
         torch.set_num_threads(self.threads)
         own = self._own_devices()
         os.environ["LABKIT_DEVICES"] = ",".join(own)
@@ -174,11 +165,6 @@ class Torch(Runtime):
             where = f"on {self.place.machine}" if self.place.elsewhere else "here"
             raise LabError(f"devices='cuda': torch sees no GPU {where}. Leave `devices` out to run on the CPU.")
         return device, [note] if (note := self._about_gpus(offers)) else []
-
-    def _choose_interfaces(self) -> None:
-        """Choose the network interface of messages on one machine, unless the program has."""
-        for variable in INTERFACES if self.place.nodes == 1 else ():
-            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
     def _about_gpus(self, offers: Sequence[Offer]) -> str:
         """Return why a group with GPUs does not use NCCL, the same on all its ranks; "" if it does, or has no GPUs."""
@@ -195,8 +181,87 @@ class Torch(Runtime):
         return ""
 
 
+class Rpc(Torch):
+    """`torch.distributed.rpc` is initialised, each rank with its name, unless the program does so."""
+
+    serving_threads = 16
+    has_rpc = True
+    rank_name = "worker{}"
+    valid_name = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
+    name_error = "{!r} is not a valid RPC name; expected at most 127 letters, digits and _ : - characters"
+
+    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
+        """Record remote calls, and what goes through process groups."""
+        from labkit.worker.comm.install import watch_rpc
+
+        return watch_rpc(recorder, self._slow_link(shared_link))
+
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
+        """Join the RPC group, unless the program starts RPC: torch can do so only once in a process."""
+        import torch.distributed as dist
+        from torch.distributed import rpc
+
+        if not rpc.is_available():
+            raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
+        _, notes = self._prepare(offers)
+        _hide_optimizer_warning()
+        if self.rank_config.starts_rpc:
+            return notes
+        place = dist.PrefixStore("labkit", self._joined_store()), self.rank_config.rank, self.rank_config.size
+        dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
+        with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
+            rpc.init_rpc(
+                self.rank_config.name,
+                rank=self.rank_config.rank,
+                world_size=self.rank_config.size,
+                rpc_backend_options=self._rpc_options().for_torch("labkit://"),
+            )
+        return notes
+
+    def _about_gpus(self, offers: Sequence[Offer]) -> str:
+        """Return that ranks share GPUs; "" if none do. Remote calls carry tensors of the CPU in any case."""
+        return f"{shared}." if (shared := sharing(offers)) else ""
+
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+        """As for torch; and record how many threads serve, if RPC runs."""
+        super().adapt_initialization(recorder, record_rpc)
+        if not self.rank_config.starts_rpc:
+            recorder.ring.serving(self._rpc_options().num_worker_threads)
+
+    def _rpc_options(self) -> RpcOptions:
+        from labkit.worker.comm.rpc_initialization import RpcOptions
+
+        return RpcOptions(*self.options.rpc_options)
+
+    def _rpc_name(self) -> str:
+        return "" if self.rank_config.starts_rpc else self.rank_config.name
+
+    def tear_down(self) -> None:
+        """Shut RPC down without waiting for the other ranks, which may have failed."""
+        from torch.distributed import rpc
+
+        from labkit.worker.comm.rpc_initialization import is_running
+
+        if is_running():
+            rpc.shutdown(graceful=False)
+
+
 def sharing(offers: Sequence[Offer]) -> str:
     """Return "3 ranks share 2 GPUs and compute in turns"; "" if no GPU has several ranks."""
     gpus = [gpu for offer in offers for gpu in offer.gpus]
     different = len(set(gpus))
     return f"{len(offers)} ranks share {counted(different, 'GPU')} and compute in turns" if different < len(gpus) else ""
+
+
+def _hide_optimizer_warning() -> None:
+    """Hide a warning that each DistributedOptimizer issues on each worker and that the student's code cannot avoid.
+
+    torch sets the filter "always" around the warning, so it can only be dropped in `warnings.showwarning`.
+    """
+    show = warnings.showwarning
+
+    def show_others(message: Warning | str, category: type[Warning], *where: Any, **kwargs: Any) -> None:
+        if "`TorchScript` support for functional optimizers" not in str(message):
+            show(message, category, *where, **kwargs)
+
+    warnings.showwarning = show_others

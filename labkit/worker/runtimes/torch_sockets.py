@@ -31,11 +31,9 @@ LISTENING: Final = "0A"  # the state of a socket in /proc
 
 
 def open_in(network: PrivateNetwork, own_port: Callable[[], int]) -> None:
-    """Open torch's sockets in a network from now on, in this process.
+    """Open torch's sockets in the ranks' private network from now on, in this process.
 
-    Args:
-        network: the ranks' private network.
-        own_port: returns the port of the group's store, which need not be looked for: that takes 3 ms of each start.
+    `own_port` returns the port of the group's store, which need not be looked for: that takes 3 ms of each start.
     """
     from torch.distributed import rpc
 
@@ -51,7 +49,7 @@ def open_in(network: PrivateNetwork, own_port: Callable[[], int]) -> None:
     for kind, names in kinds:
         for name in names:
             if hasattr(kind, name):  # some versions and builds of torch lack some
-                _replace(kind, name, lambda function: _in(network, function))
+                _replace(kind, name, lambda function: lambda *args, **kwargs: network.call(function, *args, **kwargs))
     if rpc.is_available() and RPC_SOCKETS.found:
         RPC_SOCKETS.replace("_set_and_start_rpc_agent", network.call)
 
@@ -59,13 +57,6 @@ def open_in(network: PrivateNetwork, own_port: Callable[[], int]) -> None:
 def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     replacement: Any = wrap(getattr(owner, name))
     setattr(owner, name, staticmethod(replacement) if name.startswith("create_") else replacement)
-
-
-def _in(network: PrivateNetwork, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return network.call(function, *args, **kwargs)
-
-    return call
 
 
 def _store_in(
@@ -94,11 +85,7 @@ def _clone_in(network: PrivateNetwork, server_of: Callable[..., PrivateNetwork],
 
 
 def _server_of(network: PrivateNetwork, host: str, port: int, limit: timedelta) -> PrivateNetwork:
-    """Wait for the server of a store, and return the network in which it listens.
-
-    Raises:
-        DistNetworkError: no server has come within the time limit.
-    """
+    """Wait for the server of a store, and return the network in which it listens."""
     if host not in HERE:
         return MACHINE
     until_s = time.monotonic() + limit.total_seconds()

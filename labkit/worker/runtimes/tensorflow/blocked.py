@@ -138,20 +138,15 @@ def _is_tensorflows(file: str) -> bool:
 def describe(innermost: FrameType) -> str:
     """Return the function that the student called and a thread is in, given its innermost frame."""
     called = traced = ""
-    for frame in _until_student(innermost):
+    frame: FrameType | None = innermost
+    while frame is not None and not is_students(frame.f_code.co_filename):
         file = frame.f_code.co_filename
         if _is_tensorflows(file) and not file.endswith(_WRAPPERS):
             called = frame.f_code.co_qualname
         traced = traced or _traced(frame)
+        frame = frame.f_back
     called = traced or _short(called)
     return f"{NAME}'s {called}" if called else NAME
-
-
-def _until_student(innermost: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = innermost
-    while frame is not None and not is_students(frame.f_code.co_filename):
-        yield frame
-        frame = frame.f_back
 
 
 def _short(qualified: str) -> str:

@@ -131,8 +131,7 @@ class ProfilerTimeline:
     def _stop(self, *, go_on: bool = False) -> tuple[int, int]:
         """Stop the session and write its events to the ring; if `go_on`, start another one in between.
 
-        Returns:
-            when operations are not recorded: from the end of the session to the start of the next one.
+        Returns when operations are not recorded: from the end of the session to the start of the next one.
         """
         session, self._session, self._due_ns = self._session, None, 0
         if session is not None:

@@ -21,24 +21,16 @@ LOOPBACK: Final = "lo"
 
 
 def apply(
-    network: PrivateNetwork,
-    options: Any,
-    wait_for_release: Callable[[], None],
-    check: Callable[[tuple[Any, ...]], None],
+    network: PrivateNetwork,  # in which they listen
+    options: Any,  # the ConfigProto for servers that are given none
+    wait_for_release: Callable[[], None],  # until no other rank needs this rank's servers; instead of an endless `join`
+    check: Callable[[tuple[Any, ...]], None],  # called with the arguments that make this rank a part of a cluster
     *,
-    one_machine: bool = True,
+    one_machine: bool,  # whether all ranks are on this machine, so that the servers need not listen for others
 ) -> list[str]:
     """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
-    Args:
-        network: the network in which they listen.
-        options: the ConfigProto for servers that are given none.
-        wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
-        check: called with the arguments of each function that makes this rank a part of a cluster.
-        one_machine: whether all ranks are on this machine, so that the servers need not listen for others.
-
-    Returns:
-        a sentence if some of the servers are as TensorFlow starts them.
+    Returns a sentence if some of the servers are as TensorFlow starts them.
     """
 
     def start_and_bind(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +125,7 @@ def _listen_within_this_machine() -> None:
 
 
 def duplicate(fd: int) -> socket.socket:
-    """Return a socket object for a duplicate of a file descriptor.
-
-    Raises:
-        OSError: the descriptor is not a socket, or already closed.
-    """
+    """Return a socket object for a duplicate of a file descriptor; an `OSError` if that is not an open socket."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     copy = os.dup(fd)

@@ -11,13 +11,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from labkit.recording.clock_sync import Reading, bounds, on_reference
 from labkit.recording.record import clock
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import PROFILER
+from labkit.worker.torch_profiler import MARK, MARKS, on_our_clock
 
 OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
-MARKS: Final = 5  # at each end; several, because the first one runs with cold caches
-MARK: Final = "labkit reads the clock"
 HOST: Final = b"/host:CPU"
 # Prefixes of the names of events that are not needed; these are more than half of all events.
 LEFT_OUT: Final = (
@@ -104,32 +102,14 @@ def _read(data: bytes, marks: Sequence[tuple[int, int, int]]) -> list[Event]:
                 details = event.stats if has_details[event.metadata_id] else ()
                 about = {stats[stat.metadata_id]: _value(stat, stats) for stat in details}
                 found.append(Event(line.id, name, start_ns, end_ns, about))
-    return _on_our_clock(found, sorted(recorded_marks), marks)
+    times = on_our_clock([(e.start_ns, e.end_ns) for e in found], sorted(recorded_marks), marks)
+    return [e._replace(start_ns=start_ns, end_ns=end_ns) for e, (start_ns, end_ns) in zip(found, times, strict=False)]
 
 
 def _needs_details(name: str) -> bool:
     """Whether an event's details are needed; those of operations that neither send nor receive are not."""
     _, colon, kind = name.rpartition(":")
     return not colon or "::" in name or kind.startswith(("_", "Collective"))
-
-
-def _on_our_clock(
-    events: list[Event], recorded_marks: list[tuple[int, int]], marks: Sequence[tuple[int, int, int]]
-) -> list[Event]:
-    import numpy as np
-
-    if len(recorded_marks) != len(marks) or not events:
-        return []  # the profiler has lost marks, and may have lost other events
-    readings = []
-    for part in (slice(None, len(marks) // 2), slice(len(marks) // 2, None)):
-        exchanges = []
-        for (before_ns, inside_ns, after_ns), (start_ns, end_ns) in zip(marks[part], recorded_marks[part], strict=True):
-            exchanges += [(before_ns, start_ns, inside_ns), (inside_ns, end_ns, after_ns)]
-        ours = bounds(exchanges)
-        readings.append(Reading(ours.at_ns + ours.offset_ns, -ours.offset_ns, ours.within_ns))
-    starts = on_reference(np.array([e.start_ns for e in events], np.int64), readings).tolist()
-    ends = on_reference(np.array([e.end_ns for e in events], np.int64), readings).tolist()
-    return [e._replace(start_ns=s, end_ns=max(s, t)) for e, s, t in zip(events, starts, ends, strict=True)]
 
 
 def _value(stat: Any, names: dict[int, str]) -> Any:
