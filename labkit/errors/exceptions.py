@@ -181,11 +181,9 @@ class RunTimeoutError(_EndedByGroupError):
 class Stopped(KeyboardInterrupt):
     """Stop was pressed during a run. It is a `KeyboardInterrupt`, so that loops around the run end as well.
 
-    Args:
+    Attributes:
         name: the function that ran.
         doings: for each rank, one line on what it was doing.
-
-    Attributes:
         run: as for `RunError`.
     """
 

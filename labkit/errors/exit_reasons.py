@@ -39,10 +39,7 @@ class Cause(enum.Enum):
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
 _SIGNALS: Final = {
-    "SIGKILL": (
-        Cause.KILLED,
-        "sent by this or another process; if by none of yours, the machine probably ran out of memory",
-    ),
+    "SIGKILL": (Cause.KILLED, "sent by this or another process; if by none of yours, the machine probably ran out of memory"),
     "SIGSEGV": (Cause.CRASHED, "segmentation fault: C or C++ code accessed memory outside its address space"),
     "SIGABRT": (Cause.ABORTED, "C or C++ code aborted; its message is in the rank's output"),
     "SIGBUS": (
@@ -93,10 +90,8 @@ class OOMKillCounters:
 def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> tuple[Cause, str]:
     """Say why a process ended, as a value and in words.
 
-    Args:
-        code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
-        oom_kills: where the OOM killer was active at that moment; see `OOMKillCounters.recent`.
-        lost: the name of its machine, and how the loss was noticed.
+    A negative exit code is the number of the signal that ended it; it is None if its machine is lost: `lost` says
+    which, and how that was noticed. `oom_kills` is as `OOMKillCounters.recent`.
     """
     if code is None:
         return Cause.LOST_MACHINE, f"its machine {lost}"

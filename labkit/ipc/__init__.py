@@ -13,7 +13,8 @@ What to open for which change:
 - another message between notebook and ranks: its class in protocol.py; worker/main_loop.py sends it; the table in
   group/run.py says what receives it in a run, `RankPool.exchange` in group/processes.py asks for it outside. How it
   travels: channel.py; tests test_protocol.py
-- errors of ranks: tracebacks.py (headline, frames that are left out); of functions called by RPC: rpc_errors.py
+- errors of ranks: tracebacks.py (headline, frames that are left out); of functions called by
+  RPC: there, too; tests test_rpc_errors.py
 - what a `%%ranks` cell may contain: ranks_cell.py; tests notebook/test_ranks_magic.py
 - `input`, `exit` and `get_ipython` in ranks: reductions.py; tests worker/test_display.py
 - prints in a rank: stdio.py; how they are shown: group/output.py; tests group/test_output.py

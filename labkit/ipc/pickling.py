@@ -60,11 +60,7 @@ class Sent:
         return number
 
     def look_up(self, number: int, name: str) -> Any:
-        """Return the definition with this number.
-
-        Raises:
-            LabError: it was deleted while a result that refers to it was on its way.
-        """
+        """Return the definition with this number, unless it was deleted while a result with it was on its way."""
         reference = self._references.get(number)
         definition = None if reference is None else reference()
         if definition is None:
@@ -73,10 +69,7 @@ class Sent:
 
     def take_gone(self) -> list[int]:
         """Return the numbers of the definitions that were deleted since the last call."""
-        gone = []
-        while self._gone:  # other threads only append
-            gone.append(self._gone.popleft())
-        return gone
+        return [self._gone.popleft() for _ in range(len(self._gone))]  # other threads only append
 
 
 class Received:
@@ -128,27 +121,19 @@ class Payload:
 
 
 def pack(
-    value: Any,
-    *,
-    home: types.ModuleType | None = None,
-    sent: Sent | None = None,
-    received: Received | None = None,
-    label: str = "the value",
-    in_place: bool = False,
-) -> Payload:
-    """Pickle any Python object by value.
+    value: Any, *, home: types.ModuleType | None = None, sent: Sent | None = None, received: Received | None = None,
+    label: str = "the value", in_place: bool = False,
+) -> Payload:  # fmt: skip
+    """Pickle any Python object by value, or raise a `LabError` that names the part that cannot be pickled.
 
     Args:
         value: what to send. Buffers of numpy arrays and CPU tensors are copied once.
         home: the module whose functions and classes are installed in the receiver's `__main__`. None installs nothing,
             which is right for results: they must not overwrite the notebook's definitions.
-        sent: in the notebook, the registry that numbers the functions and classes that are sent.
-        received: in a rank, the functions and classes that came from the notebook; a result refers to them by number.
+        sent: in the notebook, the registry of the functions and classes that are sent.
+        received: in a rank, those that came from the notebook; a result refers to them by number.
         label: how an error names the value.
         in_place: whether large buffers stay in this process's memory, from which the receiver copies them.
-
-    Raises:
-        LabError: some part of the value cannot be pickled; the message names it.
     """
     if type(value) in _PLAIN:  # creating a `_Pickler` would take a tenth of the time of an empty run
         return Payload(pickle.dumps((value, {}, {})))
@@ -209,9 +194,7 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
     """Unpickle an object and install the definitions that came with it in `__main__`.
 
     Its arrays are in newly allocated memory, or in the shared segment, mapped privately: no other process sees writes.
-
-    Raises:
-        EOFError: the process that kept the buffers is gone.
+    An `EOFError` if the process that kept the buffers is gone.
     """
     buffers: list[memoryview] = []
     if payload.owner_pid:
@@ -242,11 +225,7 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
 
 
 def shared_memory(size: int) -> int:
-    """Create an anonymous shared-memory segment of `size` zero bytes.
-
-    Returns:
-        its file descriptor. The memory is freed when no process holds the segment any more.
-    """
+    """Create an anonymous shared-memory segment of `size` zero bytes, freed when no process has its file descriptor."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("labkit", os.MFD_CLOEXEC)
     else:
@@ -319,14 +298,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
     """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band."""
 
     def __init__(
-        self,
-        stream: io.BytesIO,
-        home: types.ModuleType | None,
-        sent: Sent | None,
-        received: Received | None,
-        buffer_callback: Callable[[Any], Any],
-        blocks: Mapping[int, Any],
-    ) -> None:
+        self, stream: io.BytesIO, home: types.ModuleType | None, sent: Sent | None, received: Received | None,
+        buffer_callback: Callable[[Any], Any], blocks: Mapping[int, Any],
+    ) -> None:  # fmt: skip
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self._home, self._sent, self._received = home, sent, received
         self._rank_only = rank_only_types() if received is not None else ()
@@ -372,9 +346,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         name = getattr(obj, "__name__", "")
         if self._received is not None and (number := self._received.number_of(obj)) is not None:
             return _sent_definition, (number, name)
-        if self._sent is not None and not getattr(
-            obj, "__closure__", None
-        ):  # a closure's state may have changed when it comes back
+        # A closure's state may have changed when it comes back.
+        if self._sent is not None and not getattr(obj, "__closure__", None):
             self.numbered[self._sent.number_of(obj)] = obj
         if self._home is not None and obj.__module__ == self._home.__name__:
             if self._home.__dict__.get(name) is obj:

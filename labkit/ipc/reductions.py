@@ -34,10 +34,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 class CannotSendError(pickle.PicklingError):
     """An object of a kind that cannot be sent, or not in its current state.
 
-    Args:
-        culprit: the object.
-        reason: the predicate of the sentence that says why: "is locked".
-        remedy: a sentence on what to do.
+    `reason` is the predicate of the sentence that says why ("is locked"), `remedy` a sentence on what to do.
     """
 
     def __init__(self, culprit: Any, reason: str, remedy: str) -> None:
@@ -56,9 +53,6 @@ def reduce_sync_object(obj: Any) -> Reduced | None:
     """Return how to create a lock, a condition or an empty `SimpleQueue` in the receiver; None for other objects.
 
     Events, semaphores and other queues consist of these, and of state that pickle sends.
-
-    Raises:
-        CannotSendError: it is locked or holds items, or it is a thread, a process, a pool, a future or a barrier.
     """
     kind = type(obj)
     if kind in _LOCKS:
@@ -179,15 +173,11 @@ def rank_only_error(obj: Any) -> CannotSendError:
 def install_builtins() -> None:
     """Replace `input`, `exit` and `get_ipython` in this process, which is a rank."""
     builtins.input = _input
-    vars(builtins).update(exit=_Exit("exit"), quit=_Exit("quit"), get_ipython=_Shell)
+    vars(builtins).update(exit=_Exit(), quit=_Exit(), get_ipython=_Shell)
 
 
 def reduce_ipython(thing: Any) -> Any:
-    """Reduce IPython's shell, and the names that it defines in every notebook, to a rank's versions of them.
-
-    Returns:
-        the constructor in the rank and its arguments, for pickle; None for other objects.
-    """
+    """Reduce IPython's shell, and the names that it defines in every notebook, to a rank's; None for other objects."""
     kind = type(thing)
     if kind is types.MethodType:
         return (_builtin, ("get_ipython",)) if thing.__func__.__name__ == "get_ipython" else None
@@ -211,14 +201,11 @@ def _input(prompt: object = "", /) -> NoReturn:
 class _Exit:
     """Ends the function that this rank runs, but not the rank: `exit()` and `exit(0)` succeed, other codes fail."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
     def __call__(self, code: Any = None, **_: Any) -> NoReturn:
         raise SystemExit(code)
 
     def __repr__(self) -> str:
-        return f"{self._name}() ends the function that this rank runs"
+        return "exit() ends the function that this rank runs"
 
 
 class _Shell:
@@ -228,23 +215,19 @@ class _Shell:
         self.config: dict[str, Any] = {}
         self.user_ns = sys.modules["__main__"].__dict__
 
-    def system(self, command: str) -> None:
-        """`!command`."""
+    def system(self, command: str) -> None:  # `!command`
         subprocess.run(command, shell=True, check=False)
 
-    def getoutput(self, command: str, **_: Any) -> list[str]:
-        """`lines = !command`."""
+    def getoutput(self, command: str, **_: Any) -> list[str]:  # `lines = !command`
         return subprocess.run(command, shell=True, check=False, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
     def run_line_magic(self, name: str, line: str = "", *_: Any, **__: Any) -> None:
-        """`%name line`."""
         if name != "matplotlib":  # it chooses where figures appear; those of ranks always appear under the cell
             raise LabError(
                 f"{f'%{name} {line}'.strip()!r} is IPython syntax, and ranks run plain Python. {instead_of_magic(name)}"
             )
 
     def run_cell_magic(self, name: str, line: str = "", *_: Any) -> None:
-        """`%%name line`."""
         self.run_line_magic(f"%{name}", line)
 
     def __getattr__(self, name: str) -> NoReturn:

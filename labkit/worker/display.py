@@ -29,6 +29,9 @@ MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
 MOST_WARNINGS: Final = 20  # different ones, that a rank sends in a run
 MOST_CHARACTERS: Final = 2_000  # of a warning
+# In a warning that each DistributedOptimizer issues on each worker, which no program can avoid; torch sets
+# the filter "always" around it.
+HIDDEN: Final = "`TorchScript` support for functional optimizers"
 LEAST_DISPLAYS: Final = 4  # for each rank, even if there are many
 LEAST_BYTES: Final = 1 << 20  # for each rank, even if there are many
 METHODS: Final = {
@@ -199,6 +202,8 @@ class RankWarnings:
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> Any:  # fmt: skip
+        if HIDDEN in str(message):
+            return
         text = warnings.formatwarning(message, category, filename, lineno, line)[:MOST_CHARACTERS]
         if file is not None or os.getpid() != self._rank_pid:  # processes that the rank has forked are no ranks
             (file or sys.stderr or io.StringIO()).write(text)

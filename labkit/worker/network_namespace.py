@@ -234,7 +234,7 @@ def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
 def enter_new(as_owner: bool) -> bool:
     """Enter a new network namespace, with a loopback interface only; an `OSError` if the system does not allow it.
 
-    If the system requires it, and only `as_owner`, it enters a new user namespace first, and returns True; the process
+    If the system requires it and `as_owner` is set, it enters a new user namespace first, and returns True; the process
     must have a single thread.
     """
     as_user = False

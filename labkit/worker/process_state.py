@@ -103,15 +103,14 @@ class Imports:
 
     def __init__(self, machine: str = "") -> None:
         self._machine = machine
-        self._count = len(sys.modules)
+        self._last = next(reversed(sys.modules), "")  # modules are in the order of their import
         self._specs: dict[str, Any] = {}  # of the student's modules; `importlib.reload` replaces it
 
     def new(self) -> list[ImportedModule]:
         """Return the modules imported or reloaded since the last call."""
         names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
-        more = max(0, len(sys.modules) - self._count)
-        names += list(itertools.islice(reversed(sys.modules), more))  # in the order of import; atomic: threads may import
-        self._count = len(sys.modules)
+        names += list(itertools.takewhile(self._last.__ne__, reversed(sys.modules)))  # atomic: other threads may import
+        self._last = next(reversed(sys.modules), "")
         found = []
         for name in names:
             module = sys.modules.get(name)

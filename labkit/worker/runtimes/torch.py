@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -204,7 +203,6 @@ class Rpc(Torch):
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
         _, notes = self._prepare(offers)
-        _hide_optimizer_warning()
         if self.rank_config.starts_rpc:
             return notes
         place = dist.PrefixStore("labkit", self._joined_store()), self.rank_config.rank, self.rank_config.size
@@ -251,17 +249,3 @@ def sharing(offers: Sequence[Offer]) -> str:
     gpus = [gpu for offer in offers for gpu in offer.gpus]
     different = len(set(gpus))
     return f"{len(offers)} ranks share {counted(different, 'GPU')} and compute in turns" if different < len(gpus) else ""
-
-
-def _hide_optimizer_warning() -> None:
-    """Hide a warning that each DistributedOptimizer issues on each worker and that the student's code cannot avoid.
-
-    torch sets the filter "always" around the warning, so it can only be dropped in `warnings.showwarning`.
-    """
-    show = warnings.showwarning
-
-    def show_others(message: Warning | str, category: type[Warning], *where: Any, **kwargs: Any) -> None:
-        if "`TorchScript` support for functional optimizers" not in str(message):
-            show(message, category, *where, **kwargs)
-
-    warnings.showwarning = show_others

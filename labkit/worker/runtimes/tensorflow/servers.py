@@ -74,11 +74,19 @@ def apply(
         wait_for_release()
         raise Released
 
-    connect = _connections_within() if network.private else lambda: None
+    kept: list[Any] = []
 
-    def call_later(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_within(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let gRPC connect in the private network.
+
+        It connects on its own threads, which it starts on first use and ends when it is no longer used. So it is first
+        used there, by an idle server of tf.data's that exists as long as the rank.
+        """
         reads_from_a_service()
-        connect()
+        if network.private and not kept:
+            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
+            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
+            kept[0].start()  # patched like all servers, so it starts in the private network
         return call(*args, **kwargs)
 
     starts = [name for name in CLUSTER.paths if name.startswith("TFE_")]
@@ -89,29 +97,12 @@ def apply(
     DATA_SERVICE.apply(
         **dict.fromkeys(("DispatchGrpcDataServer.start", "WorkerGrpcDataServer.start"), start_and_bind),
         **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
-        **dict.fromkeys(clients, call_later),
+        **dict.fromkeys(clients, call_within),
     )
     missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE) if not entry.found]
     if not missing or not one_machine:
         return []
     return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
-
-
-def _connections_within() -> Callable[[], None]:
-    """Return a function that makes gRPC open this process's connections in the private network from now on.
-
-    gRPC opens them on its own threads, which it starts on first use and ends when it is no longer used. So it is first
-    used in the private network, by an idle server of tf.data's that exists as long as the rank.
-    """
-    kept: list[Any] = []
-
-    def enter() -> None:
-        if not kept:
-            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
-            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
-            kept[0].start()  # patched like all servers, so it starts in the private network
-
-    return enter
 
 
 def _listen_within_this_machine() -> None:
