@@ -133,13 +133,7 @@ def wrapped(text: str) -> str:
 
 
 class _EndedByGroupError(RunError):
-    """A run that the group stopped although no rank had failed.
-
-    Args:
-        headline: which ranks wait for which; how the ranks called the operation; the function and the time limit.
-        hint: the usual mistake behind it, or which arguments must agree; "" if there is none.
-        doings: for each rank, one line on what it was doing.
-    """
+    """A run that the group stopped although no rank had failed; `doings` says, by rank, what it was doing."""
 
     why = "{}"
 

@@ -28,14 +28,9 @@ from labkit.errors.lists import listed
 
 
 def check_number(
-    value: Any,
-    expected: str,
-    *,
-    whole: bool = False,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
+    value: Any, expected: str, *, whole: bool = False, at_least: float = -math.inf, above: float = -math.inf,
     below: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a value is a number in a range; by default, it may be infinite.
 
     The message of the `TypeError` or `ValueError` is `expected`: what was given, and what was expected.

@@ -42,8 +42,8 @@ def without_child_deaths() -> Iterator[Callable[[BaseException], BaseException]]
     raises an error in the main thread, wherever that is, also while it sends a message. A worker that dies also breaks
     its connection, and either comes first.
 
-    Returns:
-        gives an error's cause: what the program's handler raises if a child process has died just now; else the error.
+    Gives what returns an error's cause: what the program's handler raises if a child process has died just now; else
+    the error.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if not callable(handler):

@@ -30,6 +30,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -72,11 +73,9 @@ def wanted(environment: Mapping[str, str]) -> str:
 
 
 class PrivateNetwork:
-    """The network in which the libraries open sockets.
+    """The network in which the libraries open sockets: that of a network namespace, or the machine's if `fd` is -1.
 
-    Args:
-        fd: the file descriptor of a network namespace, or -1 for the machine's network.
-        why: why there is no private network; "" if there is one.
+    `why` says why there is no private network; "" if there is one.
     """
 
     def __init__(self, fd: int = -1, why: str = "") -> None:
@@ -110,29 +109,20 @@ class PrivateNetwork:
         """Call a function in this network; the threads that it starts stay there."""
         if not self.private:
             return function(*args, **kwargs)
-        results: list[Result] = []
-        errors: list[BaseException] = []
-        done = _thread.allocate_lock()
-        done.acquire()
+        outcome: Future[Result] = Future()
+        _thread.start_new_thread(self._call_inside, (outcome, function, args, kwargs))
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # breaks a reference cycle: an error's traceback refers to this frame
 
-        def inside() -> None:
-            try:
-                system_call("setns", self._fd, CLONE_NEWNET)
-                results.append(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
-                errors.append(error)
-            finally:
-                done.release()
-
-        _thread.start_new_thread(inside, ())
-        with done:
-            pass
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # breaks a reference cycle: the error's traceback refers to this frame
-        return results[0]
+    def _call_inside(self, outcome: Future[Result], function: Callable[..., Result], args: Any, kwargs: dict[str, Any]) -> None:
+        try:
+            system_call("setns", self._fd, CLONE_NEWNET)
+            outcome.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
+            outcome.set_exception(error)
+            del outcome  # as above
 
 
 def make(mode: str) -> PrivateNetwork:

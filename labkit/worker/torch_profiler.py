@@ -38,11 +38,7 @@ class TorchProfiler:
         self._originals: dict[str, Any] = {}  # the functions of torch that start profilers, by name
 
     def start(self) -> None:
-        """Start recording. The first start in a process takes a second, or several seconds with a GPU.
-
-        Raises:
-            LabError: the student's own profiler is still running.
-        """
+        """Start recording. The first start in a process takes a second, or several seconds with a GPU."""
         if not PROFILER.found:
             raise LabError("lab.profile: this version of torch is not known to labkit (lab.doctor() says more)")
         if PROFILER["_profiler_enabled"]():
@@ -88,7 +84,6 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
-    """Return the events of a profiler that has been stopped."""
     fd, path = tempfile.mkstemp(suffix=".json")
     os.close(fd)
     try:
@@ -139,12 +134,8 @@ def on_our_clock(
     """Convert starts and ends on a profiler's clock; [] if it has lost marks, and so perhaps other events.
 
     The marks at the start and at the end give the offset to labkit's clock within some microseconds; in between it is
-    interpolated linearly.
-
-    Args:
-        times: the starts and ends, in ns.
-        seen: start and end of each mark on the profiler's clock.
-        marks: for each mark, labkit's clock in ns before its start, inside it, and after its end.
+    interpolated linearly. `seen` is when the profiler saw each mark start and end; `marks` is labkit's clock in ns
+    before its start, inside it, and after its end.
     """
     import numpy as np
 

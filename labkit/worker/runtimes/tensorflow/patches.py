@@ -66,11 +66,7 @@ def replace_functions_of_datasets_and_autograph() -> None:
 
 
 def work_around_bugs_of_strategies(say: Callable[[str], None]) -> list[str]:
-    """Patch TensorFlow and Keras in this process. Call it once, before the student's code runs.
-
-    Returns:
-        a sentence for each workaround that does not fit the installed code.
-    """
+    """Patch TensorFlow and Keras in this process, once; return a sentence for each workaround that does not fit."""
     import keras
     import tensorflow as tf
 
@@ -252,10 +248,10 @@ def _check_devices(devices: Sequence[Any]) -> None:
         has = sum(len(tf.config.get_logical_device_configuration(one) or [one]) for one in physical)
         if (named.device_index or 0) >= has:
             number = counted(has, f"{kind} device") if has else f"no {kind}"
+            between = "; between processes, use MultiWorkerMirroredStrategy" if kind == "CPU" else ""
             raise LabError(
                 f"MirroredStrategy names {device!r}, but this rank has {number}. MirroredStrategy() without a list takes "
-                "all that it has; lab.Group(..., devices_per_rank=2) gives each rank two; between processes, use "
-                "MultiWorkerMirroredStrategy."
+                f"all that it has; lab.Group(..., devices_per_rank=2) gives each rank two{between}."
             )
 
 

@@ -20,11 +20,10 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from labkit.recording.operations import OTHER, RECV, SEND, type_of_kernel
 from labkit.recording.schema import DATA, Span
-from labkit.worker.runtimes.tensorflow.session import Event
 
 BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
 OPTIMIZERS: Final = re.compile(
@@ -54,6 +53,17 @@ End = tuple[str, int, int]  # one end of a message: job, task and device
 PAUSE_NS: Final = 50_000  # operations with shorter pauses, in which the executor schedules the next one, become one span
 EAGER_PAUSE_NS: Final = 1_000_000  # the same outside a tf.function, where Python runs between them
 FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "compute"
+T = TypeVar("T")
+
+
+class Event(NamedTuple):
+    """An event of TensorFlow's profiler."""
+
+    thread: int  # the number of its thread
+    name: str  # TensorFlow's name for it, such as "sgd/split:SplitV"
+    start_ns: int  # on the clock of `time.perf_counter_ns`
+    end_ns: int
+    stats: dict[str, Any]  # TensorFlow's details, by name
 
 
 class Role(NamedTuple):
@@ -84,7 +94,6 @@ class _IssuedOperation:
     name: str
     start_ns: int
     context: int = 0
-    end_ns: int = 0
     eager: bool = False
 
 
@@ -120,7 +129,7 @@ class _ProtoReader:
         self._algorithms: list[Event] = []
         self._members: dict[int, int] = {}  # the number of devices in a group, by the group's key
         self._main: list[Span] = []
-        self._eager: list[tuple[int, int, int]] = []
+        self._eager: list[tuple[int, int, int]] = []  # thread, start and end of operations outside a tf.function
         self._of_data: set[int] = set()  # the numbers of calls of tf.data's functions
 
     def read(self, events: Iterable[Event]) -> None:
@@ -189,7 +198,7 @@ class _ProtoReader:
         if operation.startswith(NEXT_EAGERLY):
             self._main.append(_compute(self._role.rank, DATA, event.start_ns, event.end_ns))
         elif not event.stats.get("is_func") and not operation.startswith("Collective"):
-            self._eager.append((event.start_ns, event.end_ns, event.thread))
+            self._eager.append((event.thread, event.start_ns, event.end_ns))
 
     def _take_operation(self, event: Event, within: Sequence[Event]) -> None:
         kind = _kind(event)
@@ -266,15 +275,9 @@ class _ProtoReader:
             start_ns, end_ns = operations[inside[0]].start_ns, max(operations[i].end_ns for i in inside)
             found.append(Span(rank, self._names[number], "compute", start_ns, end_ns, device=device))
         own = set().union(*(scopes[number] for number in whole)) if whole else set()
-        pieces: list[tuple[str, int, int]] = []
-        for i, event in enumerate(operations):
-            if i in own:
-                continue
-            if pieces and pieces[-1][0] == labels[i] and event.start_ns - pieces[-1][2] <= PAUSE_NS:
-                pieces[-1] = (labels[i], pieces[-1][1], max(pieces[-1][2], event.end_ns))
-            else:
-                pieces.append((labels[i], event.start_ns, event.end_ns))
-        found += [Span(rank, label, "compute", s, e, device=device, measured=True) for label, s, e in pieces]
+        others = ((labels[i], e.start_ns, e.end_ns) for i, e in enumerate(operations) if i not in own)
+        for label, start_ns, end_ns in _joined(others, PAUSE_NS):
+            found.append(Span(rank, label, "compute", start_ns, end_ns, device=device, measured=True))
         # Operations in the student's own spans are measured as well.
         for event in (operations[i] for i in sorted(own)):
             name = self._names[_scopes(event.name)[-1]]
@@ -321,13 +324,19 @@ class _ProtoReader:
 
     def _eager_spans(self) -> list[Span]:
         """Return the operations outside a tf.function; those in close succession form one span."""
-        pieces: list[list[int]] = []
-        for start_ns, end_ns, thread in sorted(self._eager, key=lambda e: (e[2], e[0])):
-            if pieces and pieces[-1][2] == thread and start_ns - pieces[-1][1] <= EAGER_PAUSE_NS:
-                pieces[-1][1] = max(pieces[-1][1], end_ns)
-            else:
-                pieces.append([start_ns, end_ns, thread])
-        return [_compute(self._role.rank, COMPUTE, s, e) for s, e, _ in pieces]
+        pieces = _joined(sorted(self._eager), EAGER_PAUSE_NS)
+        return [_compute(self._role.rank, COMPUTE, start_ns, end_ns) for _, start_ns, end_ns in pieces]
+
+
+def _joined(parts: Iterable[tuple[T, int, int]], pause_ns: int) -> list[tuple[T, int, int]]:
+    """Join parts that are neighbours, are of one kind, and have at most a short pause between them."""
+    joined: list[tuple[T, int, int]] = []
+    for kind, start_ns, end_ns in parts:
+        if joined and joined[-1][0] == kind and start_ns - joined[-1][2] <= pause_ns:
+            joined[-1] = (kind, joined[-1][1], max(joined[-1][2], end_ns))
+        else:
+            joined.append((kind, start_ns, end_ns))
+    return joined
 
 
 _EXECUTED: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
