@@ -18,11 +18,10 @@ import pickle
 import sys
 import tempfile
 import types
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cloudpickle
 
@@ -36,68 +35,61 @@ _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most func
 
 
 class Sent:
-    """The functions and classes that the notebook has sent to the ranks of one group."""
+    """The functions and classes that the notebook has sent to the ranks of one group; a result can refer to them.
+
+    A name would not be enough: the notebook may have redefined it since, while objects of the old class still exist.
+    Both sides hold weak references. When the notebook's definition is gone, the ranks are notified and send theirs by
+    value.
+    """
 
     def __init__(self) -> None:
         self._next = itertools.count(1)
-        self._numbers: dict[int, int] = {}  # by identity
-        self._references: dict[int, weakref.ref[Any]] = {}  # by number
-        self._gone: deque[int] = deque()  # numbers; the garbage collector appends to it at any time, on any thread
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._definitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._known: set[int] = set()  # the numbers of which the ranks know
 
     def number_of(self, definition: Any) -> int:
         """Return the number of a definition; assign a new one if it has none yet."""
-        number = self._numbers.get(id(definition))
-        if number is None:
-            number, identity = next(self._next), id(definition)
-
-            def forget(_: object) -> None:
-                self._numbers.pop(identity, None)
-                self._references.pop(number, None)
-                self._gone.append(number)
-
-            self._references[number] = weakref.ref(definition, forget)
-            self._numbers[identity] = number
-        return number
+        if definition not in self._numbers:
+            number = self._numbers[definition] = next(self._next)
+            self._definitions[number] = definition
+            self._known.add(number)
+        return self._numbers[definition]
 
     def look_up(self, number: int, name: str) -> Any:
         """Return the definition with this number, unless it was deleted while a result with it was on its way."""
-        reference = self._references.get(number)
-        definition = None if reference is None else reference()
+        definition = self._definitions.get(number)
         if definition is None:
             raise LabError(f"the result refers to {name}, which is no longer defined; run the cell that defines it again")
         return definition
 
     def take_gone(self) -> list[int]:
         """Return the numbers of the definitions that were deleted since the last call."""
-        return [self._gone.popleft() for _ in range(len(self._gone))]  # other threads only append
+        gone = self._known.difference(self._definitions.keys())
+        self._known -= gone
+        return sorted(gone)
 
 
 class Received:
     """The definitions that a rank has received from the notebook."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def add(self, definitions: Mapping[int, Any]) -> None:
         """Add definitions by number. A function is sent with every run; all its copies have the same number."""
-        for number, definition in definitions.items():
-            identity = id(definition)
-
-            def forget(reference: weakref.ref[Any], identity: int = identity) -> None:
-                if self._known.get(identity, (None,))[0] is reference:
-                    del self._known[identity]
-
-            self._known[identity] = weakref.ref(definition, forget), number
+        self._numbers.update({definition: number for number, definition in definitions.items()})
 
     def number_of(self, definition: Any) -> int | None:
         """Return the number of a definition; None if the notebook has not sent it or has deleted its own."""
-        known = self._known.get(id(definition))
-        return None if known is None else known[1]
+        return self._numbers.get(definition)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove definitions that the notebook has deleted."""
         gone = set(numbers)
-        self._known = {identity: known for identity, known in self._known.items() if known[1] not in gone}
+        for definition, number in list(self._numbers.items()):
+            if number in gone:
+                del self._numbers[definition]
 
 
 @dataclass(slots=True)

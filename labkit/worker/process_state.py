@@ -109,8 +109,9 @@ class Imports:
     def new(self) -> list[ImportedModule]:
         """Return the modules imported or reloaded since the last call."""
         names = [name for name, spec in self._specs.items() if getattr(sys.modules.get(name), "__spec__", None) is not spec]
-        names += list(itertools.takewhile(self._last.__ne__, reversed(sys.modules)))  # atomic: other threads may import
-        self._last = next(reversed(sys.modules), "")
+        new = list(itertools.takewhile(self._last.__ne__, reversed(sys.modules)))  # atomic: other threads may import
+        self._last = next(iter(new), self._last)
+        names += [name for name in new if name not in self._specs]
         found = []
         for name in names:
             module = sys.modules.get(name)
