@@ -98,14 +98,13 @@ class AppliedSettings:
                 filters.append((action, message, category, module, line))
         warnings.filters[:] = filters + [f for f in self._own_filters if f not in filters]  # type: ignore[index]
         warnings.simplefilter("default", append=True)  # Python's default; the call invalidates its cache
-        if logging.root.manager.disable != settings.disabled_level:  # setting it makes `logging` visit all loggers
-            logging.disable(settings.disabled_level)
+        logging.disable(settings.disabled_level)
         logging.captureWarnings(settings.captured)
         for name in self._levels - settings.levels.keys():
-            _set_level(name, logging.NOTSET if name else self._own_level)
+            logging.getLogger(name).setLevel(logging.NOTSET if name else self._own_level)
         self._levels = set(settings.levels)
         for name, level in settings.levels.items():
-            _set_level(name, level)
+            logging.getLogger(name).setLevel(level)
         root = logging.getLogger()
         if self._handler is not None:
             root.removeHandler(self._handler)
@@ -115,12 +114,6 @@ class AppliedSettings:
             self._handler.setLevel(settings.handler[0])
             self._handler.setFormatter(settings.handler[1])
             root.addHandler(self._handler)
-
-
-def _set_level(name: str, level: int) -> None:
-    logger = logging.getLogger(name)
-    if logger.level != level:
-        logger.setLevel(level)
 
 
 def _category_to_send(category: Any) -> Any:
