@@ -180,12 +180,12 @@ class _ProtoReader:
             if not _is_loop(within):
                 self._of_data.add(stats.get("id", 0))
         elif (loop := LOOP.match(name)) and loop["input"]:
-            self._main.append(_data(self._role.rank, event.start_ns, event.end_ns, self._device(0)))
+            self._main.append(self._span(DATA, event.start_ns, event.end_ns, device=self._device(0), measured=True))
         elif "tf_function_call" in stats and not self._role.coordinates:
-            self._main.append(_compute(self._role.rank, name, event.start_ns, event.end_ns))
+            self._main.append(self._span(name, event.start_ns, event.end_ns))
         elif name == "tf.function-graph_building":
             outer = next((e.name for e in reversed(within) if "tf_function_call" in e.stats), "")
-            self._main.append(_compute(self._role.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
+            self._main.append(self._span(f"tracing {outer}".strip(), event.start_ns, event.end_ns))
         elif name == "EagerExecute" and not self._role.coordinates and not any(_kind(e) in PYTHON for e in within):
             self._take_eager(event)
         elif name.startswith(COPIED):
@@ -196,7 +196,7 @@ class _ProtoReader:
     def _take_eager(self, event: Event) -> None:
         operation = str(event.stats.get("eager_op", ""))
         if operation.startswith(NEXT_EAGERLY):
-            self._main.append(_compute(self._role.rank, DATA, event.start_ns, event.end_ns))
+            self._main.append(self._span(DATA, event.start_ns, event.end_ns))
         elif not event.stats.get("is_func") and not operation.startswith("Collective"):
             self._eager.append((event.thread, event.start_ns, event.end_ns))
 
@@ -257,6 +257,9 @@ class _ProtoReader:
                 usual = of_thread[executor.started_on].most_common(1)
                 executor.device = usual[0][0] if usual else 0
 
+    def _span(self, name: str, start_ns: int, end_ns: int, **about: Any) -> Span:
+        return Span(self._role.rank, name, "compute", start_ns, end_ns, **about)
+
     def _device(self, number: int) -> str:
         return f"CPU:{number}" if self._role.devices > 1 else "cpu"
 
@@ -264,7 +267,7 @@ class _ProtoReader:
         """Return forward, backward and optimizer of one executor, and the student's own spans."""
         operations = sorted((e for e in executor.operations if _computes(e)), key=lambda e: e.start_ns)
         labels = _labels(operations)
-        device, rank, found = self._device(executor.device), self._role.rank, []
+        device, found = self._device(executor.device), []
         scopes: dict[int, list[int]] = defaultdict(list)
         for i, event in enumerate(operations):
             for number in _scopes(event.name):
@@ -273,21 +276,24 @@ class _ProtoReader:
         whole = {number for number, inside in scopes.items() if len({labels[i] for i in inside}) == 1}
         for number, inside in scopes.items():
             start_ns, end_ns = operations[inside[0]].start_ns, max(operations[i].end_ns for i in inside)
-            found.append(Span(rank, self._names[number], "compute", start_ns, end_ns, device=device))
+            found.append(self._span(self._names[number], start_ns, end_ns, device=device))
         own = set().union(*(scopes[number] for number in whole)) if whole else set()
         others = ((labels[i], e.start_ns, e.end_ns) for i, e in enumerate(operations) if i not in own)
         for label, start_ns, end_ns in _joined(others, PAUSE_NS):
-            found.append(Span(rank, label, "compute", start_ns, end_ns, device=device, measured=True))
+            found.append(self._span(label, start_ns, end_ns, device=device, measured=True))
         # Operations in the student's own spans are measured as well.
         for event in (operations[i] for i in sorted(own)):
             name = self._names[_scopes(event.name)[-1]]
-            found.append(Span(rank, name, "compute", event.start_ns, event.end_ns, device=device, measured=True))
+            found.append(self._span(name, event.start_ns, event.end_ns, device=device, measured=True))
         return found
 
     def _waits_for_data(self, executor: _Executor) -> list[Span]:
         device = self._device(executor.device)
         waits = [e for e in executor.operations if _kind(e) in NEXT]
-        return [_data(self._role.rank, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device) for e in waits]
+        return [
+            self._span(DATA, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device=device, measured=True)
+            for e in waits
+        ]
 
     def _collectives(self) -> list[Span]:
         found, times = [], self._times
@@ -325,7 +331,7 @@ class _ProtoReader:
     def _eager_spans(self) -> list[Span]:
         """Return the operations outside a tf.function; those in close succession form one span."""
         pieces = _joined(sorted(self._eager), EAGER_PAUSE_NS)
-        return [_compute(self._role.rank, COMPUTE, start_ns, end_ns) for _, start_ns, end_ns in pieces]
+        return [self._span(COMPUTE, start_ns, end_ns) for _, start_ns, end_ns in pieces]
 
 
 def _joined(parts: Iterable[tuple[T, int, int]], pause_ns: int) -> list[tuple[T, int, int]]:
@@ -340,14 +346,6 @@ def _joined(parts: Iterable[tuple[T, int, int]], pause_ns: int) -> list[tuple[T,
 
 
 _EXECUTED: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
-
-
-def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
-    return Span(rank, name, "compute", start_ns, end_ns)
-
-
-def _data(rank: int, start_ns: int, end_ns: int, device: str) -> Span:
-    return Span(rank, DATA, "compute", start_ns, end_ns, device=device, measured=True)
 
 
 def _is_loop(within: Sequence[Event]) -> bool:
