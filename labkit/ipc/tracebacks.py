@@ -8,7 +8,7 @@ import re
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final
@@ -222,13 +222,18 @@ def _readable(text: str) -> str:
     if "Detected at node" not in text:
         return text
     names = set(here.files.values())
+    return _without_frames(text, lambda file: file not in names and not is_students(file))
+
+
+def _without_frames(text: str, left_out: Callable[[str], bool]) -> str:
+    """Drop the frames of some files, with their source lines."""
     kept: list[str] = []
     skipping = False
     for line in text.splitlines():
-        file = _FILE_LINE.match(line)
-        if file:
-            skipping = file["file"] not in names and not is_students(file["file"])
-        elif line.strip():
+        frame = _FILE_LINE.match(line)
+        if frame:
+            skipping = left_out(frame["file"])
+        elif line.strip() and not line.startswith("    "):
             skipping = False
         if not skipping:
             kept.append(line)
@@ -282,18 +287,5 @@ def remote_error(text: str) -> RemoteError | None:
         frames = whole
     if not _PLACED.search(headline):  # else the callee had itself made the call that failed
         headline += _PLACE.format(on["name"])
-    return RemoteError(headline, f"on {on['name']}:\n{_of_students(frames)}".rstrip())
-
-
-def _of_students(traceback: str) -> str:
-    """Drop the frames of libraries, which torch lists as well."""
-    kept, skipping = [], False
-    for line in traceback.splitlines():
-        frame = _FILE_LINE.match(line)
-        if frame:
-            skipping = os.path.isabs(frame["file"]) and not is_students(frame["file"])
-        elif not line.startswith("    "):
-            skipping = False
-        if not skipping:
-            kept.append(line)
-    return "\n".join(kept)
+    students = _without_frames(frames, lambda file: os.path.isabs(file) and not is_students(file))  # torch lists libraries'
+    return RemoteError(headline, f"on {on['name']}:\n{students}".rstrip())

@@ -69,7 +69,6 @@ class _Script:
         self._environment = environment
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         self._rank = rank
-        self._alone = size == 1
         self._elsewhere = size - int(environment.get("LOCAL_WORLD_SIZE", "1"))  # ranks, at most
         # The restart count is part of the key, because torchrun's store survives a restart.
         self._key = f"labkit/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
@@ -99,7 +98,7 @@ class _Script:
         self._store: Any = None
         self._server: ClockServer | None = None
         self._reference: tuple[Sequence[str], int, bytes] | None = None  # hosts, port and secret of rank 0's clock
-        self._met = self._alone
+        self._met = size == 1
         self._ask_at_s, self._ask_again_s = 0.0, ASK_FIRST_S
 
     def start(self) -> None:
@@ -157,9 +156,10 @@ class _Script:
 
     def _meet(self) -> None:
         if not self._met:
-            self._met = True  # also after an error
+            met = True  # also after an error
             with _reporting("the clock is not compared with rank 0's"):
-                self._met = self._exchange()
+                met = self._exchange()
+            self._met = met
 
     def _exchange(self) -> bool:
         """On rank 0: publish the run's id and the clock's address. On others: read them. Return whether it is done."""

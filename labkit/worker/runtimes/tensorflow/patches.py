@@ -78,13 +78,10 @@ def work_around_bugs_of_strategies(say: Callable[[str], None]) -> list[str]:
     internals.FILES.apply(
         save=write, save_weights=write, _load_model=shared.load, _save_model=shared.save, on_train_end=shared.end
     )
-    versions = dict.fromkeys((internals.FIT, internals.FILES), f"Keras {keras.__version__}")
-    versions = {internals.LOGICAL_CPUS: f"TensorFlow {tf.__version__}"} | versions
-    return [
-        f"{entry.lost}: labkit has no workaround for {version}; this may fail."
-        for entry, version in versions.items()
-        if not entry.found
-    ]
+    of_keras = f"Keras {keras.__version__}"
+    needed = (internals.LOGICAL_CPUS, f"TensorFlow {tf.__version__}"), (internals.FIT, of_keras), (internals.FILES, of_keras)
+    unknown = ((entry.lost, version) for entry, version in needed if not entry.found)
+    return [f"{lost}: labkit has no workaround for {version}; this may fail." for lost, version in unknown]
 
 
 def _warn_and_set(set_distribution: Callable[..., None], value: Any) -> None:
