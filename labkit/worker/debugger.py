@@ -99,9 +99,7 @@ class Quit(BaseException):
     """The student has typed `q`. A program that catches `Exception`, for example to skip a bad batch, ends as well."""
 
 
-def is_quit(error: BaseException) -> bool:
-    """Whether the student has ended the function with the debugger's `q`."""
-    return isinstance(error, (Quit, bdb.BdbQuit))
+QUITS: Final = (Quit, bdb.BdbQuit)  # what a function raises after the debugger's `q`
 
 
 def quit_failure(rank: int, name: str, at_ns: int) -> RankFailure:

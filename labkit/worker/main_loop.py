@@ -26,7 +26,7 @@ from labkit.ipc.tracebacks import OWN_LIMIT, cause_of, headline, in_students_cod
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
-from labkit.worker.debugger import Debugger, is_quit, quit_failure
+from labkit.worker.debugger import QUITS, Debugger, quit_failure
 from labkit.worker.display import RankDisplay, RankWarnings
 from labkit.worker.late_errors import context_error, without_child_deaths
 from labkit.worker.network_namespace import PrivateNetwork
@@ -328,7 +328,7 @@ class _Rank:
 
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()
-        if is_quit(error):
+        if isinstance(error, QUITS):
             return quit_failure(self._rank_config.rank, self._rank_config.name, at_ns)
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
