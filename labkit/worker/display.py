@@ -239,21 +239,18 @@ def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         return None
     elif not isinstance(thing, type):
         for name, kind in METHODS.items():
-            _add(data, metadata, kind, getattr(type(thing), name, None), thing)
+            method = getattr(type(thing), name, None)
+            made, _ = _attempt(method, thing) if callable(method) else (None, False)
+            if isinstance(made, tuple):
+                made, metadata[kind] = made
+            if made is not None:
+                data[kind] = made
         bundle = getattr(type(thing), "_repr_mimebundle_", None)
         made, _ = _attempt(bundle, thing, include=None, exclude=None) if bundle else (None, False)
         made, how = made if isinstance(made, tuple) else (made, {})
         data |= made or {}
         metadata |= how or {}
     return {"text/plain": _text(thing)} | data, metadata
-
-
-def _add(data: dict[str, Any], metadata: dict[str, Any], kind: str, method: Any, thing: Any) -> None:
-    made, _ = _attempt(method, thing) if callable(method) else (None, False)
-    if isinstance(made, tuple):
-        made, metadata[kind] = made
-    if made is not None:
-        data[kind] = made
 
 
 def _text(thing: Any) -> str:

@@ -104,8 +104,8 @@ class _Rank:
             protocol.Observe: self._observe,
             protocol.Changes: self._follow,
             protocol.NewFiles: lambda message: self._learn(message.files),
-            protocol.NewSettings: self._apply_settings,
-            protocol.Forget: self._forget,
+            protocol.NewSettings: lambda message: self._settings.apply(self._unpack(message.payload)),
+            protocol.Forget: lambda message: self._received.forget(message.numbers),
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
         }
         self._attempt(lambda _: self._send(self._runtime.offer()), rank_config)
@@ -173,6 +173,9 @@ class _Rank:
             is_students.cache_clear()
         here.forget_spans()  # a span keeps the line at which its name was first used in this run
 
+    def _unpack(self, payload: pickling.Payload) -> Any:
+        return pickling.unpack(payload, received=self._received)
+
     def _copy(self, changes: protocol.Changes, kept: Collection[str]) -> None:
         """Apply changes of the notebook's process, except to variables that are kept."""
         apply(changes, kept, elsewhere=self._rank_config.place.elsewhere)
@@ -189,15 +192,9 @@ class _Rank:
         except OSError as error:
             raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
 
-    def _apply_settings(self, message: protocol.NewSettings) -> None:
-        self._settings.apply(pickling.unpack(message.payload, received=self._received))
-
-    def _forget(self, message: protocol.Forget) -> None:
-        self._received.forget(message.numbers)
-
     def _install(self, message: protocol.Install) -> None:
         here.forget_spans()  # as in `_learn`
-        pickling.unpack(message.payload, received=self._received)
+        self._unpack(message.payload)
         self._send(protocol.Installed())
 
     def _profile(self, message: protocol.Profile) -> None:
@@ -219,7 +216,7 @@ class _Rank:
 
     def _call(self, message: protocol.CallFunction) -> None:
         here.forget_spans()  # as in `_learn`
-        function, args, kwargs = pickling.unpack(message.payload, received=self._received)
+        function, args, kwargs = self._unpack(message.payload)
         name = name_of(function)
         self._runtime.begin_run(keep=False, all_called=message.all_called)
         result = self._timed(name, lambda: function(*args, **kwargs), check=message.check)
@@ -236,7 +233,7 @@ class _Rank:
         """Run a cell's source in `__main__`, and display the value of its last expression as a notebook does."""
         self._learn({message.filename: (message.label, message.source.splitlines(keepends=True))})
         space = sys.modules["__main__"].__dict__
-        values = pickling.unpack(message.payload, received=self._received)
+        values = self._unpack(message.payload)
         space.update({name: value for name, value in values.items() if name not in message.present})
         before = dict(space)
 
