@@ -42,6 +42,8 @@ class Torch(Runtime):
     emulates_links = True
     has_torch_profiler = True
     _master = Offer(port=-1)  # where the group's store is, once it is known
+    _rpc_options: RpcOptions | None = None
+    _rpc_name = ""  # under which this rank has initialised RPC
 
     def offer(self) -> Offer:
         """On rank 0: start a store. Return where it is, and this rank's GPUs."""
@@ -118,16 +120,9 @@ class Torch(Runtime):
         from labkit.worker.comm.install import watch_device
         from labkit.worker.comm.process_group_initialization import Initialization
 
-        self._initialization = Initialization(
-            recorder, record_rpc, self.place.names, self._connect, self._rpc_options(), self._rpc_name()
-        )
+        rpc = self._rpc_options, self._rpc_name
+        self._initialization = Initialization(recorder, record_rpc, self.place.names, self._connect, *rpc)
         watch_device(recorder, devices()[0])
-
-    def _rpc_options(self) -> RpcOptions | None:
-        return None
-
-    def _rpc_name(self) -> str:
-        return ""
 
     def _connect(self) -> Any:
         from torch.distributed import TCPStore
@@ -202,9 +197,13 @@ class Rpc(Torch):
 
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
+        from labkit.worker.comm.rpc_initialization import RpcOptions
+
         _, notes = self._prepare(offers)
+        self._rpc_options = options = RpcOptions(*self.options.rpc_options)
         if self.rank_config.starts_rpc:
             return notes
+        self._rpc_name = self.rank_config.name
         place = dist.PrefixStore("labkit", self._joined_store()), self.rank_config.rank, self.rank_config.size
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
         with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
@@ -212,7 +211,7 @@ class Rpc(Torch):
                 self.rank_config.name,
                 rank=self.rank_config.rank,
                 world_size=self.rank_config.size,
-                rpc_backend_options=self._rpc_options().for_torch("labkit://"),
+                rpc_backend_options=options.for_torch("labkit://"),
             )
         return notes
 
@@ -223,16 +222,8 @@ class Rpc(Torch):
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """As for torch; and record how many threads serve, if RPC runs."""
         super().adapt_initialization(recorder, record_rpc)
-        if not self.rank_config.starts_rpc:
-            recorder.ring.serving(self._rpc_options().num_worker_threads)
-
-    def _rpc_options(self) -> RpcOptions:
-        from labkit.worker.comm.rpc_initialization import RpcOptions
-
-        return RpcOptions(*self.options.rpc_options)
-
-    def _rpc_name(self) -> str:
-        return "" if self.rank_config.starts_rpc else self.rank_config.name
+        if self._rpc_name and self._rpc_options is not None:
+            recorder.ring.serving(self._rpc_options.num_worker_threads)
 
     def tear_down(self) -> None:
         """Shut RPC down without waiting for the other ranks, which may have failed."""
