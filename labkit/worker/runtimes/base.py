@@ -74,8 +74,11 @@ class Runtime:
 
     def offer(self) -> Offer:
         """In the rank: return what the other ranks must know before they set up."""
-        address = self.place.listening
-        return Offer(address, _free_port(address) if self.rank_config.rank == 0 else 0)
+        if self.rank_config.rank != 0:
+            return Offer(self.place.listening)
+        with socket.socket() as probe:  # the port is not reserved: bare ranks that bind it may have to try again
+            probe.bind((self.place.listening, 0))
+            return Offer(self.place.listening, probe.getsockname()[1])
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
         """In the rank, before `set_up`: have the framework's operations recorded.
@@ -162,14 +165,3 @@ class Runtime:
 def has_server(jobs: Collection[str], job: str) -> bool:
     """Whether a TensorFlow rank with this job runs a server, on which the chief computes."""
     return "ps" in jobs and job in ("worker", "ps")
-
-
-def _free_port(address: str) -> int:
-    """Return a port that is free now at an address of this machine.
-
-    It is not reserved: bare ranks that bind it may have to try again.
-    """
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
