@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
-import stat
 import threading
 import warnings
 from collections.abc import Callable
@@ -117,8 +115,6 @@ def _listen_within_this_machine() -> None:
 
 def duplicate(fd: int) -> socket.socket:
     """Return a socket object for a duplicate of a file descriptor; an `OSError` if that is not an open socket."""
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
