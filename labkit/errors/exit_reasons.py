@@ -1,6 +1,6 @@
 """Explains why a process ended: its exit code, its signal, or the kernel's out-of-memory (OOM) killer.
 
-Code compares a `Cause`, not the sentences that students read.
+Code compares a `Cause`, not the sentences that students read. `control_group_folders` finds the limits of a container.
 """
 
 from __future__ import annotations

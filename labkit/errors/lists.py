@@ -1,4 +1,4 @@
-"""Joins names and numbers for all messages and figures: "rank 0, rank 1 and rank 3", "0-3, 5", "3 ranks"."""
+"""Joins names and numbers for all messages and figures: "rank 0, rank 1 and rank 3", "0-3, 5"; and `Table`."""
 
 from __future__ import annotations
 

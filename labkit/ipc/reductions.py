@@ -5,6 +5,7 @@
 - A function whose decorator keeps state that cannot be sent is decorated anew by the receiver.
 - Some objects exist only inside a rank: wrapped models, process groups, futures, DTensors. Some of them cannot be
   pickled. Others can, but fail in the notebook, or look complete there and are only a rank's shard.
+- `input`, `exit` and `get_ipython` of the notebook become those of a rank.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ _TRACED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # AutoGraph's pr
 # torch sends an error of a function called by RPC as text: the callee's `WorkerInfo`, then its traceback. Each RPC call
 # that the error passes through wraps the text once more. One traceback is to lead from the caller to the callee.
 _ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
-_PLACE: Final = " (on {})"  # the end of a headline: the rank on which the error was raised
-_PLACED = re.compile(re.escape(_PLACE.format("NAME")).replace("NAME", "[^)]*") + "$")
+_PLACED = re.compile(r" \(on [^)]*\)$")  # the end of a headline: the rank on which the error was raised
 _BEGIN = "Traceback (most recent call last):\n"
 _PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # added by the caller's C++ code
 _DEEPEST: Final = 8  # levels of nested quoting: a KeyError quotes its message each time it is raised
@@ -286,6 +285,6 @@ def remote_error(text: str) -> RemoteError | None:
     if before or _BEGIN in frames:  # a chain of errors, each with its own traceback
         frames = whole
     if not _PLACED.search(headline):  # else the callee had itself made the call that failed
-        headline += _PLACE.format(on["name"])
+        headline += f" (on {on['name']})"
     students = _without_frames(frames, lambda file: os.path.isabs(file) and not is_students(file))  # torch lists libraries'
     return RemoteError(headline, f"on {on['name']}:\n{students}".rstrip())

@@ -2,8 +2,8 @@
 
 What to open for which change:
 - what a rank does with a message: main_loop.py; tests group/test_group.py, group/test_faults.py
-- what it copies: process_state.py (folder, import path, environment; tests also test_working_folder.py),
-  notebook_settings.py (logging, filters of warnings)
+- what it copies (folder, import path, environment, logging, filters of warnings): process_state.py; tests also
+  test_working_folder.py, test_notebook_settings.py
 - what it shows: display.py, figure_backend.py (figures, last expressions, warnings; tests also
   test_notebook_settings.py); prints: ipc/stdio.py
 - `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; tests group/test_breakpoints.py

@@ -29,8 +29,7 @@ MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
 MOST_WARNINGS: Final = 20  # different ones, that a rank sends in a run
 MOST_CHARACTERS: Final = 2_000  # of a warning
-# In a warning that each DistributedOptimizer issues on each worker, which no program can avoid; torch sets
-# the filter "always" around it.
+# In a warning of each DistributedOptimizer on each worker, which no program can avoid: torch sets the filter "always".
 HIDDEN: Final = "`TorchScript` support for functional optimizers"
 LEAST_DISPLAYS: Final = 4  # for each rank, even if there are many
 LEAST_BYTES: Final = 1 << 20  # for each rank, even if there are many

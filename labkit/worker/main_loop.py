@@ -30,8 +30,7 @@ from labkit.worker.debugger import QUITS, Debugger, quit_failure
 from labkit.worker.display import RankDisplay, RankWarnings
 from labkit.worker.late_errors import context_error, without_child_deaths
 from labkit.worker.network_namespace import PrivateNetwork
-from labkit.worker.notebook_settings import AppliedSettings
-from labkit.worker.process_state import Imports, WorkingFolder, apply
+from labkit.worker.process_state import AppliedSettings, Imports, WorkingFolder, apply
 from labkit.worker.runtimes.base import Released, Runtime
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked

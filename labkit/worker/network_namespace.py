@@ -50,7 +50,6 @@ INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment va
 CAPABILITY_VERSION_3: Final = 0x20080522
 CAP_SYS_ADMIN: Final = 21
 PR_CAPBSET_DROP: Final = 24
-
 ACCOUNTS: Final = Path("/etc/passwd")
 SOURCES: Final = Path("/etc/nsswitch.conf")  # where accounts come from
 LOCAL_SOURCES: Final = {"files", "compat", "altfiles", "systemd"}  # others, such as LDAP, have accounts of a whole site

@@ -1,4 +1,4 @@
-"""Sets up and tears down a rank of torch.distributed. torch is imported late, in the ranks."""
+"""Sets up and tears down a rank of torch.distributed, or of its RPC. torch is imported late, in the ranks."""
 
 from __future__ import annotations
 
