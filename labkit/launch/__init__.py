@@ -9,8 +9,7 @@ What to open for which change:
 - words and limits of a slow start: group/processes.py; tests test_starters.py
 - what this machine must offer (memory, files): capacity.py; tests test_usable_memory.py, group/test_group.py
 - show something else that a rank uses, as disk reads: a field of `Load` and where it is read in resource_usage.py;
-  drawn by plots/live/drawing.py; other machines pack it: `write_state`, `read_state` in machines/relayed_rank.py;
-  tests also plots/test_live.py. `Load` is for the live picture only and not in the trace: what must be in the trace is
+  drawn by plots/live/drawing.py; tests also plots/test_live.py. `Load` is for the live picture only and not in the trace: what must be in the trace is
   recorded in the rank (recording/)
 - the stacks of ranks: stack_dump.py, frames.py (whose code); their words: group/stack_report.py; which threads wait,
   for deadlocks: thread_states.py; tests test_stack_dump.py, test_thread_states.py

@@ -51,7 +51,7 @@ from labkit.launch.descendants import (
     end_other_sessions,
     kill_groups,
 )
-from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reaped, Reply, Request
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request
 from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace
 from labkit.worker.network_namespace import PrivateNetwork
@@ -160,7 +160,7 @@ class _Server:
             return self._fork(request.ranks, received)
         assert isinstance(request, Reap), "the other requests are for relays"
         self._reap([number for number in request.ranks if number in self._ranks])
-        return Reaped({number: self._codes.pop(number) for number in request.ranks if number in self._codes})
+        return {number: self._codes.pop(number) for number in request.ranks if number in self._codes}
 
     def _fork(self, numbers: Sequence[int], received: Sequence[int]) -> Forked | Failed:
         """Fork ranks, each with three of the received file descriptors."""

@@ -40,7 +40,6 @@ from labkit.launch.server_requests import (
     Fork,
     Forked,
     Reap,
-    Reaped,
     Reply,
     Request,
     Waits,
@@ -242,8 +241,7 @@ class ServerStarter(Starter):
                 self.waiting_for = ""
                 if isinstance(reply, Failed):
                     raise LabError(reply.reason)
-                answer: Reply = reply
-                return answer
+                return reply
 
     def _death(self) -> LabError:
         log = ""
@@ -271,12 +269,11 @@ class ForkStarter(ServerStarter):
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
         with self._lock:
             try:
-                reaped = self._ask(Reap([process.number for process in processes]))
+                codes = self._ask(Reap([process.number for process in processes]))
             except LabError:  # the server has ended, and its ranks with it, but not the processes that these have started
                 kill_groups([process.pid for process in processes])
                 return {}
-        assert isinstance(reaped, Reaped)
-        return _with_crashes(processes, reaped.codes)
+        return _with_crashes(processes, codes)
 
 
 class SpawnStarter(Starter):

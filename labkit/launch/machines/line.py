@@ -197,8 +197,8 @@ class Large:
         self._uses: Counter[int] = Counter()  # frames that have come and are not passed on yet
         self._forgotten: set[int] = set()
 
-    def add(self, number: int, data: bytes) -> None:
-        """Store a part."""
+    def add(self, number: int, data: bytes) -> bool:
+        """Store a part; return whether all have come now."""
         offset, size = _PART.unpack_from(data)
         if number not in self._fds:
             self._fds[number], self._missing[number] = shared_memory(size), size
@@ -208,6 +208,7 @@ class Large:
             done = os.pwrite(self._fds[number], view, offset)
             view, offset = view[done:], offset + done
         self._tidy(number)
+        return self.complete(number)
 
     def complete(self, number: int) -> bool:
         """Whether all parts have come."""

@@ -12,10 +12,10 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.options import AT_IMPORT
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.machines.engines import Engine
-from labkit.launch.machines.relayed_rank import read_state
+from labkit.launch.machines.facts import read_report
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.resource_usage import Load
-from labkit.launch.server_requests import Answered, Ask, Ended, Reap, Survey, Surveyed
+from labkit.launch.server_requests import Ask, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import RING_BYTES
@@ -48,11 +48,11 @@ class _MachinesClock(Clock):
     @property
     def error_ns(self) -> int:
         """See `Clock`."""
-        return read_state(self._process.memory)[2] if self._process.memory >= 0 else 0
+        return read_report(self._process.memory).error_ns if self._process.memory >= 0 else 0
 
     def here(self, ns: int) -> int:
         """See `Clock`."""
-        return ns + read_state(self._process.memory)[1] if self._process.memory >= 0 else ns
+        return ns + read_report(self._process.memory).offset_ns if self._process.memory >= 0 else ns
 
 
 class RelayedRankProcess(RankProcess):
@@ -77,15 +77,15 @@ class RelayedRankProcess(RankProcess):
         """Return its state as its agent has last reported it."""
         if self.memory < 0 or self.ended is not None:
             return Status("gone", exiting=True, cpu_s=0.0)
-        return read_state(self.memory)[0].status
+        return read_report(self.memory).state.status
 
     def reported_ns(self, now_ns: int) -> int:
         """See `RankProcess`."""
-        return (read_state(self.memory)[3] if self.memory >= 0 else 0) or now_ns
+        return (read_report(self.memory).reported_ns if self.memory >= 0 else 0) or now_ns
 
     def load(self) -> Load:
         """Return the resources that it uses, as its agent has last reported them."""
-        return read_state(self.memory)[0].load if self.memory >= 0 else Load()
+        return read_report(self.memory).state.load if self.memory >= 0 else Load()
 
     def has_thread(self, number: int) -> bool:
         """See `RankProcess`."""
@@ -146,9 +146,8 @@ class RelayStarter(ServerStarter):
         if not processes:
             return {}
         with self._lock:
-            answered = self._ask(Ask(question, [process.number for process in processes]))
-        assert isinstance(answered, Answered)
-        return answered.answers
+            answers: Mapping[int, _Answer] = self._ask(Ask(question, [process.number for process in processes]))
+        return answers
 
     def monitor(self, processes: Sequence[RankProcess], devices: str) -> _ReportedLoads:  # noqa: ARG002  # there it is known
         """See `Starter`."""
@@ -158,18 +157,16 @@ class RelayStarter(ServerStarter):
         """Return what is known of the machines."""
         with self._lock:
             self._wait_until_ready()
-            surveyed = self._ask(Survey())
-        assert isinstance(surveyed, Surveyed)
+            surveyed: Surveyed = self._ask(Survey())
         return surveyed
 
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
         with self._lock:
             try:
-                ended = self._ask(Reap([process.number for process in processes]))
+                ends: Mapping[int, End] = self._ask(Reap([process.number for process in processes]))
             except LabError as error:  # the relay has ended, and so have the agents and their ranks
                 return {process.number: End(None, lost=f"is lost: {error}") for process in processes}
-        assert isinstance(ended, Ended)
-        return ended.ends
+        return ends
 
 
 def survey(engine: Engine) -> Surveyed:
