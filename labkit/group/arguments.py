@@ -1,13 +1,16 @@
-"""The arguments of a group: read, and checked against its runtime and this machine, before any process starts."""
+"""The arguments of a group and of its calls: read, and checked, before any process starts or does something."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import numbers
+import operator
 import os
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.costs.link import Link
@@ -15,6 +18,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
+from labkit.ipc.code_names import name_of
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
 from labkit.launch.capacity import check_capacity, processes_visible
 from labkit.recording.cores import usable_cores
@@ -205,3 +209,111 @@ def check_machine(options: Options, kind: type[Runtime]) -> None:
     if options.start == "fork" and sys.platform != "linux":
         raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
     check_capacity(count, kind.rank_bytes)
+
+
+def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
+    """The numbers of the selected ranks in ascending order.
+
+    Args:
+        names: names of all ranks of the group.
+        which: a number, a name, a slice, or several numbers and names.
+
+    Raises:
+        LabError: the group has no such rank.
+        TypeError: `which` has another type.
+    """
+    if isinstance(which, slice):
+        on = list(range(len(names))[which])
+    elif isinstance(which, Iterable) and not isinstance(which, str):
+        on = sorted({_number(names, w) for w in which})
+    else:
+        on = [_number(names, which)]
+    if not on:
+        raise LabError(f"group[{_shown(which)}] selects no ranks; this group has ranks 0 to {len(names) - 1}")
+    return on
+
+
+def _number(names: Sequence[str], which: int | str) -> int:
+    if isinstance(which, str):
+        if which in names:
+            return names.index(which)
+        raise LabError(f"no rank is named {which!r}; this group has {', '.join(map(repr, names))}")
+    try:
+        number = operator.index(which)
+    except TypeError:
+        number = None
+    if number is None or isinstance(which, bool):
+        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
+    if -len(names) <= number < len(names):
+        return number % len(names)
+    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, slice):
+        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
+    return repr(which)
+
+
+# Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
+RANK_NAMES: Final = (
+    "gpu",
+    "i",
+    "idx",
+    "index",
+    "pid",
+    "proc_id",
+    "process_id",
+    "process_index",
+    "local_process_index",
+    "worker_id",
+)
+
+
+class WithRank:
+    """A function that is called with the rank's number before its arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self.__name__ = name_of(function)
+
+    def __call__(self, *args: Any) -> Any:
+        """In a rank: call the function."""
+        return self._function(int(os.environ["LABKIT_RANK"]), *args)
+
+
+def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: int) -> None:
+    """Check the arguments of `group.spawn`, which supports less than `mp.spawn`.
+
+    Raises:
+        TypeError, ValueError: an invalid argument.
+    """
+    if not callable(function):
+        raise TypeError(f"spawn({function!r}): expected a function, given {type(function).__name__}. Pass f, not f(rank).")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"spawn(..., args={args!r}): expected a tuple of arguments; a single one is written args=({args!r},)")
+    if nprocs not in (None, size):
+        raise ValueError(f"spawn(..., nprocs={nprocs}): this group has {size} ranks; create one with lab.Group({nprocs})")
+    if not join:
+        raise ValueError("spawn(..., join=False): a group always waits for its ranks; leave join out")
+
+
+def hint_for_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A hint for a function that was called without the rank that its first parameter expects; else ""."""
+    if isinstance(function, WithRank):
+        return ""
+    try:
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters), "")
+        if "rank" not in first and first not in RANK_NAMES:
+            return ""
+        signature.bind(0, *args, **kwargs)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        name = name_of(function)
+        return f"`group.spawn({name}, args=(...))` calls {name}({first}, ...) on each rank with its number, as mp.spawn does."
+    return ""

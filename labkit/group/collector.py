@@ -1,10 +1,10 @@
-"""The raw records of a run: read while it is running, queried for operations, and turned into a trace on request."""
+"""The raw records of a run: read while it runs, shown in a picture, queried for operations, turned into a trace."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from labkit.costs.network import Network, nodes_over
 from labkit.errors.lists import listed
 from labkit.group.mismatches import ProgramLine, first_unequal
 from labkit.group.pool_state import Member
+from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
 from labkit.recording.ring_buffer import pending_of
@@ -23,6 +24,29 @@ from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 
 _Who = TypeVar("_Who")  # a rank's number or its name
+
+
+class Picture(Protocol):
+    """A live picture of a run; its methods are called on the thread that called `watch`."""
+
+    interval_s: float
+
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
+        """The run starts; the ranks with the numbers `called` call the function, the others serve."""
+
+    def update(
+        self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load], silent: Mapping[int, int]
+    ) -> None:
+        """Receive newly completed spans, per rank its pending operations and its resource usage.
+
+        `silent` has the ranks whose machine does not answer, with the time of its last report.
+        """
+
+    def hold(self, asking: Collection[int]) -> None:
+        """The student is asked for a command for one of these ranks: no update follows while the student thinks."""
+
+    def end(self, trace: Trace, stopped: str) -> None:
+        """The run has ended; `stopped` says why it ended early, as in "stopped by an error"; "" if it did not."""
 
 
 class Records:

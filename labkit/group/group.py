@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -19,25 +20,26 @@ from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.group.arguments import (
     FixedArgument,
+    WithRank,
     check_environment,
     check_machine,
     check_runtime,
+    check_spawn,
+    chosen,
     default_threads,
+    hint_for_rank,
     machines_or_link,
     names_and_jobs,
     rpc_options,
     runtime_named,
 )  # fmt: skip
-from labkit.group.cell_names import CellNames, lost_names
+from labkit.group.collector import Picture
+from labkit.group.deadlock_words import Stacks, readable
 from labkit.group.open_groups import default_start, notebook
 from labkit.group.output import cell_label, put
-from labkit.group.picture import Picture
-from labkit.group.pool_state import Member, Phase, Request
+from labkit.group.pool_state import CellNames, Member, Phase, Request, lost_names
 from labkit.group.processes import RankPool
-from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
-from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
-from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
 from labkit.ipc.code_names import assigned, function_mentions, mentions, name_of, parameters_of, reads
 from labkit.ipc.definitions import Sent
@@ -47,6 +49,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
 from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.thread_states import Threads
+from labkit.worker.runtimes.registry import RUNTIMES
 
 
 class Group:
@@ -490,6 +493,76 @@ class Group:
         if note not in self._announced:
             self._announced.add(note)
             put(f"labkit: {note}\n")
+
+
+class Ranks:
+    """Selected ranks: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run."""
+
+    def __init__(self, group: Group, on: Sequence[int]) -> None:
+        self.group, self.on = group, tuple(on)
+
+    def __len__(self) -> int:
+        return len(self.on)
+
+    def __iter__(self) -> Iterator[Ranks]:
+        """A selection of each rank alone, in rank order."""
+        return (Ranks(self.group, [rank]) for rank in self.on)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and (self.group, self.on) == (other.group, other.on)
+
+    def __hash__(self) -> int:
+        return hash((id(self.group), self.on))
+
+    @public_api
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
+        return self.group._run(function, args, kwargs, self.on, watch=False)
+
+    @public_api
+    def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """`run` with the live picture; see `Group.watch`."""
+        return self.group._run(function, args, kwargs, self.on, watch=True)
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(self.group.names[i] for i in self.on)} of {self.group!r}>"
+
+
+@public_api
+def profile(group: Group) -> AbstractContextManager[None]:
+    """Record each rank with torch's profiler in the runs of this block: operators, kernels, CUDA calls.
+
+        with lab.profile(group):
+            run = group.run(train)
+        run.trace.save("x.json")      # Perfetto shows them in each rank's process, below labkit's own rows
+
+    The events have the clock of the spans, to within some microseconds. Profiling slows the ranks down, so measure
+    times without it. For each rank and run, the 100,000 longest events are kept, in `run.trace.profile`.
+
+    Args:
+        group: a group with runtime "torch" or "rpc".
+
+    Returns:
+        a context manager.
+
+    Raises:
+        TypeError: `group` is not a group.
+        LabError: the group has another runtime.
+    """
+    if not hasattr(group, "profiling"):
+        raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
+    if not RUNTIMES[group.runtime].has_torch_profiler:
+        raise LabError(f"lab.profile is for torch; this group has the runtime {group.runtime!r}")
+    return _profiled(group)
+
+
+@contextmanager
+def _profiled(group: Group) -> Iterator[None]:
+    before, group.profiling = group.profiling, True
+    try:
+        yield
+    finally:
+        group.profiling = before
 
 
 def _end_unreferenced(pool: RankPool, owner: int) -> None:

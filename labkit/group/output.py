@@ -294,6 +294,12 @@ def notebook_shell() -> Any:
     return shell if shell is not None and hasattr(shell, "kernel") else None
 
 
+def notebook_path() -> str:
+    """Return the path of this kernel's notebook, as Jupyter or VS Code gives it; "" if a program executes it."""
+    path = os.environ.get("JPY_SESSION_NAME", "") or getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", "")
+    return str(path) if str(path).endswith(".ipynb") else ""
+
+
 def _shell() -> Any:
     """IPython's shell, in a notebook or in a terminal; None if there is none."""
     ipython = sys.modules.get("IPython")

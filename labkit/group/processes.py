@@ -14,10 +14,10 @@ from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import OOMKillCounters, explain_exit
 from labkit.errors.lists import counted, listed
+from labkit.group.deadlock_words import crash
 from labkit.group.message_loop import MessageLoop
 from labkit.group.output import Notice, notebook_shell
 from labkit.group.pool_state import LostRanks, Member, Phase, PoolState, Request
-from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent

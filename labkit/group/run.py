@@ -13,14 +13,12 @@ from labkit.errors.exit_reasons import Cause
 from labkit.errors.library_hints import library_hint
 from labkit.errors.lists import these
 from labkit.group import breakpoints
-from labkit.group.collector import Records
+from labkit.group.collector import Picture, Records
 from labkit.group.deadlock import PARTED, Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
 from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
-from labkit.group.failed_waits import whom_it_awaited
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
-from labkit.group.picture import Picture
 from labkit.group.pool_state import Member
 from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
@@ -543,7 +541,7 @@ class Execution:
         if unequal:
             hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}"
         else:
-            hint = whom_it_awaited(causes[0], others, self._records, self._monitor, self._names)
+            hint = self._monitor.whom_it_awaited(causes[0], others)
             hint = hint or library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 

@@ -44,7 +44,7 @@ from labkit.launch.server_requests import (
     Request,
     Waits,
 )
-from labkit.launch.stack_dump import crashed_in
+from labkit.launch.thread_states import crashed_in
 from labkit.worker.stack_writer import held_back
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute

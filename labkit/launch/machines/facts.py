@@ -114,7 +114,7 @@ UNREPORTED: Final = RelayedState(Status("sleeping", exiting=False, cpu_s=0.0), L
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What the relay knows of a rank now; it is in shared memory, behind the rank's ring."""
 
     state: RelayedState = UNREPORTED
@@ -123,13 +123,13 @@ class Report:
     reported_ns: int = 0  # when its machine reported last, on this machine's clock; 0: not yet
 
 
-def write_report(memory: Any, report: Report) -> None:
+def write_report(memory: Any, report: RankReport) -> None:
     """In the relay: store it in a rank's mapped memory, of `RING_BYTES` + `REPORT_BYTES` bytes."""
     data = pickle.dumps(report)
     memory[RING_BYTES : RING_BYTES + REPORT_BYTES] = (_SUM.pack(zlib.crc32(data), len(data)) + data).ljust(REPORT_BYTES, b"\0")
 
 
-def read_report(memory: int) -> Report:
+def read_report(memory: int) -> RankReport:
     """In the notebook: return the last one; an empty one if there is none yet."""
     for _ in range(READ_TIMES):  # the relay may be writing
         data = os.pread(memory, REPORT_BYTES, RING_BYTES)
@@ -137,9 +137,9 @@ def read_report(memory: int) -> Report:
             break
         checksum, size = _SUM.unpack_from(data)
         if zlib.crc32(data := data[_SUM.size : _SUM.size + size]) == checksum:
-            report: Report = pickle.loads(data)
+            report: RankReport = pickle.loads(data)
             return report
-    return Report()
+    return RankReport()
 
 
 def _address() -> str:

@@ -24,8 +24,8 @@ from labkit.launch.machines.facts import (
     AgentRequest,
     Facts,
     KnownMachine,
+    RankReport,
     RelayedState,
-    Report,
     write_report,
 )
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort, Segments
@@ -258,7 +258,7 @@ class RelayedRank:
         self._reported()
 
     def _reported(self) -> None:
-        write_report(self._memory, Report(self._state, self._offset_ns, self._error_ns, time.perf_counter_ns()))
+        write_report(self._memory, RankReport(self._state, self._offset_ns, self._error_ns, time.perf_counter_ns()))
 
     def printed(self, data: bytes) -> None:
         """Pass on what it has printed."""
