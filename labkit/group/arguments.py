@@ -46,11 +46,7 @@ class FixedArgument:
 
 
 def runtime_named(name: Any) -> type[Runtime]:
-    """The class of a runtime.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """The class of a runtime."""
     if not isinstance(name, str) or name not in RUNTIMES:
         raise ValueError(f"runtime={name!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
     return RUNTIMES[name]
@@ -59,11 +55,7 @@ def runtime_named(name: Any) -> type[Runtime]:
 def machines_or_link(
     on: Any, link: Link | Network | None, ranks: int, kind: type[Runtime]
 ) -> tuple[Any, Link | Network | None, str]:
-    """Return the machines and the link of a group, and a line if they are not those that were asked for.
-
-    Raises:
-        TypeError, ValueError: `on` is no engine, or cannot have so many ranks, or there is a link as well.
-    """
+    """The machines and the link of a group, and a line if they are not those that were asked for."""
     from labkit.launch.machines.engines import Engine
 
     if not isinstance(on, Engine):
@@ -85,11 +77,7 @@ def default_threads(ranks: int) -> int:
 
 
 def check_environment() -> None:
-    """Check that this process may create groups.
-
-    Raises:
-        LabError: this process is a rank, or labkit does not support this system.
-    """
+    """Raise LabError if this process is a rank, or if labkit does not support this system."""
     if "LABKIT_RANK" in os.environ:
         raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
@@ -101,11 +89,7 @@ def check_environment() -> None:
 def names_and_jobs(
     ranks: int | Sequence[str] | Mapping[str, int], kind: type[Runtime]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """The names of the ranks, and TensorFlow's job and task of each.
-
-    Raises:
-        TypeError, ValueError: an invalid number, name or job.
-    """
+    """The names of the ranks, and TensorFlow's job and task of each."""
     if isinstance(ranks, Mapping):
         jobs = _jobs(ranks, kind)
         names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
@@ -152,11 +136,7 @@ def _check_count(count: int, given: str) -> None:
 def rpc_options(given: Any) -> tuple[int, float]:
     """The number of threads that serve calls, and the time limit of a call in seconds.
 
-    Args:
-        given: torch's `TensorPipeRpcBackendOptions`, or a dict; None for torch's defaults.
-
-    Raises:
-        TypeError, ValueError: an invalid option.
+    Given are torch's `TensorPipeRpcBackendOptions`, a dict, or None for torch's defaults.
     """
     if given is None:
         return RPC_OPTIONS
@@ -175,13 +155,7 @@ def rpc_options(given: Any) -> tuple[int, float]:
 
 
 def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> None:
-    """Check that the runtime has what the options ask for.
-
-    `for_rpc` says whether options of RPC were given.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise ValueError if the runtime lacks what the options ask for; `for_rpc`: whether options of RPC were given."""
     if options.devices_per_rank != 1 and not kind.has_logical_devices:
         raise ValueError(
             f"devices_per_rank is for {_those('has_logical_devices')}; in torch, lab.devices(n) gives a rank's devices"
@@ -196,11 +170,7 @@ def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> No
 
 
 def check_machine(options: Options, kind: type[Runtime]) -> None:
-    """Check that this machine and installation have what a group needs.
-
-    Raises:
-        LabError: they have not.
-    """
+    """Raise LabError if this machine or installation lacks what a group needs."""
     count = len(options.names)
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise missing(kind.package, kind.extra)
@@ -212,16 +182,7 @@ def check_machine(options: Options, kind: type[Runtime]) -> None:
 
 
 def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
-    """The numbers of the selected ranks in ascending order.
-
-    Args:
-        names: names of all ranks of the group.
-        which: a number, a name, a slice, or several numbers and names.
-
-    Raises:
-        LabError: the group has no such rank.
-        TypeError: `which` has another type.
-    """
+    """The numbers of the selected ranks in ascending order, given as for `Group.__getitem__`."""
     if isinstance(which, slice):
         on = list(range(len(names))[which])
     elif isinstance(which, Iterable) and not isinstance(which, str):
@@ -284,11 +245,7 @@ class WithRank:
 
 
 def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: int) -> None:
-    """Check the arguments of `group.spawn`, which supports less than `mp.spawn`.
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-    """
+    """Check the arguments of `group.spawn`, which supports less than `mp.spawn`."""
     if not callable(function):
         raise TypeError(f"spawn({function!r}): expected a function, given {type(function).__name__}. Pass f, not f(rank).")
     if not isinstance(args, tuple | list):

@@ -50,11 +50,7 @@ class Picture(Protocol):
 
 
 class Records:
-    """The records of one run, by rank.
-
-    Args:
-        cores: how many cores they share; 0 if unknown.
-    """
+    """The records of one run, by rank; `cores` is how many cores they share, 0 if unknown."""
 
     def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
         self._link, self._cores = link, cores
@@ -234,11 +230,9 @@ class Records:
         return sum(int(((c["kind"] == COMPUTE) & (c["name"] == optimizer)).sum()) for c in self._chunks[rank])
 
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
-        """Find the first operations with mismatched arguments.
+        """Find the first operation whose result is wrong, and the first that reduced tensors of different shapes.
 
-        Returns:
-            the first whose result is wrong, and the first that reduced different shapes: for each rank its name and its
-            side of the operation; [] for none.
+        Return for each rank its name and its side of the operation; [] for none.
         """
         self.drain()
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
@@ -256,8 +250,7 @@ class Records:
     def trace(self, profiled: Sequence[Sequence[Any]] = ()) -> Trace:
         """Return the trace of all records; call `freeze` first.
 
-        Args:
-            profiled: by rank, the fields of its `ProfilerEvent`s; empty if torch's profiler was off.
+        `profiled` has by rank the fields of its `ProfilerEvent`s; it is empty if torch's profiler was off.
         """
         profile = [ProfilerEvent(rank, *row) for rank, rows in enumerate(profiled) for row in rows]
         unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]

@@ -176,10 +176,7 @@ def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
 def first_mismatch(operations: Sequence[tuple[_Who, Pending]]) -> tuple[tuple[_Who, Pending], ...]:
     """The two sides of the first operation that ranks entered with different arguments; () if there is none.
 
-    Of a message, the sender comes first.
-
-    Args:
-        operations: ranks, each with an operation that it is in, or was in when it failed.
+    Given are operations in which ranks are, or were when they failed. Of a message, the sender comes first.
     """
     by_number: dict[tuple[str, int], list[tuple[_Who, Pending]]] = {}
     for who, operation in operations:

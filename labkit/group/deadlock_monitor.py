@@ -61,11 +61,7 @@ class _Suspicion:
 class DeadlockMonitor:
     """Distinguishes a deadlock from ranks that only wait long.
 
-    Args:
-        on: the numbers of the ranks that call the function.
-        results, failures: the ranks that have returned or failed so far; both grow during the run.
-        serving: the numbers of ranks that were called and now only serve others.
-        called: the function that the run called, as a frame.
+    Ranks `on` call the function; those of `serving` now only serve others. Results and failures grow during the run.
 
     Attributes:
         notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
@@ -206,9 +202,7 @@ class DeadlockMonitor:
     def parting(self, waits: Sequence[tuple[int, Pending]], returned: int | None = None) -> tuple[str, dict[int, str]]:
         """Where ranks parted, and what torch made their operations of, in sentences; and source lines by rank.
 
-        Args:
-            waits: ranks with their operations: two sides, or ranks that wait for one that has returned.
-            returned: that rank.
+        Given are the operations of two sides, or of ranks that wait for one that has returned.
         """
         collectives = [(i, p) for i, p in waits if kind_of(p.group) in (GroupKind.COLLECTIVE, GroupKind.CREATION)]
         if not collectives or not (len(waits) == 2 or returned is not None):

@@ -102,8 +102,7 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
 def mismatch_in_words(operations: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     """A sentence and a hint about ranks that entered the same operation with different arguments; ("", "") if none did.
 
-    Args:
-        operations: names of ranks, each with an operation that it is in, or was in when it failed.
+    Given are operations in which ranks are, or were when they failed.
     """
     sides = first_mismatch(operations)
     if not sides:

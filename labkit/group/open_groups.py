@@ -27,16 +27,11 @@ class Closable(Protocol):
 
 
 class Notebook:
-    """The groups and starters of this process.
-
-    Attributes:
-        groups: the open groups.
-        starters: the starters of ranks: on this machine by preloaded modules, start method and LABKIT_NETWORK; on
-            others by runtime and engine.
-    """
+    """The open groups of this process, and the starters of ranks."""
 
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[Closable] = weakref.WeakSet()
+        # On this machine by preloaded modules, start method and LABKIT_NETWORK; on others by runtime and engine.
         self.starters: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._of_parent: list[Any] = []
@@ -44,12 +39,9 @@ class Notebook:
         os.register_at_fork(after_in_child=self._start_afresh)
 
     def starter(self, runtime: str, start: str, on: Any = None) -> Any:
-        """The starter of a runtime's ranks. The first call starts importing the framework, without waiting for it.
+        """The starter of a runtime's ranks, on this machine or on those of an `Engine`.
 
-        `on` is the `launch.machines.engines.Engine` of the ranks' machines; None for this machine.
-
-        Raises:
-            LabError: LABKIT_NETWORK=private, and the start method is not "fork".
+        The first call starts importing the framework, without waiting for it.
         """
         from labkit.ipc.pickling import shared_memory
         from labkit.launch.starters import ForkStarter, SpawnStarter
@@ -119,11 +111,7 @@ def warm_up(runtime: str = "torch") -> None:
 
 
 def default_start() -> str:
-    """The default start method: "fork" on Linux, where it is safe; "spawn" elsewhere; or the value of LABKIT_START.
-
-    Raises:
-        LabError: LABKIT_START is neither.
-    """
+    """The default start method: the value of LABKIT_START; or "fork" on Linux, where it is safe; "spawn" elsewhere."""
     chosen = os.environ.get("LABKIT_START") or ("fork" if sys.platform == "linux" else "spawn")
     if chosen not in STARTS:
         raise LabError(f"LABKIT_START={chosen!r}: expected 'fork' or 'spawn'")

@@ -114,11 +114,7 @@ LIVE_EVERY_S: Final = 0.15
 
 
 class Output:
-    """The prints of all ranks in one run.
-
-    Args:
-        show: False keeps them without showing them.
-    """
+    """The prints of all ranks in one run, which are kept, and shown unless `show` is False."""
 
     def __init__(self, names: Sequence[str], *, show: bool = True) -> None:
         self._names = names

@@ -111,12 +111,9 @@ def parting_in_words(one: Side, other: Side) -> str:
 
 
 def frames_at(line: str, stack: Sequence[StackFrame], called: StackFrame | None) -> list[StackFrame]:
-    """The student's frames of a rank in an operation; [] if they are not certain.
+    """The student's frames of a rank that entered an operation at a line; [] if they are not certain.
 
-    Args:
-        line: where it entered the operation.
-        stack: its present stack; if it has left the operation, the line may still be in the called function itself.
-        called: the function that the run called.
+    `stack` is its present stack; if it has left the operation, the line may still be in the called function itself.
     """
     own, (label, number) = [frame for frame in stack if frame.own is Owner.STUDENT], _label_and_number(line)
     if own and (cell_label(own[-1].file), own[-1].line) == (label, number):

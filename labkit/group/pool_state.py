@@ -135,18 +135,13 @@ class Request:
 
 
 class PoolState:
-    """The state of a pool.
-
-    Attributes:
-        phase: what the pool is doing.
-        framework_spent: whether a run has left the framework in a state from which no other function can start.
-    """
+    """The state of a pool."""
 
     def __init__(self, kind: type[Runtime], *, starts_rpc: bool) -> None:
         self._kind, self._starts_rpc = kind, starts_rpc
         self.phase = Phase.STARTING
         self._last: Request | None = None  # the last run that has begun
-        self.framework_spent = False
+        self.framework_spent = False  # whether a run has left it in a state from which no other function can start
 
     @property
     def spent(self) -> bool:
@@ -200,17 +195,9 @@ MOST_NAMES: Final = 8  # in the message about lost names
 class CellNames:
     """The names sent with one cell.
 
-    A name is sent if the notebook assigned it after it was last sent, and after the ranks last assigned it themselves.
-
-    Args:
-        home: the notebook's namespace.
-        read: the names that the cell reads.
-        written: the names that the cell certainly assigns.
-        label: the cell's name for the student: "cell 5".
-        members: the ranks that run it, if they have been started.
-
-    Attributes:
-        to_send: the values that at least one of the ranks lacks, by name.
+    A name is sent if the notebook (`home`) assigned it after it was last sent, and after the ranks last assigned it
+    themselves. The cell reads some names, and certainly assigns those `written`; `to_send` has the values that at least
+    one rank lacks.
     """
 
     def __init__(

@@ -49,21 +49,6 @@ _Answer = TypeVar("_Answer")
 class RankPool:
     """One generation of a group's processes.
 
-    Args:
-        sent: the definitions that the group has sent.
-        starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
-
-    Attributes:
-        state: what the pool is doing, and which runs it may still serve.
-        unfinished: the operation that a `%%ranks` cell has left unfinished, and that a later cell may finish.
-        members: the ranks, in rank order.
-        loop: receives what the ranks send.
-        notes: notes for the student, to be shown once.
-        modules: the student's modules that ranks have imported, by name and machine.
-        lost: the ranks whose process has ended, and without which the others went on.
-        oom_kills: the kernel's counters of processes killed by the OOM killer.
-        cores: how many cores the ranks share.
-
     A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
     the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
     """
@@ -73,13 +58,13 @@ class RankPool:
         self.state = PoolState(kind, starts_rpc=starts_rpc)
         self.members: list[Member] = []
         self.loop = MessageLoop()
-        self.notes: list[str] = []
-        self.unfinished: Unfinished | None = None
+        self.notes: list[str] = []  # for the student, to be shown once
+        self.unfinished: Unfinished | None = None  # what a `%%ranks` cell has left, and a later cell may finish
         self._settings = NotebookSettings()
-        self.lost = LostRanks(options, kind)
+        self.lost = LostRanks(options, kind)  # those that have ended, and without which the others went on
         self.oom_kills = OOMKillCounters()
-        self.cores = usable_cores()
-        self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}
+        self.cores = usable_cores()  # how many the ranks share
+        self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}  # of the student, by name and machine
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
@@ -107,12 +92,7 @@ class RankPool:
         return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def start(self) -> None:
-        """Start the processes and set them up.
-
-        Raises:
-            LabError: the processes did not start.
-            RankError: a rank failed during setup.
-        """
+        """Start the processes and set them up. LabError: they did not start; RankError: a rank failed during setup."""
         self._copied = ProcessState.now()
         self._slow_s = time.monotonic() + STARTING_S
         try:
@@ -135,14 +115,7 @@ class RankPool:
         self.state.set_up()
 
     def follow(self) -> list[str]:
-        """Apply changes of the notebook's process to the ranks.
-
-        Returns:
-            a line for each edited module of which the ranks still have the old version.
-
-        Raises:
-            LabError: the working folder no longer exists.
-        """
+        """Apply changes of the notebook's process to the ranks; return a line for each edited module."""
         assert self._copied is not None, "ranks that were never set up"
         if not self._copied.holds():
             now = ProcessState.now()
@@ -320,12 +293,7 @@ class RankPool:
         self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
-        """End the processes. Further calls do nothing.
-
-        Args:
-            graceful: first let the ranks leave their process group by themselves.
-            wait: whether to wait until the processes have ended.
-        """
+        """End the processes; if `graceful`, tell them first to leave their process group. Further calls do nothing."""
         if self.state.phase is Phase.CLOSED:
             return
         done = in_background(lambda: self._end(graceful))
@@ -357,11 +325,7 @@ class RankPool:
 
 
 class _Answers(Generic[_Reply]):
-    """Receives one reply from every rank, outside a run; see `Receiver`.
-
-    Attributes:
-        replies: the replies received so far, by rank number.
-    """
+    """Receives one reply from every rank, outside a run; see `Receiver`."""
 
     def __init__(self, pool: RankPool, expected: type[_Reply]) -> None:
         self._pool, self._expected = pool, expected

@@ -148,9 +148,7 @@ class Execution:
     def wait(self, deadline_s: float | None, *, profile: bool = False) -> Run:
         """Receive messages until every rank that was called has answered; return the completed run.
 
-        Args:
-            deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
-            profile: whether torch's profiler records the ranks.
+        The deadline is on `time.monotonic`'s clock.
 
         Raises:
             RankError: a rank failed.
@@ -214,13 +212,7 @@ class Execution:
             self.notes.append(shapes_note(transposed))
 
     def pause_s(self) -> float | None:
-        """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
-
-        Raises:
-            RankError: a rank waits for one that returned, or was not called.
-            DeadlockError: ranks wait for one another.
-            RunTimeoutError: the deadline has passed.
-        """
+        """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due."""
         now = time.monotonic()
         if self._deadline_s is not None and self._debugged_s is not None:
             self._deadline_s += now - self._debugged_s
@@ -315,12 +307,7 @@ class Execution:
         return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
-
-        Raises:
-            RankError: a rank waits for one that returned, or was not called.
-            DeadlockError: ranks wait for one another.
-        """
+        """End the run if its ranks are in a deadlock; show a notice if they wait for a long time."""
         deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
         self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
@@ -342,12 +329,7 @@ class Execution:
         return not any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
 
     def message(self, member: Member, message: Message) -> None:
-        """See `Receiver`: handle a print, a result, an error or another message of a rank.
-
-        Raises:
-            EOFError: the rank is gone, and with it the shared memory of its result.
-            DeadlockError: all ranks that were called serve the others, so none will return.
-        """
+        """See `Receiver`: handle a message. EOFError: the rank is gone, and with it the shared memory of its result."""
         if isinstance(message, (protocol.Displayed, protocol.Warned)):
             self._output.take(member.rank, message)
             return
@@ -424,11 +406,7 @@ class Execution:
     }
 
     def _release_servers(self) -> None:
-        """Tell the serving ranks to stop once all others that were called have returned.
-
-        Raises:
-            DeadlockError: all ranks that were called serve, so none will return.
-        """
+        """Tell the serving ranks to stop once all others that were called have returned, but not if none was."""
         if self._released or not self._serving:
             return
         if not all(rank in self._results or rank in self._serving or rank in self._pool.lost for rank in self._on):

@@ -88,11 +88,7 @@ def processes_visible() -> bool:
 
 
 def check_capacity(ranks: int, rank_bytes: int) -> None:
-    """Check that this machine has memory and files for so many ranks.
-
-    Raises:
-        LabError: it has not.
-    """
+    """Raise LabError if this machine lacks memory or files for so many ranks."""
     _check_memory(ranks, rank_bytes)
     _check_open_files(ranks)
 

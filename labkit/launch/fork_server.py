@@ -66,10 +66,7 @@ IDLE_MS: Final = 50  # without a request for so long, the server moves some memo
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
-    """Run the server: import modules, then fork ranks on request, until the notebook's process has ended.
-
-    `fds` has the socket that carries requests.
-    """
+    """Run the server: import modules, then fork ranks as requests say, until the notebook's process has ended."""
     raise_limit()
     prepare()
     adopt_orphans()
@@ -302,12 +299,9 @@ def _live_as_rank(
 ) -> NoReturn:
     """Run this process as a rank, and end it afterwards.
 
-    Args:
-        fds: the file descriptors of the socket, the output pipe and the recording memory.
-        network: the network in which ranks communicate.
-        parent: the server that forked the rank, or None for a spawned rank. The kernel would take the end of the
-            notebook's thread that spawned the rank for the death of its parent; spawned ranks have a guard instead.
-        unneeded: file descriptors of the server that the rank closes.
+    `fds` are the socket, the output pipe and the recording memory; those `unneeded` are the server's. `parent` is the
+    server that forked the rank; spawned ranks have a guard instead, as the kernel would take the end of the notebook's
+    thread that spawned the rank for the death of its parent.
     """
     code = 1
     try:

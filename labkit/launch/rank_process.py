@@ -54,20 +54,15 @@ class End:
 class RankProcess:
     """The notebook's end of a rank. Only this package knows process ids; others know a rank by its number.
 
-    Args:
-        number: its number among all ranks of its starter.
-        ring_bytes: size of its recording memory in bytes.
-        make_shared: creates shared memory of a given size, and returns its file descriptor.
-
     Attributes:
+        number: its number among all ranks of its starter.
         pid: its process id; 0 before it has started. It leads its own process group.
         sock: the socket that carries messages to and from it.
         output: file descriptor of the pipe with its printed output.
         ring: the memory into which it records.
         memory: file descriptor of that memory, which shares its file offset with the rank's.
         far: until it has started, the rank's ends of socket and pipe, and its descriptor of the memory.
-        sentinel: a file descriptor that is readable once the process has ended. -1 where there is none: then the end of
-            its socket reports that.
+        sentinel: a file descriptor that is readable once it has ended; -1 where the end of its socket reports that.
         ended: how it ended; None until its starter has ended it.
         place: where it is; None if all ranks of its group are on this machine.
         clock: converts times of its machine to this process's.
@@ -132,11 +127,7 @@ class RankProcess:
         return number != self.pid and os.path.exists(f"/proc/{self.pid}/task/{number}")
 
     def signal(self, number: int) -> None:
-        """Send it a signal.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """Send it a signal; raise OSError if it has ended."""
         if self.sentinel >= 0:
             signal.pidfd_send_signal(self.sentinel, number)  # its process id may be another's by now
         else:

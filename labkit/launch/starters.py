@@ -66,9 +66,7 @@ class Question(Protocol[_Answer_co]):
 class Starter(ABC):
     """Starts ranks in one way, asks about them, and ends them.
 
-    Args:
-        ring_bytes: size of a rank's recording memory in bytes.
-        make_shared: creates shared memory of a given size, and returns its file descriptor.
+    `make_shared` creates shared memory, such as a rank's ring, of a size in bytes, and returns its file descriptor.
 
     Attributes:
         environment: the notebook's variables when the starter was created, which its ranks inherit.
@@ -118,11 +116,7 @@ class Starter(ABC):
             return [process.ended for process in processes if process.ended is not None]
 
     def wait_until_ready(self) -> None:  # noqa: B027  # by default, each rank imports by itself
-        """Wait until ranks can be started fast.
-
-        Raises:
-            LabError: as for `start`.
-        """
+        """Wait until ranks can be started fast."""
 
     def catch_up(self, processes: Sequence[RankProcess]) -> bool:  # noqa: ARG002  # nothing is late on this machine
         """Wait until all that ranks had recorded and printed before this call can be read; return whether it can."""
@@ -146,11 +140,7 @@ class Starter(ABC):
 
 
 class ServerStarter(Starter):
-    """Has a process of its own start the ranks, and asks it for everything over a socket.
-
-    Attributes:
-        waiting_for: what that process says that a request is waiting for; "" for nothing.
-    """
+    """Has a process of its own start the ranks, and asks it for everything over a socket."""
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
@@ -252,13 +242,7 @@ class ServerStarter(Starter):
 
 
 class ForkStarter(ServerStarter):
-    """Forks ranks from a server.
-
-    Args:
-        preload: modules that the server imports, in order; modules that are not installed are skipped.
-        environment: variables that the server gets in addition to the notebook's.
-        ring_bytes, make_shared: as for `Starter`.
-    """
+    """Forks ranks from a server that has imported modules (those that are installed), with variables of its own."""
 
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]

@@ -27,17 +27,11 @@ from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
 def execute(
     function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False
 ) -> list[tuple[int, Event]]:
-    """Call a function as one of many ranks.
+    """Call a function as one of many ranks; return its events, each with the time in ns at which it was recorded.
 
     The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced. `ranks` has the
     rank to execute for each rank of the group. If `measured`, tensors have data, so that the times between events are
     those of a real rank, and operators are not recorded.
-
-    Returns:
-        the events of the rank, each with the time in ns at which it was recorded.
-
-    Raises:
-        LabError: the function does what cannot be simulated, or this version of torch lacks what simulation needs.
     """
     if missing := [*SIMULATION.missing, *DISPATCH.missing]:
         raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")

@@ -304,9 +304,6 @@ def simulated_trace(
     """Compute the times of executed ranks; return the trace of those that are to be shown (default: all).
 
     The other arguments are as for `ProgramGraph`; `notes` are for the reader.
-
-    Raises:
-        LabError: ranks wait for one another for ever.
     """
     whole = ProgramGraph(programs, device, link, name, late_ns)
     try:

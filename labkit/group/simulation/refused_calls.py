@@ -84,11 +84,7 @@ def _save_nothing() -> None:
 
 
 def check_device(device: Any) -> None:
-    """Check a device that a program asks for: a `torch.device`, its name, or the number of a GPU.
-
-    Raises:
-        LabError: it is not the CPU.
-    """
+    """Raise LabError if a `torch.device`, its name, or the number of a GPU, is another device than the CPU."""
     if isinstance(device, int) or torch.device(device).type not in HERE:
         raise LabError(
             f"device {str(device)!r}: tensors of simulated ranks are on the CPU, whatever device is simulated. Write "

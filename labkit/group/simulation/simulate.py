@@ -158,9 +158,6 @@ def programs_of(
     These are the first rank, the last, those of `also`, and every rank that exchanges messages with one of them; if
     there are none, also one at random. A collective has all its ranks do the same. If `measured`, tensors have data,
     and one rank at a time is executed, so that the programs say how long they take on this machine.
-
-    Raises:
-        RankError: the function failed, or does what cannot be simulated.
     """
     wanted = {0, ranks - 1, *also}
     programs: dict[int, Program] = {}

@@ -28,13 +28,7 @@ ALIKE: Final = ("all_gather", "all_reduce", "broadcast", "gather")  # collective
 
 
 class _Issued(Work):
-    """The `Work` of a communication, which has completed; waits for it are recorded.
-
-    Args:
-        log: what the rank does.
-        numbers: the numbers of the communications, several for a batch.
-        results: the tensors that it writes.
-    """
+    """The `Work` of one or several communications, which have completed; waits for them are recorded."""
 
     def __init__(self, log: RankLog, numbers: list[int], results: list[torch.Tensor]) -> None:
         super().__init__()
@@ -79,14 +73,7 @@ def simulated_process_group(log: RankLog) -> Any:
             self._together: list[tuple[int, list[torch.Tensor]]] | None = None  # the current batch
 
         def issue(self, name: str, tensors: tuple[Any, ...], written: Any, **fields: Any) -> Any:
-            """Record a communication, and return its `Work`.
-
-            Args:
-                name: its name in records.
-                tensors: its inputs and its outputs.
-                written: those that it writes.
-                fields: more of `Communication`.
-            """
+            """Record a communication with its inputs and outputs, and which of them it writes; return its `Work`."""
             self._ranks = self._ranks or tuple(c10d.get_process_group_ranks(self))
             results = list(tensors_in(written))
             log.hold(tensors_in(tensors))

@@ -72,11 +72,7 @@ class _AgentRank:
             self._line.send(FrameKind.RECORDS, self.number, news)
 
     def report(self, most_bytes: float = math.inf) -> bool:
-        """Send all that the rank has printed and recorded so far, or at most so many bytes of records.
-
-        Returns:
-            whether these are all.
-        """
+        """Send what the rank has printed, and at most so many bytes of records; return whether that is all."""
         self._print(math.inf)  # a pipe's capacity at most
         while news := self._tap.news(RECORDS_BYTES):
             self._line.send(FrameKind.RECORDS, self.number, news)
@@ -128,9 +124,7 @@ class _AgentRank:
     def close(self, *, ended_now: bool) -> None:
         """Close all that belongs to it.
 
-        Args:
-            ended_now: whether its process was ended just now, so that it may have left something. On a slow line,
-                nobody waits for that.
+        If its process was ended just now, send what it has left, but not on a slow line: nobody waits for that.
         """
         if ended_now and self._line.backlog < LONG_BACKLOG:
             self.frames.read_all()
@@ -269,11 +263,7 @@ class _Agent:
 
 
 async def listen_for_a_moment(address: str) -> int:
-    """Accept connections for `OPEN_S`; return the port.
-
-    Raises:
-        OSError: it is no address of this machine.
-    """
+    """Accept connections for `OPEN_S`; return the port."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), address, 0)
     asyncio.get_running_loop().call_later(OPEN_S, server.close)
     port: int = server.sockets[0].getsockname()[1]

@@ -192,13 +192,9 @@ async def _output(*command: str) -> str:
 
 
 async def over_command(machine: str, command: Sequence[str], hints: Mapping[str, str]) -> Connection:
-    """Return the connection to an agent that a command starts; it ends when its stdin does.
+    """Return the connection to an agent that a command starts, and that ends when its stdin does.
 
-    After its end, the connection says the last line that it wrote to stderr, and the hint of which that contains the
-    sign.
-
-    Raises:
-        LabError: the command does not exist.
+    After the end, the connection says the last line of stderr, and the hint whose sign that contains.
     """
     pipe = asyncio.subprocess.PIPE
     try:

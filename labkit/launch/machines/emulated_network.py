@@ -78,13 +78,7 @@ class _Port:
 
 
 class _Switch:
-    """Passes frames on, each at the time at which it would arrive over the cables of two machines.
-
-    Args:
-        ports: the machines.
-        latency_s: the time that a frame takes in addition to its transfer.
-        bytes_per_s: the bandwidth of a machine's cable, in each direction.
-    """
+    """Passes frames on, each at the time at which it would arrive over the cables of two machines."""
 
     def __init__(self, ports: Sequence[_Port], latency_s: float, bytes_per_s: float) -> None:
         self._ports, self._latency_ns, self._byte_ns = ports, round(latency_s * 1e9), 1e9 / bytes_per_s
@@ -226,19 +220,9 @@ def _shares(machines: int) -> list[list[int]]:
 
 
 def ask(folder: str, request: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
-    """In another process: send the network's process a request.
+    """In another process: ask the network to "connect", "pull" or "plug_in" a machine.
 
-    Args:
-        folder: the folder of its socket.
-        request: "connect", "pull" or "plug_in".
-        machine: the machine's name.
-        limit_s: how long it may take, in seconds.
-
-    Returns:
-        "done" or what has failed; and file descriptors, to the agent and from it, if a connection was the request.
-
-    Raises:
-        OSError: it has ended, or does not answer.
+    Return "done" or what has failed; and, if asked to connect, file descriptors to the agent and from it.
     """
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(limit_s)

@@ -16,20 +16,13 @@ AGENT: Final = "labkit.launch.machines.agent"
 
 @dataclass(slots=True)
 class Connection:
-    """A connection to an agent.
+    """A connection to an agent."""
 
-    Args:
-        machine: the name of the machine, as students know it.
-        reader, writer: the streams to and from the agent.
-        ended: says, after the connection has ended, why, as far as the engine knows: a coroutine function.
-        close: ends what connects them, and so the agent.
-    """
-
-    machine: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    ended: Callable[[], Coroutine[None, None, str]]
-    close: Callable[[], None]
+    machine: str  # the name of the machine, as students know it
+    reader: asyncio.StreamReader  # from the agent
+    writer: asyncio.StreamWriter  # to it
+    ended: Callable[[], Coroutine[None, None, str]]  # says, after the end, why it ended, as far as the engine knows
+    close: Callable[[], None]  # ends what connects them, and so the agent
 
 
 class Engine(ABC):
@@ -63,22 +56,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
-        """Return the names of the machines, once they can be used.
-
-        Args:
-            say: is told what there is to wait for, in words.
-
-        Raises:
-            LabError: there are none.
-        """
+        """Return the names of the machines, once they can be used; tell `say` what there is to wait for, in words."""
 
     @abstractmethod
     async def connect(self, machine: str, limit_s: float) -> Connection:
-        """Start an agent on a machine, and connect it.
-
-        Args:
-            machine: the machine's name.
-            limit_s: how long that may take, in seconds; whoever calls it does not wait for longer.
+        """Start an agent on a machine, and connect it; nobody waits for longer than `limit_s`.
 
         Raises:
             LabError: that is not possible; the message says why, and what to do.
@@ -93,7 +75,7 @@ class Engine(ABC):
         return ()
 
     def counts(self, ranks: int, machines: Sequence[str]) -> list[int]:
-        """Return the number of ranks for each of some machines; by default, as even as possible.
+        """Return the number of ranks for each machine: by default, as even as possible.
 
         Raises:
             LabError: these machines do not suffice.

@@ -169,16 +169,7 @@ def _interface(address: str) -> str:
 
 
 def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:
-    """Check that machines have what ranks need, in the notebook's versions.
-
-    Args:
-        package: the framework that ranks import; "" for none.
-        here: the facts of the notebook's machine.
-        machines: for each machine, its name and facts.
-
-    Raises:
-        LabError: machines lack a package, or have another version.
-    """
+    """Raise LabError if machines lack what ranks need, or have other versions than the notebook's machine has."""
     needed = list(filter(None, ("Python", "labkit", package)))
     found = [line for name, facts in machines for line in differences(needed, here, name, facts)]
     if found:

@@ -109,11 +109,7 @@ class _Relay:
             self._send(READY, None)
 
     async def _prepare(self, say: Callable[[str], None]) -> None:
-        """Let all machines import what ranks need.
-
-        Raises:
-            LabError: a machine cannot be used, or lacks something.
-        """
+        """Let all machines import what ranks need."""
         if self._problems:
             raise LabError("\n".join(self._problems.values()))
         package = RUNTIMES[self._runtime].package
@@ -243,11 +239,7 @@ class _Relay:
         return notes
 
     def _places(self, total: int) -> list[tuple[AgentMachine, Place]]:
-        """Where the ranks of a group are, in rank order.
-
-        Raises:
-            LabError: too few machines are left.
-        """
+        """Where the ranks of a group are, in rank order."""
         living = [machine for machine in self._machines.values() if not machine.lost]
         if not living:
             lost = [f"{m.name}: {m.lost}" for m in self._machines.values()]
@@ -332,11 +324,7 @@ def _raise_first(replies: Mapping[AgentMachine, object]) -> None:
 
 
 async def check_reachability(machines: Sequence[AgentMachine]) -> None:
-    """Let each machine connect to each other one, as its ranks will; otherwise gloo would wait for half an hour.
-
-    Raises:
-        LabError: one cannot.
-    """
+    """Let each machine connect to each other one, as its ranks will; otherwise gloo would wait for half an hour."""
     ports = await asyncio.gather(*(machine.ask(Listen()) for machine in machines))
     targets = [(m.name, m.facts.address, port) for m, port in zip(machines, ports, strict=True)]
     replies = await asyncio.gather(*(m.ask(Connect([t for t in targets if t[0] != m.name])) for m in machines))

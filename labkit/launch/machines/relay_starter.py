@@ -104,13 +104,7 @@ class _ReportedLoads:
 
 
 class RelayStarter(ServerStarter):
-    """Starts ranks on other machines.
-
-    Args:
-        engine: where they are.
-        runtime: the name of the runtime; "" for none, and then no ranks start.
-        ring_bytes, make_shared: as for `Starter`.
-    """
+    """Starts ranks on the machines of an engine; with the runtime "", none start."""
 
     def __init__(self, engine: Engine, runtime: str, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
@@ -170,11 +164,7 @@ class RelayStarter(ServerStarter):
 
 
 def survey(engine: Engine) -> Surveyed:
-    """Connect to machines for a moment; return what is known of each, and all problems.
-
-    Raises:
-        LabError: the engine has no machines.
-    """
+    """Connect to machines for a moment; return what is known of each, and all problems."""
     starter = RelayStarter(engine, "", RING_BYTES, shared_memory)
     try:
         return starter.survey()

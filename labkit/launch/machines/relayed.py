@@ -49,23 +49,17 @@ class LostError(Exception):
 
 
 class AgentMachine:
-    """A machine and its agent.
+    """A machine and its agent."""
 
-    Attributes:
-        facts: what the agent has said about it.
-        ranks: the ranks there, by number.
-        lost: how its loss was noticed; "" while it answers.
-    """
-
-    facts: Facts
+    facts: Facts  # what the agent has said about it
 
     def __init__(self, name: str, connection: Connection) -> None:
         self.name, self._connection = name, connection
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
-        self.ranks: dict[int, RelayedRank] = {}
+        self.ranks: dict[int, RelayedRank] = {}  # by number
         self._read_ns, self._round_trip_ns = 0, sys.maxsize  # what its clock showed last, and the shortest round trip
-        self.lost = ""
+        self.lost = ""  # how its loss was noticed
         self._heard_s = time.monotonic()
         self._number = HELLO
         loop = asyncio.get_running_loop()
@@ -73,11 +67,7 @@ class AgentMachine:
         self._tasks = [asyncio.ensure_future(work) for work in (self._hear(), self._write(), self._watch())]
 
     async def meet(self, limit_s: float) -> None:
-        """Wait for the agent's first word, and read its clock.
-
-        Raises:
-            LostError: it has ended, or says nothing.
-        """
+        """Wait for the agent's first word, and read its clock."""
         try:
             facts = await asyncio.wait_for(asyncio.shield(self._replies[HELLO]), limit_s)
         except TimeoutError:
@@ -102,12 +92,7 @@ class AgentMachine:
         return KnownMachine(self.name, self.facts, self._round_trip_ns, self.clock.error_ns)
 
     async def ask(self, request: AgentRequest) -> Any:
-        """Send the agent a request, and return its reply.
-
-        Raises:
-            LostError: the machine is lost.
-            LabError: it has refused.
-        """
+        """Send the agent a request, and return its reply. LostError: the machine is lost; LabError: it has refused."""
         if self.lost:
             raise LostError(self.lost)
         self._number += 1
@@ -217,11 +202,8 @@ class AgentMachine:
 class RelayedRank:
     """The relay's side of one rank.
 
-    Args:
-        number: its number.
-        fds: the far ends of its socket and its pipe, and its memory.
-        machine: its machine.
-        closed: called with the number when the notebook closes the socket.
+    `fds` are the far ends of its socket and its pipe, and its memory. `closed` is called with its number when the
+    notebook closes the socket.
     """
 
     def __init__(self, number: int, fds: list[int], machine: AgentMachine, closed: Callable[[int], None]) -> None:
