@@ -6,7 +6,7 @@ What to open for which change:
 - methods and arguments of `lab.Group`, `group[0:2]`, `lab.profile`: group.py; checks, and what `group.spawn` calls:
   arguments.py; the hint at it: notebook/spawn_hint.py; an option: see ipc; tests test_group.py, test_spawn.py
 - the words of deadlocks, of lines while ranks wait, and of `group.stacks()`: deadlock_words.py (with `ORIGINS`, the
-  functions of torch that are named), `HINTS` in deadlock.py, mismatches.py (collectives that do not match), parting.py
+  functions of torch that are named), mismatches.py (collectives that do not match), parting.py
   (where ranks parted), deadlock_monitor.py (for whom a failed wait waited), unfinished.py, run.py (what ranks did), and
   the names in recording/operations.py. Sentences are written where they are used; there is no table of them to
   translate. Tests of the same names, test_wait_notices.py, test_deadlock_run.py, launch/test_stack_dump.py

@@ -40,32 +40,20 @@ PLACES_FOR_NS: Final = 5_000_000_000  # how long the place where a rank was seen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """Ranks that seemed deadlocked when their threads were last checked.
+    """Ranks that seemed deadlocked when their threads were last checked."""
 
-    Args:
-        pending: rank, name and start of every operation that was pending.
-        threads: the state of each rank's threads, by rank.
-        acting: by rank, what might still act.
-        seemed_certain: whether it was a deadlock if no thread has moved since.
-        pause_ns, next_ns: how long until the next check, and when it is due.
-    """
-
-    pending: tuple[tuple[int, str, int], ...]
-    threads: Mapping[int, RankThreads]
-    acting: Mapping[int, Active]
-    seemed_certain: bool
-    pause_ns: int
-    next_ns: int
+    pending: tuple[tuple[int, str, int], ...]  # rank, name and start of every operation that was pending
+    threads: Mapping[int, RankThreads]  # by rank
+    acting: Mapping[int, Active]  # by rank, what might still act
+    seemed_certain: bool  # whether it was a deadlock if no thread has moved since
+    pause_ns: int  # until the next check
+    next_ns: int  # when that is due
 
 
 class DeadlockMonitor:
     """Distinguishes a deadlock from ranks that only wait long.
 
     Ranks `on` call the function; those of `serving` now only serve others. Results and failures grow during the run.
-
-    Attributes:
-        notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
-        silence: the line that says where ranks are that have shown nothing for long; "" for none.
     """
 
     def __init__(
@@ -88,7 +76,8 @@ class DeadlockMonitor:
         self._frozen_check_ns = 0
         self._next_silence_s = SLOW_S
         self._uncounted = [(m.reader.unnoted, m.reader.dropped) for m in self._members]
-        self.notice = self.silence = ""
+        self.notice = ""  # of a long wait, or of a suspended rank: one line
+        self.silence = ""  # the line that says where ranks are that have shown nothing for long
 
     def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
         """The deadlock that the ranks are in, once it is certain; else None.
@@ -283,5 +272,5 @@ class DeadlockMonitor:
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),
-            uncounted=(member.reader.unnoted, member.reader.dropped) != self._uncounted[member.rank],
+            uncounted=(member.reader.unnoted, member.reader.dropped) != self._uncounted[member.rank]
         )  # fmt: skip

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from labkit.errors.lists import listed
-from labkit.group.deadlock import HINTS, Deadlock, RankState, Reason, first_mismatch, hint_of, missing, promised, served_by
+from labkit.group.deadlock import Deadlock, RankState, Reason, first_mismatch, missing, promised, served_by
 from labkit.group.output import cell_label
 from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.rank_process import Status
 from labkit.launch.thread_states import LIMIT_S, Active, RankThreads, Thread
-from labkit.recording.group_keys import DIST_BACKWARD, GroupKind, ends_of, kind_of, where_of
+from labkit.recording.group_keys import DIST_BACKWARD, GroupKind, ends_of, kind_of, size_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
 
@@ -43,15 +43,8 @@ NO_THREAD: Final = (
     "The threads that serve calls also receive replies: do not wait for a call inside a call, or return a future "
     "(`rpc.functions.async_execution`). A larger `num_worker_threads` allows more calls at once."
 )
+MEETING: Final = "Ranks meet where address, port and world size agree, and each must come with a rank of its own."
 CALLED: Final = "`group[0].run(f)` and `%%ranks --on 0` call rank 0 only; operations between ranks need all of their ranks."
-MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
-MOST_NAMES: Final = 4
-SOURCE_CHARACTERS: Final = 60
-PLURAL: Final = {"is": "are", "has": "have"}
-ROUNDED_S: Final = 5  # how often the notice changes
-# torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
-BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
-SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 # Functions of torch that are made of other operations, as they are seen on a stack; what to say about them.
 ORIGINS: Final = {
@@ -89,7 +82,9 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
         case Reason.FUTURE:
             return _uncompleted_future(waits, names), PROMISED
         case Reason.RENDEZVOUS:
-            return "; ".join(f"{name} waits in {_at(p)}" for name, p in waits), hint_of(first.group, len(names))
+            return "; ".join(f"{name} waits in {_at(p)}" for name, p in waits), _usual_of_rendezvous(
+                size_of(first.group), len(names)
+            )
         case Reason.CIRCLE:
             pairs = zip(waits, [*waits[1:], waits[0]], strict=True)
             links = [f"{name} waits in {_at(p)} for {other}" for (name, p), (other, _) in pairs]
@@ -140,16 +135,6 @@ def doing(
     return f"{name} was waiting in {operation_in_words(last, names, closely=closely)}{place(last)} for {seconds:.1f} s"
 
 
-def frozen(name: str) -> str:
-    """One line about a rank whose process does not run."""
-    return f"{name} was stopped by a signal (SIGSTOP)"
-
-
-def disconnected(name: str) -> str:
-    """One line about a rank that lost its connection to another one."""
-    return f"{name} lost the connection"
-
-
 def serving_for_ever(names: Sequence[str]) -> tuple[str, str]:
     """A sentence about ranks that serve others for ever, while no other rank was called, and a hint."""
     return f"{listed(names)} {'serves' if len(names) == 1 else 'serve'} others, and no other rank was called", SERVES_OTHERS
@@ -198,6 +183,12 @@ def _usual_of_returned(operation: Pending) -> str:
     return ALL
 
 
+def _usual_of_rendezvous(asked: int, size: int) -> str:
+    if asked <= size:
+        return MEETING
+    return f"It asks for {asked} ranks, and this group has {size}: give it world_size {size}, or make a lab.Group of {asked}."
+
+
 def _unlike_tags(waits: Sequence[tuple[str, Pending]]) -> str:
     """A hint at a message that is sent with one tag and received with another; "" if there is none."""
     messages = [(name, p, ends_of(p.group)) for name, p in waits if kind_of(p.group) is GroupKind.PAIR]
@@ -213,7 +204,7 @@ def _usual(operations: Sequence[Pending]) -> str:
     if created := [p for p in operations if kind_of(p.group) is GroupKind.CREATION]:
         return CREATED.format(created[0].in_words)
     if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.type is not RPC_SHUTDOWN for p in operations):
-        return HINTS[GroupKind.RENDEZVOUS]
+        return MEETING
     if types == {SEND}:
         return "A send ends only when the other side receives: one of them must receive first, or use isend."
     if types == {RECV}:
@@ -248,7 +239,7 @@ def _given(operation: Pending) -> str:
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
     """An operation's name, group and peer (if `names` are given); with `closely`, also its number and its signature."""
     details = [where_of(operation.group)] if operation.type is not RPC_SHUTDOWN else []
-    if closely and operation.match and kind_of(operation.group) not in HINTS:
+    if closely and operation.match and kind_of(operation.group) is not GroupKind.RENDEZVOUS:
         details.append(f"number {operation.match}")
     if closely and operation.signature:
         details.append(f"of {operation.signature}")
@@ -271,6 +262,15 @@ def place(operation: Pending) -> str:
 
 
 # Long waits
+
+MOST_WAITS: Final = 3  # operations that are listed, and ranks that have not entered them
+MOST_NAMES: Final = 4
+SOURCE_CHARACTERS: Final = 60
+PLURAL: Final = {"is": "are", "has": "have"}
+ROUNDED_S: Final = 5  # how often the notice changes
+# torch waits for a gradient of each result, and gets none for a result that the loss does not depend on.
+BACKWARD: Final = "it waits for ever if the loss leaves out a result of a remote call in its context"
+SHORT: Final = 0.5  # of the longest wait: shorter waits are not listed, since a healthy rank may do them all the time
 
 
 def waiting_notice(

@@ -312,7 +312,7 @@ class Group:
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool,
-        check: bool | None = None,
+        check: bool | None = None
     ) -> Run:  # fmt: skip
         if not callable(function):
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import STARTS
@@ -19,18 +19,11 @@ from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 
 
-class Closable(Protocol):
-    """A group of ranks, as far as the registry needs it."""
-
-    def close(self) -> None:
-        """End its ranks."""
-
-
 class Notebook:
     """The open groups of this process, and the starters of ranks."""
 
     def __init__(self) -> None:
-        self.groups: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()
         # On this machine by preloaded modules, start method and LABKIT_NETWORK; on others by runtime and engine.
         self.starters: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()

@@ -66,34 +66,24 @@ PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that i
 
 
 class Member:
-    """A rank while its process is alive: the process, and what the notebook knows about it.
-
-    Attributes:
-        label: its name in pictures; where ranks are on several machines, with that of its machine.
-        unshown: the output that it printed while no run was in progress.
-        unseen: what it displayed, and its warnings, while no run was in progress.
-        known_files: the student's files whose names, and perhaps lines, the rank has.
-        notebook_values: for `%%ranks`, the values of the notebook's names when they were last sent to the rank, or
-            assigned there.
-        gone: numbers of definitions that the notebook no longer has, and that the rank has not yet been told to forget.
-        assigned: the names that the last cell assigned or deleted in the rank.
-        made: by name, the cell that last assigned it in the rank.
-    """
+    """A rank while its process is alive: the process, and what the notebook knows about it."""
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
         self.rank, self.name, self.process = rank, name, process
         several = process.place is not None and process.place.nodes > 1
+        # In pictures: with its machine, if ranks are on several.
         self.label = f"{name} · {process.place.machine}" if several and process.place else name
         self.channel = Channel(process.sock)
         self.reader = RingReader(process.ring)
-        self.unshown = b""
-        self.unseen: list[Displayed | Warned] = []
+        self.unshown = b""  # what it printed while no run was in progress
+        self.unseen: list[Displayed | Warned] = []  # what it displayed, and its warnings, meanwhile
         self.output_open = True
-        self.known_files: dict[str, tuple[str, list[str]]] = {}
+        self.known_files: dict[str, tuple[str, list[str]]] = {}  # the student's, of which it has names, perhaps lines
+        # For `%%ranks`, the values of the notebook's names when they were last sent to it, or assigned there.
         self.notebook_values: dict[str, Any] = {}
-        self.gone: list[int] = []
-        self.assigned: list[str] = []
-        self.made: dict[str, str] = {}
+        self.gone: list[int] = []  # definitions that the notebook no longer has, and that it has not been told to forget
+        self.assigned: list[str] = []  # the names that the last cell assigned or deleted in it
+        self.made: dict[str, str] = {}  # by name, the cell that last assigned it there
 
     def printed(self) -> Iterator[bytes]:
         """Yield its unread output in pieces, without what it prints meanwhile, which may be endless."""

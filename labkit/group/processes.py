@@ -25,7 +25,7 @@ from labkit.ipc.options import Options, Place
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
-from labkit.launch.resource_usage import Monitor
+from labkit.launch.resource_usage import Load
 from labkit.launch.starters import Question, Starter, in_background
 from labkit.recording.cores import usable_cores
 from labkit.worker.notebook_settings import NotebookSettings, Settings
@@ -96,23 +96,21 @@ class RankPool:
         self._copied = ProcessState.now()
         self._slow_s = time.monotonic() + STARTING_S
         try:
-            self._start_and_set_up()
+            started = in_background(self._start)
+            if not started.acquire(timeout=STARTING_S):
+                self._tell_slow_start()
+                started.acquire()
+            started.release()
+            if self._start_failed is not None:
+                raise self._start_failed
+            self.notes += self._starter.notes
+            named = zip(self.options.names, self._processes, strict=True)
+            self.members = [Member(i, name, process) for i, (name, process) in enumerate(named)]
+            self._set_up()
+            self.state.set_up()
         finally:
             self._slow_s = float("inf")
             self._slow_notice.clear()
-
-    def _start_and_set_up(self) -> None:
-        started = in_background(self._start)
-        if not started.acquire(timeout=STARTING_S):
-            self._tell_slow_start()
-            started.acquire()
-        started.release()
-        if self._start_failed is not None:
-            raise self._start_failed
-        self.notes += self._starter.notes
-        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.options.names, self._processes, strict=True))]
-        self._set_up()
-        self.state.set_up()
 
     def follow(self) -> list[str]:
         """Apply changes of the notebook's process to the ranks; return a line for each edited module."""
@@ -243,7 +241,7 @@ class RankPool:
         """Wait until all that ranks have recorded and printed so far can be read; return whether it can."""
         return self._starter.catch_up([member.process for member in self.members if member.process.ended is None])
 
-    def monitor(self) -> Monitor:
+    def monitor(self) -> Callable[[int], tuple[Load, ...]]:
         """Return what samples the load of the ranks."""
         return self._starter.monitor([member.process for member in self.members], self.options.devices)
 

@@ -16,7 +16,7 @@ from labkit.group import breakpoints
 from labkit.group.collector import Picture, Records
 from labkit.group.deadlock import PARTED, Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
+from labkit.group.deadlock_words import deadlock_in_words, doing, serving_for_ever
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
 from labkit.group.pool_state import Member
@@ -26,7 +26,7 @@ from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.frames import StackFrame
-from labkit.launch.resource_usage import Cores, Monitor
+from labkit.launch.resource_usage import Cores, Load
 from labkit.recording.cores import machine_load
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(
         self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: list[list[Any]],
-        facts: Mapping[int, Sequence[Fact]],
+        facts: Mapping[int, Sequence[Fact]]
     ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, ""
         self._records, self._profiled, self.facts = records, profiled, facts
@@ -98,15 +98,6 @@ class Execution:
       (`test_unfinished.py`).
     - Stop comes at any moment (`test_stop.py`), or another thread closes the group (`test_lifetime.py`). Then, as after
       each failure that leaves ranks in an unknown state, the pool is spent and its processes end.
-
-    Args:
-        on: the numbers of the ranks that call the function.
-        called: the function, as a frame.
-
-    Attributes:
-        notes: notes for the student after a successful run.
-        faults: what makes the run's numbers wrong, as far as it is found.
-        unfinished: the operation that the run has left unfinished, or None.
     """
 
     def __init__(
@@ -127,11 +118,11 @@ class Execution:
         self._breakpoints = breakpoints.Breakpoints()
         self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving, called)
-        self._resources: Monitor | None = None
+        self._loads: Callable[[int], Sequence[Load]] | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
-            self._resources = pool.monitor()
-        self.notes: list[str] = []
-        self.faults: list[SilentFault] = []
+            self._loads = pool.monitor()
+        self.notes: list[str] = []  # for the student, after a successful run
+        self.faults: list[SilentFault] = []  # what makes the run's numbers wrong, as far as it is found
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
@@ -314,9 +305,9 @@ class Execution:
             raise self._deadlock_error(deadlock)
 
     def _show(self, picture: Picture) -> None:
-        assert self._resources is not None
+        assert self._loads is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._pool.silent(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._loads(now_ns), self._pool.silent(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
 
@@ -455,9 +446,9 @@ class Execution:
             if m.rank in self._breakpoints.texts or (m.rank in self._breakpoints.stopped and not pending):
                 found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
-            found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
+            found[m.rank] = f"{m.name} was stopped by a signal (SIGSTOP)" if m.process.status().frozen else doing(
                 m.name, pending, silent.get(m.rank, now_ns), returned=m.rank in self._results,
-                serves=m.rank in self._serving, names=self._names, closely=closely,
+                serves=m.rank in self._serving, names=self._names, closely=closely
             )  # fmt: skip
         return dict(sorted(found.items()))
 
@@ -501,8 +492,7 @@ class Execution:
         # is, although its end is noticed a little later than the failures that it causes. An abort comes after other
         # deaths, since a library may abort its process when it finds a peer dead.
         ordered = sorted(
-            self._failures.values(),
-            key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns),
+            self._failures.values(), key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns)
         )
         causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
         # Of equal failures, the lowest rank's comes first: the output of a checked cell must be reproducible.
@@ -529,7 +519,7 @@ class Execution:
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)
         if last is None:
-            return disconnected(failure.name)
+            return f"{failure.name} lost the connection"
         operation, end_ns = last
         return doing(failure.name, [operation], end_ns, names=self._names)
 

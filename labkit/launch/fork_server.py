@@ -42,15 +42,7 @@ from typing import Final, NamedTuple, NoReturn
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
 from labkit.launch.capacity import raise_limit
-from labkit.launch.descendants import (
-    adopt_orphans,
-    children,
-    descendants,
-    end_all,
-    end_children,
-    end_other_sessions,
-    kill_groups,
-)
+from labkit.launch.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions, kill_groups
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request
 from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -124,13 +124,6 @@ class Cores:
             return False
         now = ((process.status(), self._used_s[process.number]) for process in processes)
         return any(status.wants_core and status.cpu_s - used_s < enough_s for status, used_s in now)
-
-
-class Monitor(Protocol):
-    """Samples the load of ranks."""
-
-    def sample(self, now_ns: int) -> tuple[Load, ...]:
-        """Return the latest load of each rank, given the time on `time.perf_counter_ns`."""
 
 
 class ResourceMonitor:

@@ -31,19 +31,8 @@ from typing import Any, Final, Protocol, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import descendants, end_all, kill_groups
 from labkit.launch.rank_process import End, RankProcess
-from labkit.launch.resource_usage import Monitor, ResourceMonitor, gpus_of
-from labkit.launch.server_requests import (
-    BATCH,
-    LONGEST_BYTES,
-    READY,
-    Failed,
-    Fork,
-    Forked,
-    Reap,
-    Reply,
-    Request,
-    Waits,
-)
+from labkit.launch.resource_usage import Load, ResourceMonitor, gpus_of
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request, Waits
 from labkit.launch.thread_states import crashed_in
 from labkit.worker.stack_writer import held_back
 
@@ -59,35 +48,30 @@ class Question(Protocol[_Answer_co]):
     def answer(self, processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
         """Return the answer for each of some living ranks."""
 
+    @property
     def unknown(self) -> _Answer_co:
-        """Return what stands for the answer for a rank of a machine that does not answer."""
+        """What stands for the answer for a rank of a machine that does not answer."""
 
 
 class Starter(ABC):
     """Starts ranks in one way, asks about them, and ends them.
 
     `make_shared` creates shared memory, such as a rank's ring, of a size in bytes, and returns its file descriptor.
-
-    Attributes:
-        environment: the notebook's variables when the starter was created, which its ranks inherit.
-        importing: whether the modules that ranks need may still be being imported.
-        waiting_for: what a start is waiting for, in words, if that is something else; "" if it is not.
-        notes: remarks for the student about the latest start.
-        ready_limit_s: how long the first start may wait until ranks can be started, in seconds.
     """
 
-    importing = True
-    waiting_for = ""
-    ready_limit_s: float = READY_LIMIT_S
+    importing = True  # whether the modules that ranks need may still be being imported
+    waiting_for = ""  # what a start is waiting for, in words, if that is something else
+    ready_limit_s: float = READY_LIMIT_S  # for the first start
     _process: subprocess.Popen[bytes]  # the server or the guard
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._numbers = itertools.count(1)
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # for the student, about the latest start
         self._ending = threading.Lock()
-        # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
-        # others that they do not inherit, and the filters with the notebook's settings.
+        # The notebook's variables, which ranks inherit, without PYTHONWARNINGS, which may turn warnings of imports into
+        # errors. Ranks get that variable later, like others that they do not inherit, and the filters with the
+        # notebook's settings.
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
 
     @abstractmethod
@@ -122,9 +106,9 @@ class Starter(ABC):
         """Wait until all that ranks had recorded and printed before this call can be read; return whether it can."""
         return True
 
-    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Monitor:
-        """Return what samples the load of ranks, in rank order; `devices` is "auto", "cpu" or "cuda"."""
-        return ResourceMonitor(processes, gpus_of(len(processes), devices))
+    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Callable[[int], tuple[Load, ...]]:
+        """Return what samples the load of ranks, in rank order, at a time; `devices` is "auto", "cpu" or "cuda"."""
+        return ResourceMonitor(processes, gpus_of(len(processes), devices)).sample
 
     @abstractmethod
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:

@@ -28,7 +28,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import psutil
 
@@ -119,6 +119,7 @@ class Active:
 class Threads:
     """A question: what do the threads of these ranks do?"""
 
+    unknown: ClassVar = RankThreads(None)  # see `Question`
     children: bool = False  # whether also their child processes matter
     insist: bool = True  # whether to interrupt ranks that do not answer because a thread holds the GIL
 
@@ -137,10 +138,6 @@ class Threads:
                 main, *others = map(_thread, look.threads)
                 found.append(RankThreads(main, tuple(others), of_rank, look.handles_signals))
         return found
-
-    def unknown(self) -> RankThreads:
-        """See `Question`."""
-        return RankThreads(None)
 
 
 def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: tuple[str, ...]) -> RankThreads:

@@ -53,31 +53,18 @@ Operation = tuple[str, int]  # the key of its group and its number in it
 class ProgramGraph:
     """The graph of some ranks' programs.
 
-    Args:
-        programs: the programs, by rank.
-        device: the device of each rank; None for a CPU on which the programs were measured.
-        link: the link or the network; None if communication takes no time.
-        name: the name of the function.
-        late_ns: how much longer a communication takes than on the link.
-
-    Attributes:
-        graph: the graph; its spans have no times, and those without a name only take part in it.
-        rules: how long everything takes.
-        size: the number of ranks, those without a program included.
-        values: the recorded values: the span whose start is their time, the rank, the name and the value.
-        stream_waits: for each span of a wait by which a default stream waits for another: what that one waited for
-            last, a communication's span, or -1.
-        waits_of_other_streams: the communications for which another than the default stream waits.
-
-    Raises:
-        LabError: a rank waits for a communication that another never issues.
+    Without a device, the programs were measured on a CPU; without a link, communication takes no time. `late_ns` is how
+    much longer it takes than on the link. LabError: a rank waits for a communication that another never issues.
     """
 
     def __init__(
         self, programs: Mapping[int, Program], device: Device | None, link: Link | Network | None, name: str, late_ns: int
     ) -> None:
-        self.size = next(iter(programs.values())).size
+        self.size = next(iter(programs.values())).size  # the number of ranks, those without a program included
+        # The recorded values: the span whose start is their time, the rank, the name and the value.
         self.values: list[tuple[int, int, str, float]] = []
+        # For each span of a wait by which a default stream waits for another: the communication for which that one
+        # waited last, or -1; and the communications for which another than the default stream waits.
         self.stream_waits: list[tuple[int, int]] = []
         self.waits_of_other_streams: list[int] = []
         self._programs = programs
@@ -95,6 +82,7 @@ class ProgramGraph:
         count = len(self._spans)
         trace = Trace(Columns.of(self._spans), ranks=[f"rank {rank}" for rank in range(self.size)])
         none = np.zeros(count, np.int64)
+        # Its spans have no times, and those without a name only take part in it.
         self.graph = Graph(trace, self._gates, none, none > 0, none - 1, {}, [-1] * count, threads)
         late = [late_ns if span.kind == "communication" else 0 for span in self._spans]
         gaps, nbytes = [thread.gaps for thread in threads], [span.nbytes for span in self._spans]
@@ -328,7 +316,7 @@ def simulated_trace(
     ]
     return Trace(
         Columns(data, names), values, ranks=[f"rank {rank}" for rank in shown], simulated=size, link=link, notes=notes,
-        nodes=[nodes[rank] for rank in shown] if nodes else (),
+        nodes=[nodes[rank] for rank in shown] if nodes else ()
     )  # fmt: skip
 
 

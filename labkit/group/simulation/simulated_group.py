@@ -84,7 +84,7 @@ def simulated_process_group(log: RankLog) -> Any:
             group = fields.pop("group", self._ranks)
             number = log.communicate(
                 results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self._name(),
-                line=student_line(), **fields,
+                line=student_line(), **fields
             )  # fmt: skip
             if self._together is not None:
                 self._together.append((number, results))

@@ -15,7 +15,7 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
@@ -26,7 +26,7 @@ from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Li
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
 from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
 from labkit.launch.rank_process import RankProcess
-from labkit.launch.resource_usage import Monitor
+from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.recording.ring_copy import RingTap
@@ -56,7 +56,7 @@ class _AgentRank:
         self.number, self.process, self._line = number, process, agent.line
         self._tap = RingTap(process.ring)
         self.frames = Forwarding(
-            number, FramePort(process.sock), agent.line, None, agent.large, before=self._report_all, closed=self._closed
+            number, FramePort(process.sock), agent.line, None, agent.large, before=self.report, closed=self._closed
         )
         self._output_under_way = 0
         self._output_open = True
@@ -80,9 +80,6 @@ class _AgentRank:
             if most_bytes <= 0:
                 return not self._tap.behind
         return True
-
-    def _report_all(self) -> None:
-        self.report()
 
     def _print(self, window_bytes: float) -> None:
         while self._output_open and self._output_under_way < window_bytes:
@@ -144,7 +141,8 @@ class _Agent:
         self._heard_s = time.monotonic()
         self._oom_kills = OOMKillCounters()
         self._states: dict[int, RelayedState] = {}  # as they were last reported
-        self._monitor: tuple[Monitor, tuple[int, ...]] | None = None
+        self._sampled: tuple[int, ...] | None = None  # the ranks of `_loads`
+        self._loads: Callable[[int], Sequence[Load]]
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -204,9 +202,9 @@ class _Agent:
         if not ranks or self._starter is None:
             return {}
         numbers = tuple(rank.number for rank in ranks)
-        if self._monitor is None or self._monitor[1] != numbers:
-            self._monitor = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
-        loads = self._monitor[0].sample(time.perf_counter_ns())
+        if self._sampled != numbers:
+            self._loads, self._sampled = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
+        loads = self._loads(time.perf_counter_ns())
         return {rank.number: RelayedState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
 
     async def _handle(self, number: int, request: AgentRequest) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -162,6 +163,8 @@ class Slurm(Engine):
 
     async def _ask_for_nodes(self) -> str:
         """Ask for nodes, and return them once the job has them."""
+        if shutil.which("salloc") is None:
+            raise LabError("there is no salloc here: this is no machine of a cluster with Slurm")
         name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"
         self._guard = subprocess.Popen(["sh", "-c", GUARD, "sh", name], stdin=subprocess.PIPE, start_new_session=True)  # noqa: ASYNC220
         command = ["salloc", "--no-shell", f"--job-name={name}", *self._asked]

@@ -26,22 +26,13 @@ class Connection:
 
 
 class Engine(ABC):
-    """Places agents on machines, and connects them. Equal engines share their agents; pickles go to the relay.
+    """Places agents on machines, and connects them. Equal engines share their agents; pickles go to the relay."""
 
-    Attributes:
-        ready_limit_s: how long it may take until the machines can be used: an engine with a queue takes long.
-        connect_limit_s: how long one machine may take to answer once it is asked.
-        again_limit_s: the same for a machine that was lost, before each start of ranks.
-        ends_machines: whether the machines end with this object, and so the agents; others wait for an equal one.
-        returns: how often a machine has come back, where the engine is told that: a group then tries the machines that
-            it has lost.
-    """
-
-    ready_limit_s: float = 180.0
-    connect_limit_s: float = 30.0
-    again_limit_s: float = 10.0
-    ends_machines: bool = False
-    returns: int = 0
+    ready_limit_s: float = 180.0  # until the machines can be used: an engine with a queue takes long
+    connect_limit_s: float = 30.0  # for one machine to answer
+    again_limit_s: float = 10.0  # the same for a machine that was lost, before each start of ranks
+    ends_machines: bool = False  # whether machines and agents end with this object; others wait for an equal one
+    returns: int = 0  # how often a machine has come back, if that is known: a group then tries those that it has lost
 
     @property
     @abstractmethod

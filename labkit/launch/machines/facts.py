@@ -88,7 +88,7 @@ class Facts:
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
         return cls(
             socket.gethostname(), address, _interface(address), _addresses(), sys.executable, versions, layout,
-            usable_cores(), usable_memory().free_nbytes, gpu_count(),
+            usable_cores(), usable_memory().free_nbytes, gpu_count()
         )  # fmt: skip
 
 
@@ -130,8 +130,8 @@ def write_report(memory: Any, report: RankReport) -> None:
 
 
 def read_report(memory: int) -> RankReport:
-    """In the notebook: return the last one; an empty one if there is none yet."""
-    for _ in range(READ_TIMES):  # the relay may be writing
+    """In the notebook: return the last one; an empty one if there is none yet, or the memory is closed."""
+    for _ in range(READ_TIMES if memory >= 0 else 0):  # the relay may be writing
         data = os.pread(memory, REPORT_BYTES, RING_BYTES)
         if len(data) < REPORT_BYTES or not any(data[: _SUM.size]):
             break

@@ -177,7 +177,7 @@ class Forwarding:
         segments: Segments | None,
         large: Large,
         *,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], object] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._number, self._port, self._line, self._segments, self._large = number, port, line, segments, large
