@@ -224,14 +224,12 @@ def _not_entered(ranks: Sequence[RankState], me: int, operation: Pending) -> Ite
 
 
 def _absent(ranks: Sequence[RankState], inactive: Collection[int], me: int, operation: Pending) -> list[int]:
-    """The ranks that have not entered an operation and never will, since they have returned."""
     not_here = (i for i in missing(ranks, me, operation) if i in inactive)
     apart = kind_of(operation.group) is GroupKind.RENDEZVOUS  # serving calls does not enter a rendezvous
     return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
 
 
 def _may_come(ranks: Sequence[RankState], inactive: set[int], which: int, operation: Pending) -> bool:
-    """Whether a rank may still enter an operation."""
     if which == -1:
         return any(_may_come(ranks, inactive, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
     if kind_of(operation.group) is GroupKind.CALL:
@@ -263,7 +261,6 @@ def _differs(a: Pending, b: Pending) -> bool:
 
 
 def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: set[int]) -> Deadlock:
-    """The deadlock of these waiting ranks, with its reason."""
     blocked = [(i, p) for i in waiting for p in ranks[i].blocked]
     unequal = first_mismatch([*blocked, *((i, p) for i, rank in enumerate(ranks) for p in (*rank.pending, *rank.done))])
     if unequal:

@@ -135,7 +135,6 @@ class DeadlockMonitor:
         return None
 
     def _active(self, rank: int, state: RankState, now: RankThreads, before: RankThreads | None) -> Active | None:
-        """What may still act in a rank, apart from the operations in which it is blocked."""
         # TensorFlow's waits are recorded by another thread; a server's main thread is one of those that serve.
         unknown = rank in self._serving or any(kind_of(p.group) is GroupKind.TENSORFLOW for p in state.blocked)
         blocked = None if unknown else {p.thread for p in state.blocked}
@@ -152,7 +151,6 @@ class DeadlockMonitor:
             self.silence = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
 
     def _threads_of(self, ranks: Collection[int], *, with_children: bool = False, insist: bool = True) -> dict[int, RankThreads]:
-        """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures and i not in self._lost]
         threads = self._pool.ask(Threads(children=with_children, insist=insist), living)
         return {member.rank: of_rank for member, of_rank in zip(living, threads, strict=True)}
@@ -229,7 +227,6 @@ class DeadlockMonitor:
         return any((p.group, p.match) == (operation.group, operation.match) for p in self._members[rank].reader.pending())
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
-        """The notice while no deadlock is certain: who waits, and for whom."""
         if waited_ns <= SLOW_NS:
             return ""
         acting = self._suspicion.acting if self._suspicion is not None else {}

@@ -162,7 +162,6 @@ def _at(operation: Pending) -> str:
 
 
 def _uncompleted_future(waits: Sequence[tuple[str, Pending]], names: Sequence[str]) -> str:
-    """The sentence about the first call that returned a future which no rank will complete."""
     first = waits[0][1]
     alike = [name for name, p in waits if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
     return (
@@ -172,7 +171,6 @@ def _uncompleted_future(waits: Sequence[tuple[str, Pending]], names: Sequence[st
 
 
 def _usual_of_returned(operation: Pending) -> str:
-    """The usual mistake if a rank returned without entering an operation."""
     match kind_of(operation.group):
         case GroupKind.TENSORFLOW:
             return ALL_OF_TENSORFLOW
@@ -217,7 +215,6 @@ def _usual(operations: Sequence[Pending]) -> str:
 
 
 def _contrast(one: tuple[str, Pending], another: tuple[str, Pending]) -> str:
-    """The sentence about a collective that two ranks entered with different arguments."""
     (first, mine), (other, theirs) = one, another
     group = "" if mine.group == "world" else f" of {mine.group}"
     return (
@@ -227,7 +224,6 @@ def _contrast(one: tuple[str, Pending], another: tuple[str, Pending]) -> str:
 
 
 def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
-    """The sentence about a message whose sides do not match."""
     (source, sent), (destination, received) = sender, receiver
     return f"{source} sends {sent.signature}{place(sent)}, and {destination} receives it as {received.signature}{place(received)}"
 
@@ -341,7 +337,6 @@ def _rounded(waited_ns: int) -> int:
 def _elsewhere(
     ranks: Sequence[RankState], absent: Sequence[int], threads: Mapping[int, RankThreads], acting: Mapping[int, Active]
 ) -> list[str]:
-    """What the ranks do that the others wait for."""
     doings = []
     for i in absent:
         if ranks[i].returned:
@@ -358,7 +353,6 @@ def _place_of(threads: RankThreads | None) -> str:
 
 
 def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapping[int, RankThreads]) -> list[str]:
-    """Where ranks are in the calls that others wait for."""
     parts = []
     for callee, served in filter(None, (served_by(ranks, call) for call in calls)):
         others = threads[callee].others if callee in threads else ()
@@ -369,7 +363,6 @@ def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapp
 
 
 def _promised(ranks: Sequence[RankState], calls: Sequence[Pending]) -> list[str]:
-    """Called functions that have returned a future which is not completed yet."""
     where = dict.fromkeys((ranks[p.peer].name, p.type.function_in(p.name)) for p in calls)
     return [f"on {callee} {function} has returned a future that is not completed" for callee, function in where][:MOST_WAITS]
 

@@ -146,11 +146,9 @@ class Group:
         return len(self.names)
 
     def __iter__(self) -> Iterator[Ranks]:
-        """Each of the ranks alone, in rank order."""
         return (Ranks(self, [rank]) for rank in range(len(self)))
 
     def __contains__(self, which: object) -> bool:
-        """Whether the group has a rank of this number or name, or these ranks."""
         return which.group is self if isinstance(which, Ranks) else which in range(len(self)) or which in self.names
 
     def __repr__(self) -> str:
@@ -456,10 +454,9 @@ class Group:
         return self.on is not None and self.on.returns > self._returns and bool(self._machines - pool.machines)
 
     def _install(self, pool: RankPool, payload: pickling.Payload) -> None:
-        """Install in the ranks what they must have before any of them starts to call.
+        """Install in the ranks, before any of them starts to call, the student's files from which the functions come.
 
-        These are the student's files from which the payload's functions come, unless the ranks have them, and where
-        ranks serve others, the functions themselves.
+        Where ranks serve others, install the functions themselves, too.
         """
         new, known = protocol.Files(), pool.members[0].known_files
         for filename in payload.files:
@@ -472,7 +469,6 @@ class Group:
             pool.exchange(protocol.Install(payload), protocol.Installed)
 
     def _end(self, *, graceful: bool) -> None:
-        """End the processes; the next run starts new ones."""
         pool = self._pool
         if pool is None:
             return
@@ -489,7 +485,6 @@ class Group:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
     def _announce(self, note: str) -> None:
-        """Print a note once per group."""
         if note not in self._announced:
             self._announced.add(note)
             put(f"labkit: {note}\n")
@@ -505,7 +500,6 @@ class Ranks:
         return len(self.on)
 
     def __iter__(self) -> Iterator[Ranks]:
-        """A selection of each rank alone, in rank order."""
         return (Ranks(self.group, [rank]) for rank in self.on)
 
     def __eq__(self, other: object) -> bool:

@@ -87,7 +87,6 @@ def _earliest(every: Any, differ: Any) -> list[Any]:
 
 
 def _places(found: Sequence[Any]) -> list[ProgramLine]:
-    """Return the places of the records of the earliest operation."""
     first = min(found, key=lambda columns: columns[7].min(), default=None)
     return [] if first is None else [ProgramLine(*column) for column in first[:3].T.tolist()]
 
@@ -113,7 +112,6 @@ def _alike(name: str) -> str:
 
 
 def _operation(every: Any, at: int) -> Any:
-    """Return the columns of one operation on all ranks."""
     return every[:, (every[3] == every[3, at]) & (every[4] == every[4, at])]
 
 

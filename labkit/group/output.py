@@ -43,6 +43,10 @@ class Displays:
 
     def finish(self, write: Callable[[str], None]) -> None:
         """Show all displays below the cell; call it on the thread that runs the cell."""
+        if not self._shown:
+            return
+        from IPython.display import display
+
         room = MOST
         for rank in sorted(self._shown):
             name, mine = self._names[rank], self._shown[rank]
@@ -51,16 +55,9 @@ class Displays:
             for number, shown in enumerate(kept):
                 if number == 0:
                     write(f"[{name}]\n")
-                _display(shown)
+                display(shown.data, raw=True, metadata=shown.metadata)
             if left_out:
                 write(f"[{name}] ... {left_out:,} more left out ...\n")
-
-
-def _display(shown: Displayed) -> None:
-    from IPython.display import display
-
-    data: Any = shown.data
-    display(data, raw=True, metadata=shown.metadata)
 
 
 MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
@@ -199,7 +196,6 @@ class Output:
         return "\n".join(filter(None, (text, *self._warned)))
 
     def _shown(self, last: int | None = None) -> list[str]:
-        """The ranks' prints with labels, in rank order: all that is kept, or the last lines of each rank."""
         return [f"[{self._names[rank]}] {line}" for rank in sorted(self._ranks) for line in self._ranks[rank].shown(last)]
 
     def _put_warnings(self) -> None:
@@ -297,6 +293,5 @@ def notebook_path() -> str:
 
 
 def _shell() -> Any:
-    """IPython's shell, in a notebook or in a terminal; None if there is none."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

@@ -63,7 +63,6 @@ class _BranchPlace(NamedTuple):
     branches: list[_Branch]
 
     def block(self, depth: int) -> list[Any]:
-        """The block inside that many branches."""
         return self.branches[depth - 1].block if depth else list(self.function.body)
 
 
@@ -134,7 +133,6 @@ def source_of(frame: StackFrame) -> str:
 
 
 def _places(frames: Sequence[StackFrame]) -> list[_BranchPlace]:
-    """The places of all frames; [] if one is not certain."""
     places = [_place(frame) for frame in frames if frame.function not in COMPREHENSIONS]
     return [] if None in places else [place for place in places if place is not None]
 
@@ -181,7 +179,6 @@ def _branches(function: Any, line: int) -> list[_Branch] | None:
 
 
 def _blocks(node: Any) -> list[list[Any]]:
-    """The blocks of a compound statement."""
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return []
     parts = [node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())]

@@ -253,7 +253,6 @@ class RankPool:
                 member.channel.send_frame(frame)
 
     def _answers(self, expected: type[_Reply]) -> list[_Reply]:
-        """Return one reply from every rank that is not lost, outside a run."""
         answers = _Answers(self, expected)
         self.loop.run(answers)
         return [reply for _, reply in sorted(answers.replies.items())]

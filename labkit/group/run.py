@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
 from labkit.errors.exit_reasons import Cause
@@ -194,7 +194,6 @@ class Execution:
         return run
 
     def _check_arguments(self) -> None:
-        """Compare what ranks gave to the operations that they have completed together."""
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
@@ -245,7 +244,6 @@ class Execution:
                 mine.append(fresh)
 
     def _ask(self, member: Member) -> None:
-        """Ask for a command for a rank that is at a breakpoint."""
         self._drain()
         if self._picture is not None:
             self._show(self._picture)
@@ -284,7 +282,6 @@ class Execution:
             pass
 
     def _grace_s(self) -> float:
-        """Return how long the run continues after the first failure."""
         if (self._quit.keys() | self._breakpoints.done) & self._unanswered():
             return LEFT_S
         if any(not f.consequence for f in (self._quit | self._failures).values()):
@@ -298,7 +295,6 @@ class Execution:
         return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        """End the run if its ranks are in a deadlock; show a notice if they wait for a long time."""
         deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
         self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
@@ -312,7 +308,6 @@ class Execution:
         self._pictured_s = time.monotonic()
 
     def _unanswered(self) -> set[int]:
-        """Return the ranks that were called and have neither answered nor ended."""
         return set(self._on).difference(self._results, self._failures, self._pool.lost)
 
     def expects(self, member: Member) -> bool:
@@ -321,14 +316,30 @@ class Execution:
 
     def message(self, member: Member, message: Message) -> None:
         """See `Receiver`: handle a message. EOFError: the rank is gone, and with it the shared memory of its result."""
-        if isinstance(message, (protocol.Displayed, protocol.Warned)):
+        if isinstance(message, protocol.Displayed | protocol.Warned):
             self._output.take(member.rank, message)
             return
         self._read_output(member)
-        self._handlers[type(message)](self, member, message)
-
-    def _assigned(self, member: Member, message: protocol.Assigned) -> None:
-        member.assigned = message.names
+        match message:
+            case protocol.Assigned():
+                member.assigned = message.names
+            case protocol.Imported():
+                self._pool.modules |= {(module.name, module.machine): module for module in message.modules}
+            case protocol.Serving():
+                self._serving.add(member.rank)
+                self._release_servers()
+            case protocol.AtBreakpoint():
+                self._breakpoints.arrived(member.rank, message.text)
+                if self._quit:
+                    self._quit_too(member)
+            case protocol.LeftBreakpoint():
+                self._left_breakpoint(member, message)
+            case protocol.Raised():
+                self._raised(member, message)
+            case protocol.Returned():
+                self._returned(member, message)
+            case _:
+                raise AssertionError(f"{message} during a run")
 
     def _raised(self, member: Member, message: protocol.Raised) -> None:
         clock = member.process.clock
@@ -337,11 +348,6 @@ class Execution:
         self._pool.state.framework_spent |= message.spent
         if message.failure.broken:
             self._pool.state.spend()
-
-    def _at_breakpoint(self, member: Member, message: protocol.AtBreakpoint) -> None:
-        self._breakpoints.arrived(member.rank, message.text)
-        if self._quit:
-            self._quit_too(member)
 
     def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
         self._breakpoints.left(member.rank)
@@ -357,13 +363,6 @@ class Execution:
         with contextlib.suppress(OSError):  # it has just ended, which the loop will report
             member.channel.send(protocol.Command("q\n"))
             self._breakpoints.asked(member.rank)
-
-    def _serves(self, member: Member, _: protocol.Serving) -> None:
-        self._serving.add(member.rank)
-        self._release_servers()
-
-    def _imported(self, _: Member, message: protocol.Imported) -> None:
-        self._pool.modules |= {(module.name, module.machine): module for module in message.modules}
 
     def _returned(self, member: Member, message: protocol.Returned) -> None:
         self._communicated |= message.communicated
@@ -385,16 +384,6 @@ class Execution:
         if message.payload.owner_pid:
             member.channel.send(protocol.ResultRead())
         self._release_servers()
-
-    _handlers: ClassVar[Mapping[type[Message], Callable[[Execution, Member, Any], None]]] = {
-        protocol.Assigned: _assigned,
-        protocol.AtBreakpoint: _at_breakpoint,
-        protocol.LeftBreakpoint: _left_breakpoint,
-        protocol.Raised: _raised,
-        protocol.Serving: _serves,
-        protocol.Imported: _imported,
-        protocol.Returned: _returned,
-    }
 
     def _release_servers(self) -> None:
         """Tell the serving ranks to stop once all others that were called have returned, but not if none was."""
@@ -429,7 +418,6 @@ class Execution:
             self._failures |= {**self._pool.lost, member.rank: failure}
 
     def _read_output(self, member: Member) -> int:
-        """Read a rank's new output, and return its number of bytes."""
         count = 0
         for data in member.printed():
             self._output.feed(member.rank, data)
@@ -514,7 +502,6 @@ class Execution:
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:
-        """Return a line about a rank that failed because another one was gone."""
         if failure.cause is not Cause.LOST_CONNECTION:  # the student's code caught that error and raised another
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)

@@ -155,7 +155,6 @@ class _Server:
         return {number: self._codes.pop(number) for number in request.ranks if number in self._codes}
 
     def _fork(self, numbers: Sequence[int], received: Sequence[int]) -> Forked | Failed:
-        """Fork ranks, each with three of the received file descriptors."""
         forked: dict[int, int] = {}
         me = os.getpid()
         try:

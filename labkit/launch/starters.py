@@ -83,7 +83,6 @@ class Starter(ABC):
         """
 
     def _new_rank(self) -> RankProcess:
-        """Return a rank that has not started yet."""
         return RankProcess(next(self._numbers), self._ring_bytes, self._make_shared)
 
     def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
@@ -134,7 +133,6 @@ class ServerStarter(Starter):
         self._socket: socket.socket
 
     def _run(self, function: str, arguments: list[Any], environment: dict[str, str]) -> None:
-        """Start the process; see `_python`."""
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             self._process = _python(function, [far.fileno()], arguments, environment, self._log)

@@ -151,12 +151,9 @@ def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: t
 def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
     """What may still act in a rank by itself; None if nothing can, unless other ranks wake it.
 
-    Args:
-        now: its threads now.
-        before: its threads some time earlier; None judges `now` alone, which does not suffice to report a deadlock.
-        blocked: native ids of the threads that are blocked in a pending operation; None if the thread of a pending
-            operation is unknown: then it is the main thread.
-        idle_main: whether the main thread runs labkit's loop, because the function has returned or was not called.
+    Without its threads some time `before`, it is judged by those `now`, which does not suffice to report a deadlock.
+    `blocked` has the native ids of threads that are blocked in a pending operation; None if one has an unknown thread:
+    then it is the main thread. `idle_main` says that the function has returned or was not called.
     """
     if now.main is None:
         return Active("silent")
@@ -311,7 +308,6 @@ def _lacks_core(process: RankProcess, enough_s: float) -> bool:
 def _answers(
     processes: Sequence[RankProcess], answer: Callable[[RankProcess], _Answer | None], limit_s: float
 ) -> list[_Answer | None]:
-    """What ranks write within a time limit."""
     answers: list[_Answer | None] = [None] * len(processes)
     until = time.monotonic() + limit_s
     while None in answers and time.monotonic() < until:

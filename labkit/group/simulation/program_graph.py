@@ -172,7 +172,6 @@ class ProgramGraph:
 
 
 def _in_words(communication: Communication) -> str:
-    """Return its name and the student's line."""
     return communication.name + (f" ({communication.line})" if communication.line else "")
 
 
@@ -192,7 +191,6 @@ class _SimulatedRank:
         self._open: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # spans that have begun
 
     def threads(self, name: str) -> list[ThreadEvents]:
-        """Return the threads."""
         call = self._whole.add(self._rank, name, "call")
         self._append(PLAIN, call, START)
         # Of measured ranks, only `track_memory` knows the memory, as of real ones.

@@ -43,8 +43,6 @@ def refuse_calls() -> None:
 
 
 def _refuse(name: str, why: str, home: Any) -> None:
-    """Have a function of a module or a class raise an error."""
-
     def refuse(*_: Any, **__: Any) -> Any:
         raise LabError(f"{home.__name__}.{name} cannot be simulated: {why}.")
 

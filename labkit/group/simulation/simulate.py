@@ -132,7 +132,6 @@ def _lateness_ns() -> int:
 
 
 def _reduce() -> list[int]:
-    """Return how long each of some all-reduces takes, in ns."""
     import torch
     import torch.distributed as dist
 
@@ -184,7 +183,6 @@ class _SimulatedExecution:
         self.__name__ = name_of(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a rank: execute the function, and return what it did."""
         from labkit.group.simulation.fake_rank import execute
 
         return execute(self._function, args, kwargs, self._ranks, self._size, self._measured)

@@ -35,25 +35,17 @@ class _Issued(Work):
         self._log, self._numbers, self._results = log, numbers, results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # nothing can be late
-        """Record that the rank waits for it."""
         for number in self._numbers:
             self._log.wait(number)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has completed."""
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it has succeeded."""
         return True
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it has written."""
         return self._results
 
     def get_future(self) -> Any:
-        """Return a future that holds the tensors."""
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(self._results)
         return future
@@ -98,7 +90,6 @@ def simulated_process_group(log: RankLog) -> Any:
                     tensor.fill_(0 if tensor.is_floating_point() else 1)
 
         def uncounted(self) -> Any:
-            """Return a context manager for what a real rank does not do."""
             return log.uncounted()
 
         def _name(self) -> str:
@@ -114,11 +105,9 @@ def simulated_process_group(log: RankLog) -> Any:
             return self.issue(method, (tensors,), [] if sends else tensors, group=group, peer=other, tag=tag)
 
         def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:  # noqa: N803  # torch's names
-            """Record a message to another rank."""
             return self._message(SEND.name, tensors, dstRank, tag)
 
         def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:  # noqa: N803
-            """Record a message from another rank."""
             return self._message(RECV.name, tensors, srcRank, tag)
 
         def recv_anysource(self, _tensors: list[torch.Tensor], _tag: int) -> Any:
@@ -133,7 +122,6 @@ def simulated_process_group(log: RankLog) -> Any:
             )
 
         def get_group_store(self) -> Any:
-            """Return the store, which this process has for itself."""
             return self._store
 
         def _start_coalescing(self, _device: torch.device) -> None:
@@ -154,7 +142,6 @@ def simulated_process_group(log: RankLog) -> Any:
 
 
 def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
-    """Return a method that records one of torch's collectives."""
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
     def collective(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,7 +95,6 @@ class _AgentRank:
                 return
 
     def taken(self, frames: int, output: int) -> None:
-        """The relay has passed on so many bytes of frames and of prints."""
         self._output_under_way -= output
         if frames:
             self.frames.taken(frames)

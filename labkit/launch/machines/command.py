@@ -162,7 +162,6 @@ class Slurm(Engine):
         return listed.split()
 
     async def _ask_for_nodes(self) -> str:
-        """Ask for nodes, and return them once the job has them."""
         if shutil.which("salloc") is None:
             raise LabError("there is no salloc here: this is no machine of a cluster with Slurm")
         name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"
@@ -229,7 +228,6 @@ async def over_command(machine: str, command: Sequence[str], hints: Mapping[str,
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """Read all; return the end of it."""
     kept = b""
     while stream is not None and (data := await stream.read(1 << 12)):
         kept = (kept + data)[-(1 << 12) :]

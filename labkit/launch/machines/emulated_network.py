@@ -62,14 +62,12 @@ class _Port:
         self.free_ns = [0, 0]  # when the cable is free, from and to the machine
 
     def read(self) -> bytes | None:
-        """Return the next frame from the machine; None if there is none."""
         try:
             return os.read(self.tap, FRAME_BYTES)
         except BlockingIOError:
             return None
 
     def deliver(self, now_ns: int) -> None:
-        """Give the machine the frames that are due."""
         while self.waiting and self.waiting[0][0] <= now_ns:
             _, frame = self.waiting.popleft()
             if not self.pulled:
@@ -86,7 +84,6 @@ class _Switch:
         self._of_address: dict[bytes, _Port] = {}  # by the Ethernet address that was seen there
 
     def serve(self) -> None:
-        """Pass frames on until stdin ends."""
         by_tap = {port.tap: port for port in self._ports}
         while True:
             due_ns = min((port.waiting[0][0] for port in self._ports if port.waiting), default=None)
@@ -205,7 +202,6 @@ class _Agents:
         return near, far
 
     def end(self) -> None:
-        """End the agents; their ranks end with them."""
         for agent in self._running:
             agent.kill()
 

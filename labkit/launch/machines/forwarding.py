@@ -216,7 +216,6 @@ class Forwarding:
                 pass
 
     def _read(self) -> bool:
-        """Pass on some frames; return whether there were any."""
         frames = self._port.read() if self._open else []
         for frame in frames:
             self._before()

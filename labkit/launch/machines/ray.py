@@ -176,7 +176,6 @@ class Ray(Engine):
         return list(found)
 
     def _explain(self, error: Exception) -> str:
-        """Return why Ray does not connect."""
         from ray.exceptions import AuthenticationError
 
         if not self.address and type(error) is ConnectionError and str(error):
@@ -309,7 +308,6 @@ class _ActorStream:
                     ray.get(calls.popleft())
 
     def close(self) -> None:
-        """End the actor."""
         import ray
 
         with contextlib.suppress(Exception):  # it may have ended

@@ -80,7 +80,6 @@ class _Relay:
         task.add_done_callback(self._tasks.discard)
 
     async def _connect_all(self) -> None:
-        """Connect to all machines, and tell the notebook when ranks can be started."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock, self._receive)
 
@@ -109,7 +108,6 @@ class _Relay:
             self._send(READY, None)
 
     async def _prepare(self, say: Callable[[str], None]) -> None:
-        """Let all machines import what ranks need."""
         if self._problems:
             raise LabError("\n".join(self._problems.values()))
         package = RUNTIMES[self._runtime].package
@@ -129,7 +127,6 @@ class _Relay:
         return machine
 
     def _receive(self) -> None:
-        """Take the notebook's next request."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, LONGEST_BYTES, 3 * BATCH)
         except BlockingIOError:
@@ -239,7 +236,6 @@ class _Relay:
         return notes
 
     def _places(self, total: int) -> list[tuple[AgentMachine, Place]]:
-        """Where the ranks of a group are, in rank order."""
         living = [machine for machine in self._machines.values() if not machine.lost]
         if not living:
             lost = [f"{m.name}: {m.lost}" for m in self._machines.values()]

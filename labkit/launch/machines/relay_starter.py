@@ -31,7 +31,6 @@ class _HasThread:
     number: int
 
     def answer(self, processes: Sequence[RankProcess]) -> list[bool]:
-        """Return whether each has it."""
         return [process.has_thread(self.number) for process in processes]
 
 
@@ -44,11 +43,9 @@ class _MachinesClock(Clock):
 
     @property
     def error_ns(self) -> int:
-        """See `Clock`."""
         return read_report(self._process.memory).error_ns
 
     def here(self, ns: int) -> int:
-        """See `Clock`."""
         return ns + read_report(self._process.memory).offset_ns
 
 
