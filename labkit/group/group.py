@@ -18,21 +18,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped, wrapped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group.arguments import (
-    FixedArgument,
-    WithRank,
-    check_environment,
-    check_machine,
-    check_runtime,
-    check_spawn,
-    chosen,
-    default_threads,
-    hint_for_rank,
-    machines_or_link,
-    names_and_jobs,
-    rpc_options,
-    runtime_named,
-)  # fmt: skip
+from labkit.group import arguments
 from labkit.group.collector import Picture
 from labkit.group.deadlock_words import Stacks, readable
 from labkit.group.open_groups import default_start, notebook
@@ -86,7 +72,7 @@ class Group:
     """
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # makes the live picture of `watch`; this package draws nothing
-    runtime, devices, threads, timeout_s, link = (FixedArgument() for _ in range(5))
+    runtime, devices, threads, timeout_s, link = (arguments.FixedArgument() for _ in range(5))
 
     @public_api
     def __init__(
@@ -103,27 +89,27 @@ class Group:
         rpc_backend_options: Any = None,
         on: Any = None,
     ) -> None:
-        check_environment()
-        self._kind = runtime_named(runtime)
-        self.names, jobs = names_and_jobs(ranks, self._kind)
+        arguments.check_environment()
+        self._kind = arguments.runtime_named(runtime)
+        self.names, jobs = arguments.names_and_jobs(ranks, self._kind)
         note = ""
         if on is not None:
-            on, link, note = machines_or_link(on, link, len(self.names), self._kind)
+            on, link, note = arguments.machines_or_link(on, link, len(self.names), self._kind)
         self._options = Options(
             names=self.names,
             jobs=jobs,
             runtime=runtime,
             devices="auto" if devices is None else devices,
             devices_per_rank=devices_per_rank,
-            threads=default_threads(len(self.names)) if threads is None and on is None else threads,
+            threads=arguments.default_threads(len(self.names)) if threads is None and on is None else threads,
             timeout_s=timeout_s,
             start=default_start() if start is None else start,
             link=link,
-            rpc_options=rpc_options(rpc_backend_options),
+            rpc_options=arguments.rpc_options(rpc_backend_options),
         )
-        check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
+        arguments.check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
         if on is None:
-            check_machine(self._options, self._kind)
+            arguments.check_machine(self._options, self._kind)
         self.on = on
         self._pool: RankPool | None = None
         self._closed = False
@@ -176,7 +162,7 @@ class Group:
             LabError: the group has no such rank.
             TypeError: an index of another type.
         """
-        return Ranks(self, chosen(self.names, which))
+        return Ranks(self, arguments.chosen(self.names, which))
 
     @public_api
     def run(self, function: Callable[..., Any], /, *args: Any, check: bool | None = None, **kwargs: Any) -> Run:
@@ -216,8 +202,8 @@ class Group:
         self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True,
         daemon: bool = False, start_method: str = "spawn") -> Run:  # fmt: skip  # noqa: ARG002  # the last two have no effect
         """Call `function(rank, *args)` on every rank, as `mp.spawn` does."""
-        check_spawn(function, args, nprocs, join, len(self))
-        return self._run(WithRank(function), tuple(args), {}, range(len(self)), watch=False)
+        arguments.check_spawn(function, args, nprocs, join, len(self))
+        return self._run(arguments.WithRank(function), tuple(args), {}, range(len(self)), watch=False)
 
     @public_api
     def run_cell(
@@ -241,7 +227,7 @@ class Group:
             RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics.
         """
         self._check_check(check)
-        on = chosen(self.names, on) if on is not None else range(len(self))
+        on = arguments.chosen(self.names, on) if on is not None else range(len(self))
         home = sys.modules["__main__"]
         with warnings.catch_warnings(action="ignore"):  # the ranks will show syntax warnings
             tree = parse(source, filename, label)
@@ -331,7 +317,7 @@ class Group:
             request = Request(cell=False, starts_rpc=starts_rpc)
             return self._execute(request, payload, name, on, lambda _: call, called, watch=watch)
         except RankError as error:
-            if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
+            if error.hint or not (hint := arguments.hint_for_rank(function, args, kwargs)):
                 raise
             hinted = RankError(error.failures, error.others, stopped=error.stopped, hint=hint)
             hinted.run = error.run

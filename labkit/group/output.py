@@ -111,13 +111,13 @@ LIVE_EVERY_S: Final = 0.15
 
 
 class Output:
-    """The prints of all ranks in one run, which are kept, and shown unless `show` is False."""
+    """The prints of all ranks in one run."""
 
-    def __init__(self, names: Sequence[str], *, show: bool = True) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._ranks: dict[int, Lines] = {}  # only of ranks that have printed: most runs print nothing
-        self._shell = notebook_shell() if show else None
-        self._terminal = show and self._shell is None
+        self._shell = notebook_shell()
+        self._terminal = self._shell is None
         self._displays, self._warnings = Displays(names), GroupedWarnings(names)
         self._warned: list[str] = []  # the lines of warnings that have been printed
         self._warned_at = 0.0  # when the first unprinted warning arrived
@@ -189,8 +189,7 @@ class Output:
             self._handle = None
         if self._shell is not None and text:
             put(f"{text}\n")
-        if self._shell is not None or self._terminal:
-            self._put_warnings()
+        self._put_warnings()
         if self._shell is not None:
             self._displays.finish(put)
         return "\n".join(filter(None, (text, *self._warned)))

@@ -98,7 +98,7 @@ class RankPool:
         try:
             started = in_background(self._start)
             if not started.acquire(timeout=STARTING_S):
-                self._tell_slow_start()
+                self.tell_if_slow()
                 started.acquire()
             started.release()
             if self._start_failed is not None:
@@ -259,10 +259,8 @@ class RankPool:
 
     def tell_if_slow(self) -> None:
         """If a start in progress takes long, say once what it is waiting for."""
-        if time.monotonic() > self._slow_s:
-            self._tell_slow_start()
-
-    def _tell_slow_start(self) -> None:
+        if time.monotonic() < self._slow_s:
+            return
         self._slow_s = float("inf")
         doing = self._starter.waiting_for
         if not doing and self.kind.package and self._starter.importing:

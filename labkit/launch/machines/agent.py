@@ -22,10 +22,10 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
-from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare, RelayedState
+from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
 from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
-from labkit.launch.rank_process import RankProcess
+from labkit.launch.rank_process import RankProcess, Status
 from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
@@ -139,7 +139,7 @@ class _Agent:
         self._starter: Starter | None = None
         self._heard_s = time.monotonic()
         self._oom_kills = OOMKillCounters()
-        self._states: dict[int, RelayedState] = {}  # as they were last reported
+        self._states: dict[int, tuple[Status, Load]] = {}  # as they were last reported
         self._sampled: tuple[int, ...] | None = None  # the ranks of `_loads`
         self._loads: Callable[[int], Sequence[Load]]
         self._tasks: set[asyncio.Task[None]] = set()
@@ -195,7 +195,7 @@ class _Agent:
             if news:
                 self.line.send(FrameKind.STATES, 0, pickle.dumps(news), urgent=True)
 
-    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, RelayedState]:
+    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, tuple[Status, Load]]:
         """Return the states of ranks. Called on another thread."""
         self._oom_kills.sample(time.monotonic())
         if not ranks or self._starter is None:
@@ -204,7 +204,7 @@ class _Agent:
         if self._sampled != numbers:
             self._loads, self._sampled = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
         loads = self._loads(time.perf_counter_ns())
-        return {rank.number: RelayedState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
+        return {rank.number: (rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
 
     async def _handle(self, number: int, request: AgentRequest) -> None:
         try:

@@ -17,7 +17,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psutil
@@ -102,22 +102,15 @@ class KnownMachine:
     clock_error_ns: int  # a bound on the error of its clock, in ns
 
 
-@dataclass(frozen=True, slots=True)
-class RelayedState:
-    """The state of a rank, as its agent has last reported it."""
-
-    status: Status  # the state of its process
-    load: Load  # the resources that it uses
-
-
-UNREPORTED: Final = RelayedState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
+UNREPORTED: Final = Status("sleeping", exiting=False, cpu_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """What the relay knows of a rank now; it is in shared memory, behind the rank's ring."""
 
-    state: RelayedState = UNREPORTED
+    status: Status = UNREPORTED  # the state of its process
+    load: Load = field(default_factory=Load)  # the resources that it uses
     offset_ns: int = 0  # what must be added to a time of the rank's machine now
     error_ns: int = 0  # a bound on the error of that
     reported_ns: int = 0  # when its machine reported last, on this machine's clock; 0: not yet

@@ -25,25 +25,13 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.ipc.options import Place
 from labkit.ipc.pickling import shared_memory
+from labkit.launch import server_requests
 from labkit.launch.capacity import raise_limit
 from labkit.launch.machines.engines import Engine
 from labkit.launch.machines.facts import Connect, Facts, Listen, Prepare, check_versions
 from labkit.launch.machines.relayed import AgentMachine, LostError, RelayedRank
 from labkit.launch.rank_process import End
-from labkit.launch.server_requests import (
-    BATCH,
-    LONGEST_BYTES,
-    READY,
-    Ask,
-    Failed,
-    Fork,
-    Forked,
-    Reap,
-    Request,
-    Survey,
-    Surveyed,
-    Waits,
-)
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Ask, Failed, Fork, Forked, Reap, Surveyed, Waits
 from labkit.worker.runtimes.registry import RUNTIMES
 
 
@@ -140,13 +128,13 @@ class _Relay:
         number, request = pickle.loads(data)
         self._spawn(self._serve_request(number, request, fds))
 
-    async def _serve_request(self, number: int, request: Request, fds: list[int]) -> None:
+    async def _serve_request(self, number: int, request: server_requests.Request, fds: list[int]) -> None:
         try:
             if isinstance(request, Fork):
                 reply: Any = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
             elif isinstance(request, Ask):
                 reply = await self._ask(request)
-            elif isinstance(request, Survey):
+            elif isinstance(request, server_requests.Survey):
                 reply = await self._survey()
             else:
                 reply = await self._reap(request.ranks)

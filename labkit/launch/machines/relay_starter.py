@@ -71,7 +71,7 @@ class RelayedRankProcess(RankProcess):
         """Return its state as its agent has last reported it."""
         if self.memory < 0 or self.ended is not None:
             return Status("gone", exiting=True, cpu_s=0.0)
-        return read_report(self.memory).state.status
+        return read_report(self.memory).status
 
     def reported_ns(self, now_ns: int) -> int:
         """See `RankProcess`."""
@@ -124,7 +124,7 @@ class RelayStarter(ServerStarter):
 
     def monitor(self, processes: Sequence[RankProcess], devices: str) -> Callable[[int], tuple[Load, ...]]:  # noqa: ARG002
         """See `Starter`. The agents decide when they sample, and they know their devices."""
-        return lambda _: tuple(read_report(process.memory).state.load for process in processes)
+        return lambda _: tuple(read_report(process.memory).load for process in processes)
 
     def survey(self) -> Surveyed:
         """Return what is known of the machines."""

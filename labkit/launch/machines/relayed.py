@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import mmap
 import os
 import pickle
@@ -17,17 +18,7 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.launch.machines.engines import Connection
-from labkit.launch.machines.facts import (
-    HELLO,
-    REPORT_BYTES,
-    UNREPORTED,
-    AgentRequest,
-    Facts,
-    KnownMachine,
-    RankReport,
-    RelayedState,
-    write_report,
-)
+from labkit.launch.machines.facts import HELLO, REPORT_BYTES, AgentRequest, Facts, KnownMachine, RankReport, write_report
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort, Segments
 from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.server_requests import Failed, Reap
@@ -168,7 +159,7 @@ class AgentMachine:
                 self._round_trip_ns = min(self._round_trip_ns, heard_ns - asked_ns)
                 self._read_ns = there_ns
                 for rank in self.ranks.values():
-                    rank.clock_is(self.offset_ns, self.clock.error_ns)
+                    rank.reported(offset_ns=self.offset_ns, error_ns=self.clock.error_ns)
             elif kind is FrameKind.PART:
                 if self.large.add(number, data):
                     for rank in self.ranks.values():
@@ -178,9 +169,9 @@ class AgentMachine:
                 if future is not None and not future.done():
                     future.set_result(pickle.loads(data))
             elif kind is FrameKind.STATES:
-                for of_rank, state in pickle.loads(data).items():
+                for of_rank, (status, load) in pickle.loads(data).items():
                     if of_rank in self.ranks:
-                        self.ranks[of_rank].state_is(state)
+                        self.ranks[of_rank].reported(status=status, load=load)
             elif number in self.ranks:
                 rank = self.ranks[number]
                 if kind is FrameKind.RECORDS:
@@ -215,8 +206,8 @@ class RelayedRank:
         os.set_blocking(self._output, False)
         self._loop = asyncio.get_running_loop()
         self._copy = RingCopy(self._memory, machine.clock)
-        self._state = UNREPORTED
-        self.clock_is(machine.offset_ns, machine.clock.error_ns)
+        self._report = RankReport()
+        self.reported(offset_ns=machine.offset_ns, error_ns=machine.clock.error_ns)
         self._prints = bytearray()
         self._printed = self._written = 0  # bytes of prints, that have come, and that the pipe has taken
         self._held: deque[tuple[int, bytes | None]] = deque()  # frames, None for its end, and `_printed` when each came
@@ -224,23 +215,15 @@ class RelayedRank:
         port = FramePort(socket.socket(fileno=connection))
         self.frames = Forwarding(number, port, machine.line, machine.segments, machine.large, closed=lambda: closed(number))
 
+    def reported(self, **changes: Any) -> None:
+        """Its machine has reported changes of these fields of its `RankReport`."""
+        self._report = dataclasses.replace(self._report, **changes, reported_ns=time.perf_counter_ns())
+        write_report(self._memory, self._report)
+
     def recorded(self, news: bytes) -> None:
         """Copy what is new in its ring."""
         self._copy.apply(news)
-        self._reported()
-
-    def state_is(self, state: RelayedState) -> None:
-        """Its state has changed."""
-        self._state = state
-        self._reported()
-
-    def clock_is(self, offset_ns: int, error_ns: int) -> None:
-        """The clock of its machine was read."""
-        self._offset_ns, self._error_ns = offset_ns, error_ns
-        self._reported()
-
-    def _reported(self) -> None:
-        write_report(self._memory, RankReport(self._state, self._offset_ns, self._error_ns, time.perf_counter_ns()))
+        self.reported()
 
     def printed(self, data: bytes) -> None:
         """Pass on what it has printed."""
