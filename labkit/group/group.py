@@ -358,11 +358,9 @@ class Group:
             if payload.copied_from_gpu:
                 self._announce("CUDA tensors in arguments reach the ranks as CPU tensors.")
             pool, home = self._usable_pool(request), sys.modules["__main__"]
-            for note in pool.follow():
-                self._announce(note)
+            self._announce(*pool.follow())
             pool.state.begin(request)
-            for note in pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
-                self._announce(note)
+            self._announce(*pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)))
             self._install(pool, payload)
             if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
@@ -377,8 +375,7 @@ class Group:
                     pool.state.end()
                 raise
             self.last_run = run
-            for note in execution.notes:
-                self._announce(note)
+            self._announce(*execution.notes)
             for fault in execution.faults:  # after every run, unlike notes, until it is mended
                 put(wrapped(f"labkit: {fault}") + "\n")
             if execution.unfinished is None:
@@ -429,8 +426,7 @@ class Group:
             self._machines |= pool.machines
             if self._machines - pool.machines:
                 self._announced.difference_update(pool.notes)  # a machine may be lost more than once
-            for note in pool.notes:
-                self._announce(note)
+            self._announce(*pool.notes)
         if self._closed:
             raise LabError("the group was closed in another thread while its ranks started")
         return self._pool
@@ -470,10 +466,11 @@ class Group:
         if self._options.start == "spawn" and self.on is None and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
-    def _announce(self, note: str) -> None:
-        if note not in self._announced:
-            self._announced.add(note)
-            put(f"labkit: {note}\n")
+    def _announce(self, *notes: str) -> None:
+        for note in notes:
+            if note not in self._announced:
+                self._announced.add(note)
+                put(f"labkit: {note}\n")
 
 
 class Ranks:
