@@ -243,7 +243,6 @@ class DeadlockMonitor:
         if now_ns - self._frozen_check_ns < CHECK_FROZEN_EVERY_NS:
             return bool(self._frozen)
         self._frozen_check_ns = now_ns
-        before = self._frozen
         self._frozen = [
             m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.status().frozen
         ]
@@ -252,8 +251,6 @@ class DeadlockMonitor:
             command = command_to_resume([m.process for m in self._frozen])
             names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
             self.notice = f"stopped by a signal (SIGSTOP): {names}; `{command}` resumes the run"
-        elif before:
-            self.notice = ""
         return bool(self._frozen)
 
     def _state_of(self, member: Member, pending: list[Pending], blocked_in: set[tuple[str, int]]) -> RankState:

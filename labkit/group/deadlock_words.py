@@ -348,8 +348,7 @@ def _elsewhere(
 
 def _place_of(threads: RankThreads | None) -> str:
     """Where the student's code is on a rank's main thread; "" if that is not known."""
-    frame = threads.main.students if threads is not None and threads.main is not None else None
-    return "" if frame is None else f"at {_at_frame(frame)}"
+    return "" if threads is None else line_of(threads.main).removeprefix(", ")
 
 
 def _serving(ranks: Sequence[RankState], calls: Sequence[Pending], threads: Mapping[int, RankThreads]) -> list[str]:

@@ -117,7 +117,6 @@ class Output:
         self._names = names
         self._ranks: dict[int, Lines] = {}  # only of ranks that have printed: most runs print nothing
         self._shell = notebook_shell()
-        self._terminal = self._shell is None
         self._displays, self._warnings = Displays(names), GroupedWarnings(names)
         self._warned: list[str] = []  # the lines of warnings that have been printed
         self._warned_at = 0.0  # when the first unprinted warning arrived
@@ -133,7 +132,7 @@ class Output:
 
     def say(self, notice: str) -> None:
         """Show a notice of labkit's below the prints during the run; "" removes it."""
-        if notice and not self._notice and self._terminal:
+        if notice and not self._notice and self._shell is None:
             put(f"{notice}\n", sys.stderr)
         self._changed |= notice != self._notice
         self._notice = notice
@@ -144,7 +143,7 @@ class Output:
             self._ranks[rank] = Lines()
         lines = self._ranks[rank].feed(data)
         self._changed, self._heard = True, time.monotonic()
-        if self._terminal and lines:
+        if self._shell is None and lines:
             self._print(rank, lines)
 
     def take(self, rank: int, message: Displayed | Warned) -> None:
@@ -166,7 +165,7 @@ class Output:
     def refresh(self) -> None:
         """Show new prints if an update is due; call it regularly from the thread that runs the cell."""
         now = time.monotonic()
-        if self._terminal and self._warnings and now - self._warned_at > WARNED_AFTER_S:
+        if self._shell is None and self._warnings and now - self._warned_at > WARNED_AFTER_S:
             self._put_warnings()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
@@ -181,7 +180,7 @@ class Output:
         """Complete all lines, show the final text and return it."""
         for rank in sorted(self._ranks):
             rest = self._ranks[rank].finish()
-            if self._terminal and rest:
+            if self._shell is None and rest:
                 self._print(rank, rest)
         text = "\n".join(self._shown())
         if self._handle is not None:
