@@ -14,14 +14,14 @@ from labkit.errors.exceptions import RankError as RankError
 from labkit.errors.exceptions import RunError as RunError
 from labkit.errors.exceptions import RunTimeoutError as RunTimeoutError
 from labkit.errors.exceptions import Stopped as Stopped
-from labkit.group.profile import profile as profile
+from labkit.group.group import profile as profile
 from labkit.group.run import Run as Run
 from labkit.group.same_as_serial import same_as_serial as same_as_serial
 from labkit.group.simulation.simulate import simulate as simulate
+from labkit.launch.machines.command import SSH as SSH
+from labkit.launch.machines.command import Slurm as Slurm
 from labkit.launch.machines.emulated import EmulatedMachines as EmulatedMachines
 from labkit.launch.machines.ray import Ray as Ray
-from labkit.launch.machines.slurm import Slurm as Slurm
-from labkit.launch.machines.ssh import SSH as SSH
 from labkit.notebook.doctor import doctor as doctor
 from labkit.notebook.measure_link import measure_link as measure_link
 from labkit.notebook.watched_group import Group as Group

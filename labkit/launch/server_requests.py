@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from labkit.ipc.options import Place
-from labkit.launch.rank_process import End
 
 BATCH: Final = 64  # most ranks in one request: each takes three file descriptors, and the kernel passes at most 253
 LONGEST_BYTES: Final = 1 << 16  # of a packet; those of a thousand ranks take a tenth
@@ -20,10 +19,7 @@ READY: Final = 0  # the number of the first reply, which answers no request: all
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along.
-
-    The reply is `Forked` or `Failed`.
-    """
+    """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along."""
 
     ranks: Sequence[int]  # the numbers
     first: int = 0  # the rank, in its group, of the first one
@@ -41,30 +37,21 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class Reap:
-    """End these ranks and the processes that they have started. The reply is `Reaped`, or `Ended` from a relay."""
+    """End these ranks and the processes that they have started.
+
+    The reply is a dict by the ranks' numbers, without ranks that were reaped before: of their exit codes, negative for
+    signals; from a relay, of their `End`s.
+    """
 
     ranks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Reaped:
-    """The exit codes by the ranks' numbers, negative for signals; without ranks that were reaped before."""
-
-    codes: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How ranks on other machines ended, by their numbers; without ranks that were reaped before."""
-
-    ends: Mapping[int, End]
-
-
-@dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask a question about living ranks where they are. The reply is `Answered`.
+    """Ask a question about living ranks where they are.
 
-    Without a question, the reply comes after all that they have recorded and printed so far.
+    The reply is a dict of answers by the ranks' numbers, without the ranks of machines that do not answer. Without a
+    question, it comes after all that they have recorded and printed so far.
     """
 
     question: Any
@@ -72,24 +59,17 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """The answers by the ranks' numbers; without the ranks of machines that do not answer."""
-
-    answers: Mapping[int, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Survey:
-    """Ask a relay about its machines. The reply is `Surveyed`."""
+    """Ask a relay about its machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What is known of each machine: a `machines.facts.KnownMachine`; and the problems, by machine, "" for several."""
+    """The reply."""
 
     names: Sequence[str]
-    machines: Sequence[Any]
-    problems: Mapping[str, str]
+    machines: Sequence[Any]  # what is known of those that can be used: `machines.facts.KnownMachine`
+    problems: Mapping[str, str]  # by machine, "" for several
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +87,4 @@ class Failed:
 
 
 Request = Fork | Reap | Ask | Survey
-Reply = Forked | Reaped | Ended | Answered | Surveyed | Failed | Waits
+Reply = Any

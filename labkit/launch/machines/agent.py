@@ -15,33 +15,19 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
-from labkit.launch.machines.agent_requests import (
-    HELLO,
-    AgentReady,
-    Connect,
-    Connected,
-    Listen,
-    Listening,
-    Prepare,
-    Reply,
-    Request,
-)
-from labkit.launch.machines.facts import Facts
-from labkit.launch.machines.forwarding import TAKEN, Forwarding
-from labkit.launch.machines.frame_port import FramePort
+from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare
+from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
 from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
-from labkit.launch.machines.reachability import listen_for_a_moment, unreached
-from labkit.launch.machines.relayed_rank import RelayedState
-from labkit.launch.rank_process import RankProcess
-from labkit.launch.resource_usage import Monitor
-from labkit.launch.server_requests import Answered, Ended, Failed, Fork, Forked, Reap
+from labkit.launch.rank_process import RankProcess, Status
+from labkit.launch.resource_usage import Load
+from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingTap
@@ -52,6 +38,8 @@ LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states
 RECORDS_BYTES: Final = 1 << 18  # of records in one block
 OUTPUT_BYTES: Final = 1 << 16  # of prints in one block
+OPEN_S: Final = 10.0  # for which an agent listens for the others
+CONNECT_S: Final = 6.0  # for a connection to one, which takes two round trips, the first for its network card's address
 # What may wait on a slow line. A round trip of 40 ms still leaves 3 MB/s for the prints of a rank.
 OUTPUT_WINDOW: Final = 1 << 17  # of a rank's prints; then the rank waits, as for a full pipe
 BACKLOG_BYTES: Final = 1 << 18  # of all; then records wait in the rank's ring, which overwrites the oldest
@@ -68,7 +56,7 @@ class _AgentRank:
         self.number, self.process, self._line = number, process, agent.line
         self._tap = RingTap(process.ring)
         self.frames = Forwarding(
-            number, FramePort(process.sock), agent.line, None, agent.large, before=self._report_all, closed=self._closed
+            number, FramePort(process.sock), agent.line, None, agent.large, before=self.report, closed=self._closed
         )
         self._output_under_way = 0
         self._output_open = True
@@ -84,11 +72,7 @@ class _AgentRank:
             self._line.send(FrameKind.RECORDS, self.number, news)
 
     def report(self, most_bytes: float = math.inf) -> bool:
-        """Send all that the rank has printed and recorded so far, or at most so many bytes of records.
-
-        Returns:
-            whether these are all.
-        """
+        """Send what the rank has printed, and at most so many bytes of records; return whether that is all."""
         self._print(math.inf)  # a pipe's capacity at most
         while news := self._tap.news(RECORDS_BYTES):
             self._line.send(FrameKind.RECORDS, self.number, news)
@@ -96,9 +80,6 @@ class _AgentRank:
             if most_bytes <= 0:
                 return not self._tap.behind
         return True
-
-    def _report_all(self) -> None:
-        self.report()
 
     def _print(self, window_bytes: float) -> None:
         while self._output_open and self._output_under_way < window_bytes:
@@ -114,7 +95,6 @@ class _AgentRank:
                 return
 
     def taken(self, frames: int, output: int) -> None:
-        """The relay has passed on so many bytes of frames and of prints."""
         self._output_under_way -= output
         if frames:
             self.frames.taken(frames)
@@ -140,9 +120,7 @@ class _AgentRank:
     def close(self, *, ended_now: bool) -> None:
         """Close all that belongs to it.
 
-        Args:
-            ended_now: whether its process was ended just now, so that it may have left something. On a slow line,
-                nobody waits for that.
+        If its process was ended just now, send what it has left, but not on a slow line: nobody waits for that.
         """
         if ended_now and self._line.backlog < LONG_BACKLOG:
             self.frames.read_all()
@@ -161,8 +139,9 @@ class _Agent:
         self._starter: Starter | None = None
         self._heard_s = time.monotonic()
         self._oom_kills = OOMKillCounters()
-        self._states: dict[int, RelayedState] = {}  # as they were last reported
-        self._monitor: tuple[Monitor, tuple[int, ...]] | None = None
+        self._states: dict[int, tuple[Status, Load]] = {}  # as they were last reported
+        self._sampled: tuple[int, ...] | None = None  # the ranks of `_loads`
+        self._loads: Callable[[int], Sequence[Load]]
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -184,8 +163,7 @@ class _Agent:
             if kind is FrameKind.CLOCK:
                 self.line.send(FrameKind.CLOCK, 0, data + _TIME.pack(time.perf_counter_ns()), urgent=True)
             elif kind is FrameKind.PART:
-                self.large.add(number, data)
-                if self.large.complete(number):
+                if self.large.add(number, data):
                     for rank in self._ranks.values():
                         rank.frames.write()
             elif kind is FrameKind.FORGET:
@@ -217,33 +195,33 @@ class _Agent:
             if news:
                 self.line.send(FrameKind.STATES, 0, pickle.dumps(news), urgent=True)
 
-    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, RelayedState]:
+    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, tuple[Status, Load]]:
         """Return the states of ranks. Called on another thread."""
         self._oom_kills.sample(time.monotonic())
         if not ranks or self._starter is None:
             return {}
         numbers = tuple(rank.number for rank in ranks)
-        if self._monitor is None or self._monitor[1] != numbers:
-            self._monitor = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
-        loads = self._monitor[0].sample(time.perf_counter_ns())
-        return {rank.number: RelayedState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
+        if self._sampled != numbers:
+            self._loads, self._sampled = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
+        loads = self._loads(time.perf_counter_ns())
+        return {rank.number: (rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
 
-    async def _handle(self, number: int, request: Request) -> None:
+    async def _handle(self, number: int, request: AgentRequest) -> None:
         try:
             reply = await self._reply(request)
         except LabError as error:
             reply = Failed(str(error))
         except Exception as error:  # noqa: BLE001  # the relay waits for this reply
             reply = Failed(f"{type(error).__name__}: {error}")
-        self._send(number, reply)
+        self._send(number, reply, urgent=isinstance(request, Reap) and self.line.backlog > LONG_BACKLOG)
 
-    async def _reply(self, request: Request) -> Reply:
+    async def _reply(self, request: AgentRequest) -> Any:
         if isinstance(request, Prepare):
             return await asyncio.to_thread(self._prepare, request.runtime)
         if isinstance(request, Listen):
-            return Listening(await listen_for_a_moment(self._facts.address))
+            return await listen_for_a_moment(self._facts.address)
         if isinstance(request, Connect):
-            return Connected(await unreached(request.targets))
+            return await unreached(request.targets)
         assert self._starter is not None, "a starter comes first"
         if isinstance(request, Fork):
             processes = await asyncio.to_thread(self._starter.start, len(request.ranks))
@@ -262,25 +240,48 @@ class _Agent:
             if not self._ranks:  # nobody needs large data any more, and the relay does not send the rest of it
                 self.line.drop_large()
                 self.large.clear()
-            return Ended({n: dataclasses.replace(end, oom_kills=kills) for n, end in zip(mine, ends, strict=True)})
+            return {number: dataclasses.replace(end, oom_kills=kills) for number, end in zip(mine, ends, strict=True)}
         if request.question is None:
             for rank in mine.values():
                 rank.report()
-            return Answered(dict.fromkeys(mine, True))
+            return dict.fromkeys(mine, True)
         answers = await asyncio.to_thread(request.question.answer, processes)
         # A rank that records faster than the line carries has no answer: records that say otherwise would come later.
-        return Answered({n: one for n, one in zip(mine, answers, strict=True) if mine[n].report(RECORDS_BYTES)})
+        return {n: one for n, one in zip(mine, answers, strict=True) if mine[n].report(RECORDS_BYTES)}
 
-    def _prepare(self, runtime: str) -> Reply:
+    def _prepare(self, runtime: str) -> None:
         kind = RUNTIMES[runtime]
         make = ForkStarter if sys.platform == "linux" else SpawnStarter
         self._starter = make(kind.preload, kind.environment, RING_BYTES, shared_memory)
         self._starter.wait_until_ready()
-        return AgentReady()
 
-    def _send(self, number: int, reply: Any) -> None:
-        urgent = isinstance(reply, Ended) and self.line.backlog > LONG_BACKLOG
+    def _send(self, number: int, reply: Any, *, urgent: bool = False) -> None:
         self.line.send(FrameKind.CONTROL, number, pickle.dumps(reply), urgent=urgent)
+
+
+async def listen_for_a_moment(address: str) -> int:
+    """Accept connections for `OPEN_S`; return the port."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), address, 0)
+    asyncio.get_running_loop().call_later(OPEN_S, server.close)
+    port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+async def unreached(targets: Sequence[tuple[str, str, int]]) -> list[tuple[str, str, int, str]]:
+    """Return the machines to which this one cannot connect, and why; of each, name, address and port are given."""
+
+    async def problem(address: str, port: int) -> str:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_S)
+        except TimeoutError:
+            return f"no answer within {CONNECT_S:g} s"
+        except OSError as error:
+            return os.strerror(error.errno) if error.errno else str(error)
+        writer.close()
+        return ""
+
+    problems = await asyncio.gather(*(problem(address, port) for _, address, port in targets))
+    return [(*target, why) for target, why in zip(targets, problems, strict=True) if why]
 
 
 def main() -> None:

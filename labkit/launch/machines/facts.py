@@ -1,4 +1,8 @@
-"""What an agent says about its machine at the start, and what must be the same on all machines."""
+"""What relay and agents tell each other: requests, the facts of a machine, and the states of its ranks.
+
+Requests and replies are pickled, in blocks with the request's number. An agent also answers `Fork`, `Reap` and `Ask` of
+`launch/server_requests.py`, for the ranks of its machine, without file descriptors. `Failed` may be the reply to each.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,56 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import pickle
 import platform
 import socket
+import struct
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import psutil
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import LOOPBACK
 from labkit.launch.capacity import usable_memory
+from labkit.launch.rank_process import Status
+from labkit.launch.resource_usage import Load
+from labkit.launch.server_requests import Ask, Fork, Reap
 from labkit.recording.cores import usable_cores
 from labkit.recording.ring_buffer import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import FRAMEWORKS
 
+HELLO: Final = 0  # the number of the agent's first reply, which answers no request: the `Facts`
 ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
+REPORT_BYTES: Final = 1 << 10
+_SUM: Final = struct.Struct("<II")  # of a report: a checksum, and the size in bytes
+READ_TIMES: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Import what a runtime's ranks need. The reply is None."""
+
+    runtime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Accept connections of other machines for a moment. The reply is the port, at the machine's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect to other machines. The reply has those that cannot be reached: name, address, port, and why."""
+
+    targets: Sequence[tuple[str, str, int]]  # name, address and port of each
+
+
+AgentRequest = Prepare | Listen | Connect | Fork | Reap | Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +88,7 @@ class Facts:
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
         return cls(
             socket.gethostname(), address, _interface(address), _addresses(), sys.executable, versions, layout,
-            usable_cores(), usable_memory().free_nbytes, gpu_count(),
+            usable_cores(), usable_memory().free_nbytes, gpu_count()
         )  # fmt: skip
 
 
@@ -64,6 +100,39 @@ class KnownMachine:
     facts: Facts  # what its agent has said
     round_trip_ns: int  # the shortest round trip to its agent so far, in ns
     clock_error_ns: int  # a bound on the error of its clock, in ns
+
+
+UNREPORTED: Final = Status("sleeping", exiting=False, cpu_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What the relay knows of a rank now; it is in shared memory, behind the rank's ring."""
+
+    status: Status = UNREPORTED  # the state of its process
+    load: Load = field(default_factory=Load)  # the resources that it uses
+    offset_ns: int = 0  # what must be added to a time of the rank's machine now
+    error_ns: int = 0  # a bound on the error of that
+    reported_ns: int = 0  # when its machine reported last, on this machine's clock; 0: not yet
+
+
+def write_report(memory: Any, report: RankReport) -> None:
+    """In the relay: store it in a rank's mapped memory, of `RING_BYTES` + `REPORT_BYTES` bytes."""
+    data = pickle.dumps(report)
+    memory[RING_BYTES : RING_BYTES + REPORT_BYTES] = (_SUM.pack(zlib.crc32(data), len(data)) + data).ljust(REPORT_BYTES, b"\0")
+
+
+def read_report(memory: int) -> RankReport:
+    """In the notebook: return the last one; an empty one if there is none yet, or the memory is closed."""
+    for _ in range(READ_TIMES if memory >= 0 else 0):  # the relay may be writing
+        data = os.pread(memory, REPORT_BYTES, RING_BYTES)
+        if len(data) < REPORT_BYTES or not any(data[: _SUM.size]):
+            break
+        checksum, size = _SUM.unpack_from(data)
+        if zlib.crc32(data := data[_SUM.size : _SUM.size + size]) == checksum:
+            report: RankReport = pickle.loads(data)
+            return report
+    return RankReport()
 
 
 def _address() -> str:
@@ -93,16 +162,7 @@ def _interface(address: str) -> str:
 
 
 def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:
-    """Check that machines have what ranks need, in the notebook's versions.
-
-    Args:
-        package: the framework that ranks import; "" for none.
-        here: the facts of the notebook's machine.
-        machines: for each machine, its name and facts.
-
-    Raises:
-        LabError: machines lack a package, or have another version.
-    """
+    """Raise LabError if machines lack what ranks need, or have other versions than the notebook's machine has."""
     needed = list(filter(None, ("Python", "labkit", package)))
     found = [line for name, facts in machines for line in differences(needed, here, name, facts)]
     if found:

@@ -12,22 +12,110 @@ import contextlib
 import hashlib
 import mmap
 import os
+import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
-from labkit.ipc.channel import segment_of, with_segment
+from labkit.ipc.channel import FD_SPACE, HEADER_BYTES, frame_sizes, segment_of, with_segment
 from labkit.ipc.process_memory import ALIGN, read
-from labkit.launch.machines.frame_port import FramePort, RawFrame
 from labkit.launch.machines.line import FrameKind, Large, Line
 
 WINDOW_BYTES: Final = 1 << 20
+READ_BYTES: Final = 1 << 18
 LARGE_BYTES: Final = 1 << 16  # frames of this size or more are sent in parts
 KEEP_S: Final = 1.0  # how long data that was sent to a machine is remembered: frames with the same arguments follow at once
 _DATA: Final = struct.Struct("<II")  # numbers of large data: the frame itself, and its segment; 0 for none
 TAKEN: Final = struct.Struct("<QQ")  # bytes of frames, and of prints
+
+
+class RawFrame(NamedTuple):
+    """A frame as `Channel` transmits it, and the file descriptor that comes along, or -1."""
+
+    data: bytes
+    fd: int = -1
+
+
+class FramePort:
+    """One end of a rank's socket: reads and writes whole frames without waiting, and without looking into them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.setblocking(False)
+        self._data = bytearray()
+        self._fds: deque[int] = deque()
+        self._out: deque[tuple[memoryview, int]] = deque()
+
+    def read(self) -> list[RawFrame]:
+        """Return some of the frames that have come, perhaps none.
+
+        Raises:
+            EOFError: the other side has closed the connection, and all frames have been returned.
+        """
+        frames: list[RawFrame] = []
+        count = 0
+        while count < READ_BYTES:  # a rank may send without end
+            try:
+                more, ancillary, _, _ = self.sock.recvmsg(READ_BYTES, FD_SPACE)
+            except BlockingIOError:
+                break
+            except OSError:
+                more, ancillary = b"", []
+            for _, _, fds in ancillary:
+                self._fds.append(int.from_bytes(fds, sys.byteorder))
+                os.set_inheritable(self._fds[-1], False)
+            if not more:
+                if frames:
+                    break
+                raise EOFError
+            count += len(more)
+            self._data += more
+            frames += self._whole()
+        return frames
+
+    def _whole(self) -> list[RawFrame]:
+        frames: list[RawFrame] = []
+        at = 0
+        while len(self._data) - at >= HEADER_BYTES:
+            size, with_fd = frame_sizes(bytes(self._data[at : at + HEADER_BYTES]))
+            if len(self._data) - at < size:
+                break
+            frames.append(RawFrame(bytes(self._data[at : at + size]), self._fds.popleft() if with_fd else -1))
+            at += size
+        del self._data[:at]
+        return frames
+
+    def write(self, frame: RawFrame) -> None:
+        """Add a frame to what `flush` writes. Its file descriptor is closed once it has been sent."""
+        self._out.append((memoryview(frame.data), frame.fd))
+
+    def flush(self) -> bool:
+        """Write as much as the socket takes; return whether that was all. OSError: the other side has closed it."""
+        while self._out:
+            data, fd = self._out[0]
+            try:
+                done = socket.send_fds(self.sock, [data], [fd]) if fd >= 0 else self.sock.send(data)
+            except BlockingIOError:
+                return False
+            if fd >= 0:
+                os.close(fd)
+            self._out[0] = data[done:], -1
+            if not data[done:]:
+                self._out.popleft()
+        return True
+
+    def close(self) -> None:
+        """Close the socket, and file descriptors that were received or not yet sent."""
+        self.sock.close()
+        for fd in (*self._fds, *(fd for _, fd in self._out)):
+            with contextlib.suppress(OSError):
+                if fd >= 0:
+                    os.close(fd)
+        self._fds.clear()
+        self._out.clear()
 
 
 class Segments:
@@ -76,14 +164,9 @@ class Segments:
 class Forwarding:
     """Passes the frames of one rank on.
 
-    Args:
-        number: the rank's number on the line.
-        port: this side's end of the rank's channel.
-        line: the line.
-        segments: sends large data that several ranks may share; None if each datum is sent once and then forgotten.
-        large: the large data that has arrived.
-        before: called before each frame from the socket is passed on.
-        closed: called when the socket's other side has closed it.
+    `port` is this side's end of the rank's channel, and `large` has the data that has come over the line. `segments`
+    sends data that several ranks may share; without it, each datum is sent once and then forgotten. `before` is called
+    before each frame from the socket is passed on, and `closed` when the socket's other side has closed it.
     """
 
     def __init__(
@@ -94,7 +177,7 @@ class Forwarding:
         segments: Segments | None,
         large: Large,
         *,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], object] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._number, self._port, self._line, self._segments, self._large = number, port, line, segments, large
@@ -133,7 +216,6 @@ class Forwarding:
                 pass
 
     def _read(self) -> bool:
-        """Pass on some frames; return whether there were any."""
         frames = self._port.read() if self._open else []
         for frame in frames:
             self._before()

@@ -19,8 +19,9 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import counted
@@ -36,7 +37,7 @@ HEAD: Final = "node:__internal_head__"  # a resource that Ray gives the head nod
 ENDED_S: Final = 1.0  # for an actor to say why its agent has ended
 ANSWER_S: Final = 5.0  # for the cluster's address to accept a connection
 INIT_S: Final = 60.0  # for Ray to connect to the cluster; one attempt of its own takes up to 36 s
-_T = TypeVar("_T")
+THREADS: Final = 1024
 TOKEN_OFF: Final = (
     "this Ray cluster has no token authentication, so whoever can reach it can run programs on it "
     "(RAY_AUTH_MODE=token turns it on, on all nodes and here)."
@@ -52,12 +53,7 @@ _HINTS: Final = {
 
 
 class Host:
-    """The actor on a node: it runs the agent.
-
-    Args:
-        address: the node's address.
-        folder: the folder that contains labkit on the notebook's machine, and perhaps here.
-    """
+    """The actor on a node: it runs the agent. `folder` contains labkit on the notebook's machine, and perhaps here."""
 
     def __init__(self, address: str, folder: str) -> None:
         # With Ray's own variables, ranks would be a part of its job, and would see no GPUs, as the actor asks for none.
@@ -146,10 +142,12 @@ class Ray(Engine):
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
         """See `Engine`."""
         say(f"connecting to Ray{f' at {self.address}' * bool(self.address)}")
+        # Ray's calls block: with fewer threads than nodes, some nodes would be asked after their time limit.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
         if self.address:
             await _check_answer(self.address)
         try:
-            found = await asyncio.wait_for(_in_thread(self._nodes), INIT_S)
+            found = await asyncio.wait_for(asyncio.to_thread(self._nodes), INIT_S)
         except TimeoutError:
             raise LabError(f"Ray{self._at} did not answer within {INIT_S:.0f} s. Does `ray status` answer there?") from None
         return found[: self.nodes or None]
@@ -159,11 +157,7 @@ class Ray(Engine):
         return f" at {self.address}" if self.address else " on this machine"
 
     def _nodes(self) -> list[str]:
-        """Connect to the cluster, and return the names of its nodes.
-
-        Raises:
-            LabError: there is no cluster, it does not let this notebook in, or it has too few nodes.
-        """
+        """Connect to the cluster, and return the names of its nodes."""
         os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # read by the import; Ray's 20 attempts take 20 s to 12 min
         import ray
 
@@ -182,7 +176,6 @@ class Ray(Engine):
         return list(found)
 
     def _explain(self, error: Exception) -> str:
-        """Return why Ray does not connect."""
         from ray.exceptions import AuthenticationError
 
         if not self.address and type(error) is ConnectionError and str(error):
@@ -198,49 +191,19 @@ class Ray(Engine):
 
     async def connect(self, machine: str, limit_s: float) -> Connection:
         """See `Engine`."""
-        actor = await _in_thread(lambda: _start(self._ids[machine], limit_s))
+        actor = await asyncio.to_thread(_start, self._ids[machine], limit_s)
         near, far = socket.socketpair()
         stream = _ActorStream(actor, far)
         reader, writer = await asyncio.open_connection(sock=near, limit=READ_BYTES)
 
         async def ended() -> str:
-            return stream.ended()
+            return stream.why
 
         return Connection(machine, reader, writer, ended, stream.close)
 
 
-async def _in_thread(work: Callable[[], _T]) -> _T:
-    """Run a function that may block for long in a thread that does not keep the relay from ending, as asyncio's do."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def set_result(result: _T | None, error: Exception | None) -> None:
-        if done.done():  # nobody waits any more
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]  # no error: there is a result
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:  # noqa: BLE001  # it is raised where the function is awaited
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(set_result, result, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
-
-
 async def _check_answer(address: str) -> None:
-    """Check that something accepts connections at an address: Ray itself would try for minutes.
-
-    Raises:
-        LabError: nothing does.
-    """
+    """Raise LabError if nothing accepts connections at an address: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
@@ -255,11 +218,7 @@ async def _check_answer(address: str) -> None:
 
 
 def _refused(address: str) -> bool:
-    """Return whether a cluster refuses this process's token, which `ray.init` does not tell.
-
-    Args:
-        address: the cluster's address; "" for the cluster of this node.
-    """
+    """Return whether a cluster ("": that of this node) refuses this process's token, which `ray.init` does not tell."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -288,11 +247,7 @@ def _named() -> dict[str, str]:
 
 
 def _start(node_id: str, limit_s: float) -> Any:
-    """Start the actor on a node.
-
-    Raises:
-        LabError: the node has gone, or does not start it in time.
-    """
+    """Start the actor on a node; raise LabError if the node has gone, or does not start it in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -323,7 +278,8 @@ class _ActorStream:
     """Passes bytes between a socket and an actor, on two threads."""
 
     def __init__(self, actor: Any, sock: socket.socket) -> None:
-        self._actor, self._sock, self._why = actor, sock, ""
+        self._actor, self._sock = actor, sock
+        self.why = ""  # the agent has ended
         for work in (self._read, self._write):
             threading.Thread(target=work, daemon=True).start()
 
@@ -333,11 +289,11 @@ class _ActorStream:
         try:
             for piece in self._actor.read.options(num_returns="streaming", concurrency_group="read").remote():
                 self._sock.sendall(ray.get(piece))
-            self._why = ray.get(self._actor.ended.options(concurrency_group="write").remote(), timeout=ENDED_S)
+            self.why = ray.get(self._actor.ended.options(concurrency_group="write").remote(), timeout=ENDED_S)
         except OSError:  # this side has closed the connection
             pass
         except Exception:  # noqa: BLE001  # of Ray, of many types
-            self._why = "Ray has lost the node, or its worker there"
+            self.why = "Ray has lost the node, or its worker there"
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -351,12 +307,7 @@ class _ActorStream:
                 if len(calls) > CALLS:
                     ray.get(calls.popleft())
 
-    def ended(self) -> str:
-        """Return why the agent has ended."""
-        return self._why
-
     def close(self) -> None:
-        """End the actor."""
         import ray
 
         with contextlib.suppress(Exception):  # it may have ended

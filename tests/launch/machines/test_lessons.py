@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # Emulated links are for one machine; all other groups of the lessons are on two.
 STARTUP = """
 from labkit.group.group import Group
-from labkit.launch.machines.ssh import SSH
+from labkit.launch.machines.command import SSH
 
 def init(self, *args, own=Group.__init__, **options):
     if options.get("link") is None and options.get("on") is None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from labkit.errors.exceptions import LabError
-from labkit.launch.machines import reachability
-from labkit.launch.machines.agent_requests import Connect, Connected, Listen, Listening
-from labkit.launch.machines.reachability import check_reachability, listen_for_a_moment, unreached
+from labkit.launch.machines import agent
+from labkit.launch.machines.agent import listen_for_a_moment, unreached
+from labkit.launch.machines.facts import Connect, Listen
+from labkit.launch.machines.relay import check_reachability
 
 
 class Machine:
@@ -27,8 +28,8 @@ class Machine:
     async def ask(self, request: Any) -> Any:
         self.asked.append(request)
         if isinstance(request, Listen):
-            return Listening(self._port)
-        return Connected([(*target, "no answer within 3 s") for target in request.targets if target[0] in self._fails])
+            return self._port
+        return [(*target, "no answer within 3 s") for target in request.targets if target[0] in self._fails]
 
 
 def check(*machines: Any) -> None:
@@ -55,8 +56,8 @@ def test_the_pair_is_named() -> None:
 
 def test_what_an_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens for a moment, reaches who listens, and says why it does not reach others."""
-    monkeypatch.setattr(reachability, "OPEN_S", 0.3)
-    monkeypatch.setattr(reachability, "LIMIT_S", 0.2)
+    monkeypatch.setattr(agent, "OPEN_S", 0.3)
+    monkeypatch.setattr(agent, "CONNECT_S", 0.2)
 
     async def f() -> list[tuple[str, str, int, str]]:
         with contextlib.ExitStack() as stack:
