@@ -18,10 +18,18 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.costs.checked_arguments import INTERLEAVED, check_arguments, schedule_name
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
+from labkit.costs.prediction import (
+    INTERLEAVED,
+    Prediction,
+    check_arguments,
+    filled,
+    in_seconds,
+    latency_and_share,
+    schedule_name,
+    transfer_in_latex,
+)
 from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
 from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Traffic

@@ -4,8 +4,8 @@ What to open for which change:
 - add a figure: a file here whose function has `@public_api` (errors/wrong_calls.py), makes its figure with `new_axes`
   and ends with `describe` (style.py); its name in `labkit/__init__.pyi`; an entry in the tests test_kept_figures.py,
   which keep a picture of it
-- a figure: timeline.py, breakdown.py (also `lab.compare`), traffic.py (its numbers: flows.py), memory.py, scaling.py,
-  what_helps.py, predictions.py, measured_link.py, guess_charts.py (guesses), explore.py; tests test_figures.py
+- a figure: timeline.py (also `lab.explore`), breakdown.py (also `lab.compare`), traffic.py (its numbers: flows.py),
+  memory.py, scaling.py, what_helps.py, predictions.py, measured_link.py, guess_charts.py; tests test_figures.py
 - the colour of compute, communication or waiting: `STYLES` in bars.py, which the live picture, the explorer and the
   diagrams of lessons use, too; of an operation: recording/operations.py; tests test_colors.py, test_kept_figures.py.
   Then draw again: reference pictures, `make diagrams`, `make pictures`
@@ -13,6 +13,5 @@ What to open for which change:
   in recording/group_keys.py; when arrows are drawn: message_arrows.py; which rows: rows.py; which steps: view.py;
   tests test_figures.py
 - what share of the time rows compute: busy.py; when figures say that ranks shared cores: view.py; tests test_notes.py
-- how wide figures are shown, their alternative text: image.py, figure.py; fonts: style.py, labkit.mplstyle; tests
-  test_image.py
+- how wide figures are shown, their alternative text, fonts: style.py, figure.py, labkit.mplstyle; tests test_image.py
 """

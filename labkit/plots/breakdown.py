@@ -13,11 +13,9 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES, waiting_in_words
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import View, sharing_in_words, view_of
-from labkit.tracing.measurement import busy_machine
-from labkit.tracing.step_times import HasTrace, spread_ns, trace_of
+from labkit.tracing.step_times import HasTrace, busy_machine, spread_ns, trace_of
 from labkit.tracing.trace import Share, Trace
 
 if TYPE_CHECKING:

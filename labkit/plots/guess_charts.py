@@ -11,10 +11,9 @@ import numpy as np
 
 from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
-from labkit.plots.image import WIDTH_IN
 from labkit.plots.predictions import Predictions, Quantity
 from labkit.plots.scaling import PREDICTED
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

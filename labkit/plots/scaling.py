@@ -13,8 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 

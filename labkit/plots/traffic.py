@@ -12,8 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_axes, pyplot, shortened
 from labkit.plots.view import view_of
 from labkit.recording.operations import OperationType, type_of
 from labkit.tracing.step_times import HasTrace, trace_of

@@ -16,8 +16,7 @@ from labkit.plots.rows import Row, is_pipeline, rows_of
 from labkit.plots.style import ranks_in_words
 from labkit.recording.schema import THROUGH_HOST
 from labkit.tracing.intervals import Intervals
-from labkit.tracing.measurement import lacking_cores
-from labkit.tracing.step_times import median_step
+from labkit.tracing.step_times import lacking_cores, median_step
 from labkit.tracing.trace import Trace
 
 SUBSTANTIAL: Final = 0.15  # of the ranks' time: with less, `own_cores` hardly changes a step

@@ -12,7 +12,7 @@ What to open for which change:
   worker/runtimes/tensorflow/sizes.py
 - give a span another field: an attribute of `Span` in schema.py, and of `Pending` if operations under way have it; its
   place in `RECORD_FIELDS` of ring_layout.py (a flag needs none); a parameter of the method of ring_buffer.py that
-  writes it. Columns and files follow (events.py, tracing/perfetto.py). Whatever knows the value passes it: for spans
+  writes it. Columns and files follow (events.py, tracing/trace_file.py). Whatever knows the value passes it: for spans
   record.py and worker/comm/phases.py; for operations worker/comm/operation.py, and `_execute` in
   worker/comm/process_group.py, which records most blocking collectives by itself; a search for the calls of the method
   finds the rest (RPC, TensorFlow); tests test_schema.py, test_ring_buffer.py

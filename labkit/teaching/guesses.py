@@ -21,7 +21,7 @@ from labkit.group.opened import notebook_path
 from labkit.group.output import encodable
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
 from labkit.teaching.guess_file import LARGEST, SavedGuess, Value, entries, entry_for_update
-from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of
+from labkit.tracing.step_times import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from labkit.costs.checked_arguments import GPIPE, INTERLEAVED, ONE_F_ONE_B, check_arguments, schedule_name
+from labkit.costs.prediction import GPIPE, INTERLEAVED, ONE_F_ONE_B, check_arguments, schedule_name
 from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace

@@ -12,10 +12,9 @@ import pytest
 from latex import evaluated
 
 import labkit as lab
-from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import rounds_and_share
 from labkit.costs.rounds import Round, rounds
-from labkit.costs.shared_link import SHARED_LINK_BYTES, SharedLink
+from labkit.costs.shared_link import SHARED_LINK_BYTES, SharedLink, collective_cost, message_cost
 from labkit.ipc.pickling import shared_memory
 from labkit.recording.operations import OPERATION_TYPES
 

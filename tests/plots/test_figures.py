@@ -33,7 +33,7 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import READING, UNKNOWN, Span
-from labkit.tracing import measurement
+from labkit.tracing import step_times
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import median_step
@@ -655,7 +655,7 @@ def test_compare_says_how_much_faster_or_slower(second, words):
 
 
 def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(monkeypatch):
-    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+    monkeypatch.setattr(step_times, "usable_cores", lambda: 2)
 
     def said(*runs):
         ax = compare({str(number): run for number, run in enumerate(runs)})

@@ -8,6 +8,6 @@ What to open for which change:
   unknown_values.py (values of tensors without data); tests: a program in helpers/simulated_programs.py, which
   test_real_groups.py compares with real groups
 - arguments, and which ranks are executed: simulate.py, representatives.py; what a rank does, as data: program.py
-- what a rank waits for and how long: program_graph.py, costs/device.py (kernels), costs/emulated_costs.py
+- what a rank waits for and how long: program_graph.py, costs/device.py (kernels), costs/shared_link.py
   (communication); the trace of it: simulated_trace.py; tests test_simulated_trace.py (by hand)
 """

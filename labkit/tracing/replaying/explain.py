@@ -19,9 +19,7 @@ from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Limit, LimitFinding, limit_of
-from labkit.tracing.measurement import lacking_cores
-from labkit.tracing.overlapping import after_backward, needed_at_once
-from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.patterns import Pipeline, after_backward, needed_at_once, pipeline_of, slowest_stage
 from labkit.tracing.replaying.gains import (
     WITHOUT_COMMUNICATION,
     Gain,
@@ -33,7 +31,7 @@ from labkit.tracing.replaying.gains import (
     twice_as_fast,
 )
 from labkit.tracing.silent_faults import faults_in
-from labkit.tracing.step_times import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, lacking_cores, trace_of
 from labkit.tracing.trace import Trace
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence

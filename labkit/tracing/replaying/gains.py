@@ -15,7 +15,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import three_digits, unit_of
 from labkit.recording.schema import COMPUTE, OWN_THREAD
-from labkit.tracing.overlapping import BACKWARD, after_backward
+from labkit.tracing.patterns import BACKWARD, after_backward
 from labkit.tracing.replaying.changes import ProgramChanges, as_one_message, pace_of_others, rules_for, shorten
 from labkit.tracing.replaying.graph import Graph, graph_of
 from labkit.tracing.replaying.replay import replayed_steps

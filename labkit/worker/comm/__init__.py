@@ -17,7 +17,7 @@ What to open for which change:
 - a fact of training that ranks compare after the run: training_facts.py notes it (kinds: recording/rank_facts.py);
   tracing/verdict.py (between ranks) or group/same_as_serial.py (with one rank) compares it; the cure is in
   tracing/silent_faults.py; tests tracing/test_verdict.py, group/test_same_as_serial.py
-- emulated links: emulated_link.py, emulated_rpc.py; how long operations take on them: costs/emulated_costs.py; tests
+- emulated links: emulated_link.py, emulated_rpc.py; how long operations take on them: costs/shared_link.py; tests
   test_emulated_link.py, test_emulated_network.py
 - which time limits are the program's own: time_limits.py; what a failed wait waited for: group/failed_waits.py; tests
   group/test_no_deadlock.py
