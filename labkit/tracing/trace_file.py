@@ -19,7 +19,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, TextIO
@@ -38,14 +38,15 @@ GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 LARGEST: Final = 1 << 62  # nanoseconds, bytes, and any other whole number
 MOST_RANKS: Final = 1 << 31
 
+_EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
+_DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
+_ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
+_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans, and are not read back
+_TORCH: Final = "torch "  # prefix of the categories of torch's profiler
+_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted from the start of the trace
+_ROWS_APART: Final = 1000  # row numbers reserved for each rank
 
-class TraceFileError(ValueError):
-    """An invalid trace file; the message is the rest of a sentence: "it ends in the middle"."""
-
-
-def _check(right: Any, otherwise: str) -> None:
-    if not right:
-        raise TraceFileError(otherwise)
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +69,33 @@ class TraceInfo:
 
     @classmethod
     def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
-        """Read the entries of a trace file; a `KeyError` or a `TraceFileError` if one is missing or invalid."""
-        given: dict[str, Any] = {"notes": [], "nodes": [], "replayed": False, "simulated": 0, "cores": 0.0, "clock_error_ns": 0}
-        given |= entries
-        ranks, dropped, nodes = given["ranks"], given["dropped"], given["nodes"]
-        simulated, cores, clock_error_ns = given["simulated"], given["cores"], given["clock_error_ns"]
-        _check(_is_list(ranks, str), "its entry 'ranks' is invalid")
-        valid = {
-            "dropped": _is_list(dropped, int) and len(dropped) in (0, len(ranks)) and min(dropped, default=0) >= 0,
-            "notes": _is_list(given["notes"], str),
-            "nodes": _is_list(nodes, int) and len(nodes) in (0, len(ranks)),
-            "replayed": isinstance(given["replayed"], bool),
-            "simulated": _is_list([simulated], int) and (not simulated or len(ranks) <= simulated < MOST_RANKS),
-            "cores": isinstance(cores, int | float) and not isinstance(cores, bool) and 0 <= cores < math.inf,
-            "clock_error_ns": _is_list([clock_error_ns], int) and clock_error_ns >= 0,
-        }
-        for name, right in valid.items():
-            _check(right, f"its entry {name!r} is invalid")
-        link = None if given.get("link") is None else _link(given["link"], simulated or len(ranks))
-        facts: dict[str, Any] = {"ranks": ranks, "link": link} | {name: given[name] for name in valid}
-        return cls(**facts | {name: tuple(facts[name]) for name in ("ranks", "dropped", "notes", "nodes")})
+        """Read the entries of a trace file; any error says that one is missing or invalid."""
+        given = {field.name: entries[field.name] for field in fields(cls) if field.name in entries}
+        info = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        count, most = len(info.ranks), info.simulated or len(info.ranks)
+        _check(
+            _are(info.ranks, str) and _are(info.notes, str) and isinstance(info.replayed, bool),
+            _are(info.dropped, int) and len(info.dropped) in (0, count) and min(info.dropped, default=0) >= 0,
+            _are(info.nodes, int) and len(info.nodes) in (0, count),
+            _are((info.simulated, info.clock_error_ns), int) and count <= most < MOST_RANKS and info.clock_error_ns >= 0,
+            isinstance(info.cores, int | float) and not isinstance(info.cores, bool) and 0 <= info.cores < math.inf,
+        )
+        link: Any = info.link  # as `dataclasses.asdict` wrote it
+        if link is not None and "nodes" in link:
+            link = Network(**link | {level: Link(**link[level]) for level in ("inside", "between")}).of(most)
+        elif link is not None:
+            link = Link(**link)
+        return replace(info, link=link)
 
 
-def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
-    """Read a link or a network, as `dataclasses.asdict` writes it."""
-    try:
-        if "nodes" not in entries:
-            return Link(**entries)
-        return Network(**entries | {level: Link(**entries[level]) for level in ("inside", "between")}).of(ranks)
-    except (TypeError, ValueError, KeyError):
-        raise TraceFileError("its entry 'link' is invalid") from None
+def _check(*right: Any) -> None:
+    if not all(right):
+        raise ValueError("a value is not what labkit writes")
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    """Whether a value read from JSON is a list of strings or of whole numbers, none of them too large for a trace."""
-    return isinstance(value, list) and all(
-        isinstance(item, kind) and not isinstance(item, bool) and (not isinstance(item, int) or abs(item) <= LARGEST)
-        for item in value
-    )
+def _are(values: Iterable[Any], kind: type) -> bool:
+    """Whether values read from JSON are strings or whole numbers, none of them too large for a trace."""
+    return all(type(value) is kind and (kind is not int or abs(value) <= LARGEST) for value in values)
 
 
 @contextmanager
@@ -144,103 +134,45 @@ def writing(path: Path) -> Iterator[TextIO]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the arguments of `Trace` from a file; `TraceFileError` if it is no trace, damaged or cannot be read."""
-    content = _json(path)
-    listed = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
-    _check(listed, "it is JSON, but has no list of traceEvents")
-    other = content.get("otherData")
-    own = isinstance(other, dict) and "zero_ns" in other
-    _check(own, "it is a trace of another program: otherData lacks labkit's entries")
-    try:
-        return _arguments(content["traceEvents"], other)
-    except TraceFileError:
-        raise
-    except KeyError as error:
-        raise TraceFileError(f"it lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, IndexError, OverflowError):
-        raise TraceFileError("one of its values is of another type, form or size than labkit writes") from None
-
-
-def _json(path: Path) -> Any:
+    """Read the arguments of `Trace` from a file; a `ValueError` says why it is no trace, or cannot be read."""
     try:
         data = path.read_bytes()
-        return json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
+        content = json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
+        return _arguments(content["traceEvents"], content["otherData"])
     except FileNotFoundError:
         raise
     except json.JSONDecodeError as error:
         cut = error.pos >= len(error.doc.rstrip()) - 1
-        raise TraceFileError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
+        raise ValueError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
     except OSError as error:
-        raise TraceFileError(f"it cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError) as error:
-        raise TraceFileError(f"it is damaged: {error}") from None
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, RecursionError, LookupError, ValueError, TypeError, AttributeError, OverflowError):
+        raise ValueError("it is damaged, or of another program") from None
 
 
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
     info = TraceInfo.from_file(other)
-    ranks = len(info.ranks)
-    times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
-    _check(_is_list(times, int) and times[1] <= times[2], "its start and end are not valid times")
-    _check(all(isinstance(event, dict) for event in events), "one of its events is not an object")
-    spans, scalars, profile = read_events(events, times[0])
-    columns = Columns.of(spans)
-    _check_spans(columns, ranks, others=info.simulated > ranks)
-    for scalar in scalars:
-        _check_other(scalar, ranks)
-    for event in profile:
-        _check_other(event, ranks)
-    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": _waits(other.get("waits", []), columns, ranks)}
-    return found | {"start_ns": times[1], "end_ns": times[2]} | info.arguments()
-
-
-def _waits(rows: Any, columns: Columns, ranks: int) -> Any:
-    """Return the waits of a file, and add their groups to the names of `columns`."""
+    zero_ns, start_ns, end_ns = (other[name] for name in ("zero_ns", "start_ns", "end_ns"))
+    spans, scalars, profile = read_events(events, zero_ns)
+    columns, ranks = Columns.of(spans), len(info.ranks)
+    data, ends = columns.data, ranks + (info.simulated > ranks)  # one more stands for the ranks that the trace lacks
+    _check(_are((zero_ns, start_ns, end_ns), int) and start_ns <= end_ns and _are(columns.names, str))
+    known = (data["rank"] >= 0) & (data["rank"] < ranks) & (data["nbytes"] >= 0)
+    known &= (data["peer"] >= -1) & (data["peer"] < ends) & (data["root"] >= -1) & (data["root"] < ends)
+    known &= (data["start_ns"] > -LARGEST) & (data["start_ns"] <= data["end_ns"]) & (data["end_ns"] < LARGEST)
+    _check((known & (data["wait_end_ns"] >= data["wait_start_ns"])).all(), _are((event.track for event in profile), str))
+    others = [(one.name, one.rank, one.time_ns, one.time_ns) for one in scalars]
+    others += [(one.name, one.rank, one.start_ns, one.end_ns) for one in profile]
+    rows = other.get("waits", [])
+    others += [(group, rank, time_ns, time_ns) for group, rank, _, time_ns in rows]
+    for name, rank, since_ns, until_ns in others:
+        _check(_are((name,), str), _are((rank, since_ns, until_ns), int), 0 <= rank < ranks and since_ns <= until_ns)
     names = {name: number for number, name in enumerate(columns.names)}
-    valid = isinstance(rows, list) and all(
-        isinstance(row, list) and len(row) == 4 and isinstance(row[0], str) and _is_list(row[1:], int) for row in rows
-    )
-    valid = valid and all(0 <= rank < ranks and abs(time_ns) < LARGEST for _, rank, _, time_ns in rows)
-    _check(valid, "one of its waits is not a group, a rank, a number and a time")
     waits = [(rank, names.setdefault(group, len(names)), match, time_ns) for group, rank, match, time_ns in rows]
+    _check(_are((match for _, _, match, _ in waits), int))
     columns.names = list(names)
-    return np.array(waits, WAITS)
-
-
-def _check_spans(columns: Columns, ranks: int, *, others: bool) -> None:
-    """Check what the rest of labkit relies on; `others` is a rank that stands for those that the trace lacks."""
-    data = columns.data
-    _check(all(isinstance(name, str) for name in columns.names), "a span has a name that is not a string")
-    fits = {
-        "of an unknown rank": (data["rank"] >= 0) & (data["rank"] < ranks),
-        "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
-        "of a negative size": data["nbytes"] >= 0,
-        "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks + others),
-        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks + others),
-    }
-    for words, right in fits.items():
-        _check(right.all(), f"it has a span {words}")
-
-
-def _check_other(one: Scalar | ProfilerEvent, ranks: int) -> None:
-    time_ns = one.time_ns if isinstance(one, Scalar) else one.start_ns
-    kind = "value" if isinstance(one, Scalar) else "profiled event"
-    known = isinstance(one.name, str) and type(one.rank) is int and 0 <= one.rank < ranks and abs(time_ns) <= LARGEST
-    _check(known, f"it has a {kind} of an unknown rank or at an impossible time")
-    if isinstance(one, ProfilerEvent):
-        ordered = one.start_ns <= one.end_ns and isinstance(one.track, str)
-        _check(ordered, "it has a profiled event that ends before it starts")
-
-
-_EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
-_DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
-_ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
-_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans, and are not read back
-_TORCH: Final = "torch "  # prefix of the categories of torch's profiler
-_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted from the start of the trace
-_ROWS_APART: Final = 1000  # row numbers reserved for each rank
-
-Event = dict[str, Any]
+    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": np.array(waits, WAITS)}
+    return found | {"start_ns": start_ns, "end_ns": end_ns} | info.arguments()
 
 
 def write_events(
