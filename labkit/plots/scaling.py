@@ -13,7 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, axes_for, describe
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -55,7 +55,6 @@ def scaling(
 
     Source: G. M. Amdahl, "Validity of the single processor approach …", 1967.
     """
-    pyplot()
     counts, time_s = _measured(runs)
     origins = sorted({_origin(trace_of(run, "scaling")) for run in runs.values()})
     drawn = time_s[0] / time_s
@@ -65,9 +64,7 @@ def scaling(
     every = np.union1d(counts, ahead)
     ideal = every / counts[0]
     top = max(ideal.max(), drawn.max(), *expected)
-    with labkit_style(ax):
-        if ax is None:
-            ax = new_axes(figsize=(WIDTH_IN, 3.6), layout="constrained")
+    with axes_for(ax, 3.6) as ax:
         ax.plot(every, ideal, linestyle=(0, (4, 3)), color=INK, linewidth=1.2, label="ideal: proportional to the ranks")
         if len(ahead):
             look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "none", "linestyle": (0, (1, 1.5))}

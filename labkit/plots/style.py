@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 import base64
 import io
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,14 @@ def new_axes(**options: Any) -> Axes:
 
     made: Axes = pyplot().subplots(FigureClass=LabFigure, **options)[1]
     return made
+
+
+@contextmanager
+def axes_for(ax: Axes | None, height_in: float, **options: Any) -> Iterator[Axes]:
+    """A context in labkit's style, with the axes to draw into: `ax`, or those of a new figure as wide as the page."""
+    pyplot()
+    with labkit_style(ax):
+        yield new_axes(figsize=(WIDTH_IN, height_in), **(options or {"layout": "constrained"})) if ax is None else ax
 
 
 def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) -> Axes:

@@ -70,8 +70,8 @@ class TraceInfo:
     @classmethod
     def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
         """Read the entries of a trace file; any error says that one is missing or invalid."""
-        given = {field.name: entries[field.name] for field in fields(cls) if field.name in entries}
-        info = cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entries.items()}
+        info = cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
         count, most = len(info.ranks), info.simulated or len(info.ranks)
         _check(
             _are(info.ranks, str) and _are(info.notes, str) and isinstance(info.replayed, bool),
@@ -95,7 +95,7 @@ def _check(*right: Any) -> None:
 
 def _are(values: Iterable[Any], kind: type) -> bool:
     """Whether values read from JSON are strings or whole numbers, none of them too large for a trace."""
-    return all(type(value) is kind and (kind is not int or abs(value) <= LARGEST) for value in values)
+    return all(type(value) is kind and not (isinstance(value, int) and abs(value) > LARGEST) for value in values)
 
 
 @contextmanager
