@@ -70,6 +70,14 @@ class Prediction(float):
         formula = " + ".join(symbols) or formulas.get("inside", "0")
         return cls(network.rounds_s(rounds, nbytes), "s", "T", formula, " + ".join(numbers) or "0", source)
 
+    @classmethod
+    def filled(
+        cls, value: float, unit: str, symbol: str, template: str, numbers: Mapping[str, str], source: str, more: str = ""
+    ) -> Prediction:
+        """Return a number with the derivation that `filled` gives for a template; `more` explains its symbols."""
+        formula, inserted = filled(template, numbers)
+        return cls(value, unit, symbol, formula + more, inserted, source)
+
     def __getnewargs__(self) -> Any:
         """The arguments with which it is unpickled."""
         return float(self), self.unit, self.symbol, self.formula, self.inserted, self.source

@@ -267,7 +267,7 @@ def test_groups_that_communicate_at_the_same_time_share_the_connections(schedule
     assert step == pytest.approx(0.03 + predicted)
     for wrong, says in (
         ([[0, 2], [1]], "equally many"),
-        ([[0, 1], [1, 2]], "without a common rank"),
+        ([[0, 1], [1, 2]], "equally many different ranks"),
         ([[0, 2], 1], "equally many"),
     ):
         with pytest.raises(ValueError, match=says):
