@@ -127,12 +127,10 @@ def latency_and_share(rounds: Iterable[Round], network: Network, nbytes: float) 
 
 
 def filled(template: str, numbers: Mapping[str, str]) -> tuple[str, str]:
-    r"""Return a formula with its symbols, and with numbers in their place.
+    r"""Return a formula in LaTeX with its symbols, and with the number of each symbol in its place.
 
-    Args:
-        template: the formula in LaTeX, with each symbol in angle brackets. `*` is a product, whose factors stand side
-            by side if they are symbols, and have a dot between them if they are numbers: r"<k>\,*<t_a>".
-        numbers: the number in LaTeX for each symbol.
+    The template has each symbol in angle brackets. `*` is a product, whose factors stand side by side if they are
+    symbols, and have a dot between them if they are numbers: r"<k>\,*<t_a>".
     """
     symbols = re.sub("<(.*?)>", r"\1", template).replace("*", "")
     return symbols, re.sub("<(.*?)>", lambda found: numbers[found[1]], re.sub(r"(\\,|\\cdot| )?\*", r" \\cdot ", template))
@@ -168,11 +166,7 @@ _SCHEDULES: Final = {  # letters and digits only, in lower case
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Check arguments by name: links and networks, counts (whole numbers from 1), and other numbers (from 0).
-
-    Raises:
-        TypeError, ValueError: an invalid argument.
-    """
+    """Check arguments by name: links and networks, counts (whole numbers from 1), and other numbers (from 0)."""
     for name, value in arguments.items():
         if name == "link":
             if not isinstance(value, Link | Network):
@@ -187,11 +181,7 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def schedule_name(given: Any, argument: str) -> str:
-    """Return `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED` for "1F1B", "interleaved_1f1b", torch's "ScheduleGPipe", ...
-
-    Raises:
-        TypeError, ValueError: there is no schedule of this name.
-    """
+    """Return `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED` for "1F1B", "interleaved_1f1b", torch's "ScheduleGPipe", ..."""
     expected = f"{argument}={given!r}: expected {listed(map(repr, (GPIPE, ONE_F_ONE_B, INTERLEAVED)), word='or')}"
     if not isinstance(given, str):
         raise TypeError(expected)

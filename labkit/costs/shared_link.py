@@ -73,9 +73,8 @@ def start_of(cost: LinkCost, arrived_ns: int, free_ns: MutableMapping[int, int] 
 class SharedLink:
     """One rank's view of the schedule; thread-safe.
 
-    Args:
-        fd: the shared memory, initially `SHARED_LINK_BYTES` zeros; `close` closes it. This process must not close any
-            other descriptor of it, since that would release the lock.
+    `fd` is the shared memory, initially `SHARED_LINK_BYTES` zeros; `close` closes it. This process must not close any
+    other descriptor of it, since that would release the lock.
     """
 
     def __init__(self, fd: int) -> None:
@@ -155,14 +154,9 @@ def collective_cost(
 ) -> LinkCost:
     """Return the cost of a collective. A rank's collectives use its link one after another, as on one NCCL stream.
 
-    Args:
-        network: the network, which knows its number of ranks.
-        name: the collective's name in torch.distributed.
-        nbytes: its size, the n of `costs.link.rounds_and_share`.
-        ranks: the participating ranks.
-        alike: how many equal collectives, this one included, share the connection of each node at the same time.
-        fastest: whether an all-reduce takes the fastest of the algorithms that `lab.predict` knows, such as NCCL's
-            rings and trees; otherwise a ring.
+    The network knows its number of ranks; `nbytes` is the n of `costs.link.rounds_and_share`. `alike` is how many equal
+    collectives, this one included, share the connection of each node at the same time. With `fastest`, an all-reduce
+    takes the fastest of the algorithms that `lab.predict` knows, such as NCCL's rings and trees; otherwise a ring.
     """
     nodes = network.nodes_among(ranks)
     choices = [rounds(name, nodes)]
@@ -188,13 +182,8 @@ def collective_cost(
 def message_cost(network: Network, source: int, destination: int, nbytes: int, ends: int, alike: float = 1) -> LinkCost:
     """Return the cost of a message. Latencies of consecutive messages overlap.
 
-    Args:
-        network: the network, which knows its number of ranks.
-        source: the sending rank.
-        destination: the receiving rank.
-        nbytes: its size.
-        ends: 2 if it starts when both ranks have arrived; 1 if only its sender schedules it.
-        alike: how many equal messages, this one included, leave the sender's node at the same time.
+    `ends` is 2 if it starts when both ranks have arrived, 1 if only its sender schedules it; `alike` is how many equal
+    messages, this one included, leave the sender's node at the same time.
     """
     link, ports = network.inside, (source, destination)
     nodes = network.node_of(source), network.node_of(destination)

@@ -99,7 +99,8 @@ class Recent:
         returned_ns = self.returned_ns[rank]
         reported_ns = min(self.silent.get(rank, self.complete_ns), self.complete_ns)
         called = self._before(reported_ns if returned_ns is None else min(returned_ns, reported_ns))
-        compute[_NUMBER["unlabelled"]] = np.maximum(called - self._occupied(rank), 0)
+        occupied = self._bins[rank][_EXCLUSIVE].sum(axis=0)  # the rank computed in a span or was blocked
+        compute[_NUMBER["unlabelled"]] = np.maximum(called - occupied, 0)
         compute[_NUMBER["unknown"]] = self._before(self.complete_ns) - self._before(reported_ns)
         return compute, communication
 
@@ -110,10 +111,6 @@ class Recent:
     def _running(self) -> list[tuple[int, str]]:
         """Return the ranks whose function has not returned."""
         return [(rank, "") for rank, end in enumerate(self.returned_ns) if end is None]
-
-    def _occupied(self, rank: int) -> NDArray[np.float64]:
-        """Return the time in each bin in which the rank computed in a span or was blocked."""
-        return self._bins[rank][_EXCLUSIVE].sum(axis=0)  # type: ignore[no-any-return]  # numpy's stubs say Any
 
     def _bin(self, rows: Any, later: Any, now_ns: int) -> None:
         """Add spans to the bins; `later` ones tell when the other ranks arrived at their operations."""
@@ -283,7 +280,8 @@ class Progress:
             going_on = slowest.count and slowest.in_loop != length
             if going_on and since_ns > max(STALLED * slowest.longest_ns, STALLED_NS):
                 rate = f"no step for {clock_time(since_ns / 1e9)}"
-            elif per_s := self._steps_per_s(slowest):
+            elif took_ns := slowest.last[-1][1] - slowest.last[0][0] if slowest.last else 0:
+                per_s = len(slowest.last) * 1e9 / took_ns
                 rate = rate_in_words(per_s, "step")
                 if length:
                     left = clock_time((length - slowest.in_loop) / per_s)
@@ -295,10 +293,3 @@ class Progress:
 
     def _slowest(self) -> _StepsOfRank | None:
         return min((own for own in self._steps if own.count or own.loops), key=lambda own: own.count, default=None)
-
-    @staticmethod
-    def _steps_per_s(own: _StepsOfRank) -> float | None:
-        if not own.last:
-            return None
-        took_ns = own.last[-1][1] - own.last[0][0]
-        return len(own.last) * 1e9 / took_ns if took_ns > 0 else None

@@ -132,8 +132,7 @@ class Rules:
 
     def copy(self) -> Rules:
         """Return rules that can be changed without these."""
-        copied = {field.name: copy(getattr(self, field.name)) for field in fields(self)}
-        return Rules(**copied)
+        return Rules(**{field.name: copy(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass
@@ -197,10 +196,7 @@ def play(graph: Graph, rules: Rules) -> Times:
     """Compute when everything happens under these rules.
 
     Whoever issues first gets the link first, and that may change with the rules. Therefore threads advance in the order
-    of their next issue, as in a simulation.
-
-    Raises:
-        LabError: some events never happen, since the records contradict each other.
+    of their next issue, as in a simulation. A `LabError` says that the records contradict each other.
     """
     return _Playback(graph, rules).run()
 
