@@ -26,10 +26,9 @@ from labkit.plots.bars import (
     legend_of,
     waiting_in_words,
 )
-from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
-from labkit.plots.rows import Row
+from labkit.plots.flows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_figure, pyplot
-from labkit.plots.view import View, bubble_in_words, numbered_steps, sharing_in_words, view_of
+from labkit.plots.view import Row, View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
 from labkit.tracing.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of

@@ -605,11 +605,11 @@ def test_without_predictions_there_is_no_line_for_them():
     ("runs", "predicted", "error", "said"),
     [
         ({1: 1}, None, LabError, "1 run given, at least two are needed"),
-        ([1, 2], None, TypeError, "expected runs by their number of ranks"),
+        ([1, 2], None, TypeError, "expected runs by number of ranks"),
         ({0: 1, 1: 1}, None, ValueError, "whole numbers from 1"),
-        ({1: 2, 2: 1}, {0: 1.0}, ValueError, r"predictions are given for \[0\] ranks; expected whole numbers from 1"),
+        ({1: 2, 2: 1}, {0: 1.0}, ValueError, r"predictions for \[0\] ranks; expected whole numbers from 1"),
         ({1: 2, 2: 1}, {1: 0}, ValueError, "expected seconds, more than 0"),
-        ({1: 2, 2: 1}, [1, 2], TypeError, "expected seconds by number of ranks"),
+        ({1: 2, 2: 1}, [1, 2], TypeError, "expected predictions by number of ranks"),
     ],
 )
 def test_scaling_says_what_it_expects(runs, predicted, error, said):

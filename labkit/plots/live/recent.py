@@ -195,6 +195,11 @@ class _StepsOfRank:
         self.loops = 0
         self.loop_length = 0  # 0: unknown
 
+    @property
+    def last_took_ns(self) -> int:
+        """How long the last steps took."""
+        return self.last[-1][1] - self.last[0][0] if self.last else 0
+
     def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]], sums: list[tuple[int, int]]) -> None:
         """Add new loops as (start in ns, length), steps as (start, end), and sums of steps as (start, count)."""
         since = 0
@@ -280,8 +285,8 @@ class Progress:
             going_on = slowest.count and slowest.in_loop != length
             if going_on and since_ns > max(STALLED * slowest.longest_ns, STALLED_NS):
                 rate = f"no step for {clock_time(since_ns / 1e9)}"
-            elif took_ns := slowest.last[-1][1] - slowest.last[0][0] if slowest.last else 0:
-                per_s = len(slowest.last) * 1e9 / took_ns
+            elif slowest.last_took_ns:
+                per_s = len(slowest.last) * 1e9 / slowest.last_took_ns
                 rate = rate_in_words(per_s, "step")
                 if length:
                     left = clock_time((length - slowest.in_loop) / per_s)
