@@ -192,9 +192,7 @@ class _Timeline:
         if self.strip_in:
             self._strip(self.views[0])
         self._legend()
-        titles = [
-            f"{view.label + ', ' if view.label else ''}{view.in_words()}{bubble_in_words(view.shown)}" for view in self.views
-        ]
+        titles = [", ".join(filter(None, (v.label, v.in_words() + bubble_in_words(v.shown)))) for v in self.views]
         bars = listed(legend_of(style, "waiting") for style in STYLES if style in self.drawn)
         of_path = " A line shows the critical path." if "critical path" in self.drawn else ""
         shared = self.sharing and f" {self.sharing}."

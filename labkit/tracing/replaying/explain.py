@@ -132,7 +132,7 @@ def _gains(trace: Trace, f: LimitFinding, pipeline: Pipeline | None) -> Gains | 
     """What the changes that fit the limit would save by replay; None if that is not known."""
     try:
         questions = Questions(trace, "explain")
-        return questions.gains([gain for gain in _asked(questions, f, pipeline) if gain is not None])
+        return questions.gains(_asked(questions, f, pipeline))
     except LabError:  # it cannot be replayed
         return None
 
