@@ -27,11 +27,11 @@ from labkit.notebook.measure_link import measure_link as measure_link
 from labkit.notebook.watched_group import Group as Group
 from labkit.plots.breakdown import breakdown as breakdown
 from labkit.plots.breakdown import compare as compare
-from labkit.plots.explore import explore as explore
 from labkit.plots.memory import memory as memory
 from labkit.plots.memory import memory_mb as memory_mb
 from labkit.plots.predictions import predictions as predictions
 from labkit.plots.scaling import scaling as scaling
+from labkit.plots.timeline import explore as explore
 from labkit.plots.timeline import timeline as timeline
 from labkit.plots.traffic import sent_mb as sent_mb
 from labkit.plots.traffic import traffic as traffic

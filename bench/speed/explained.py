@@ -17,7 +17,7 @@ from bench import machine
 from bench.speed import slow_programs
 from bench.table import table
 from labkit.errors.exceptions import LabError
-from labkit.tracing.recognized_pipelines import pipeline_of
+from labkit.tracing.patterns import pipeline_of
 from labkit.tracing.replaying.gains import gains_of
 
 SECTION: Final = "## Causes that `explain` says"

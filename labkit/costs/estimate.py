@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from labkit.costs.cluster import Cluster
+from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy
 from labkit.costs.rounds import rounds
-from labkit.costs.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.costs.workload import Precision, Workload
 
 MEMORY_KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from labkit.costs.cluster import Cluster
+from labkit.costs.cluster import Cluster, strategies
 from labkit.costs.estimate import MEMORY_KINDS, Estimate, best_estimate
 from labkit.costs.link import Link
-from labkit.costs.strategy import strategies
 from labkit.costs.workload import Precision, Transformer, Workload, workload_of
 from labkit.errors.lists import Table, counted
 from labkit.errors.units import bytes_in_words, in_words

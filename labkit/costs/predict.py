@@ -18,10 +18,18 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from labkit.costs.checked_arguments import INTERLEAVED, check_arguments, schedule_name
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.prediction import Prediction, filled, in_seconds, latency_and_share, transfer_in_latex
+from labkit.costs.prediction import (
+    INTERLEAVED,
+    Prediction,
+    check_arguments,
+    filled,
+    in_seconds,
+    latency_and_share,
+    schedule_name,
+    transfer_in_latex,
+)
 from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
 from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
 from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
@@ -34,6 +42,7 @@ __all__ = [
 
 Ranks = int | Sequence[int] | Sequence[Sequence[int]]
 LARGEST_BYTES: Final = 1e18  # of a crossover
+RAJBHANDARI: Final = "Rajbhandari et al., ZeRO, 2020"
 HALVINGS: Final = 200  # of the interval that holds the crossover: enough for every digit of a float
 _BY_LEVEL: Final = r"2(COUNT-1)\left(\alpha + \frac{n}{COUNT\,B}\right)"
 
@@ -129,15 +138,14 @@ def all_reduce_crossover(
         return network.rounds_s(of_small, nbytes) - network.rounds_s(of_large, nbytes)
 
     below, above = 0.0, 1.0
-    while later_s(above) <= 0 and above < LARGEST_BYTES:
+    while later_s(above) <= 0:
         below, above = above, 2 * above
-    if later_s(above) <= 0:
-        raise ValueError(f"small={small!r} takes at most as long as large={large!r} at every size; there is no crossover")
-    if later_s(0) < 0:
-        for _ in range(HALVINGS):
-            middle = (below + above) / 2
-            below, above = (middle, above) if later_s(middle) < 0 else (below, middle)
-    else:
+        if above > LARGEST_BYTES:
+            raise ValueError(f"small={small!r} takes at most as long as large={large!r} at every size; there is no crossover")
+    for _ in range(HALVINGS if later_s(0) < 0 else 0):
+        middle = (below + above) / 2
+        below, above = (middle, above) if later_s(middle) < 0 else (below, middle)
+    if later_s(0) >= 0:
         above = 0.0
     figures = {}
     for name, of_name in ((large, of_large), (small, of_small)):
@@ -245,9 +253,8 @@ def rpc(
     if times > 1:
         template = rf"<k> *\left({template}\right)"
     figures = {"k": str(calls), r"\alpha": in_seconds(link.latency_s), share: transfer_in_latex(nbytes, link)}
-    formula, inserted = filled(template, figures | {"t": in_seconds(compute_s)})
     value = times * (2 * link.latency_s + nbytes / link.bytes_per_s + compute_s)
-    return Prediction(value, "s", "T", formula, inserted, HOCKNEY)
+    return Prediction.filled(value, "s", "T", template, figures | {"t": in_seconds(compute_s)}, HOCKNEY)
 
 
 def _collective(operation: str, nbytes: float, ranks: Ranks, link: Link | Network, algorithm: str = "") -> Prediction:
@@ -274,21 +281,18 @@ def _rounds(operation: str, ranks: Ranks, link: Link | Network, algorithm: str =
     return network, len(nodes) // groups, rounds(operation, nodes, groups, algorithm)
 
 
-def _members(ranks: Ranks, link: Link | Network) -> tuple[Network, tuple[int, ...], int]:
+def _members(ranks: Any, link: Link | Network) -> tuple[Network, tuple[int, ...], int]:
     """Return the network, the node of each participating rank, group after group, and the number of groups."""
     check_arguments(link=link)
     if isinstance(link, Link):
         check_arguments(ranks=ranks)
-        return as_network(link, ranks), (0,) * ranks, 1  # type: ignore[arg-type,operator]  # checked: a whole number
-    if isinstance(ranks, int) or not isinstance(ranks, Sequence) or not any(isinstance(group, Sequence) for group in ranks):
-        return link, link.nodes_among(ranks), 1  # type: ignore[arg-type]  # `nodes_among` checks it
-    if len({len(group) if isinstance(group, Sequence) else 0 for group in ranks}) > 1:
-        raise ValueError(f"ranks={ranks!r}: expected groups of equally many ranks, as in ranks=[[0, 2], [1, 3]]")
-    members = [rank for group in ranks for rank in group]  # type: ignore[union-attr]  # all are lists
-    if len(set(members)) < len(members):
-        raise ValueError(f"ranks={ranks!r}: expected groups without a common rank, as in ranks=[[0, 2], [1, 3]]")
-    nodes = tuple(node for group in ranks for node in link.nodes_among(group))
-    return link, nodes, len(ranks)
+        return as_network(link, ranks), (0,) * ranks, 1
+    if not isinstance(ranks, Sequence) or not any(isinstance(group, Sequence) for group in ranks):
+        return link, link.nodes_among(ranks), 1
+    equal = len({len(group) if isinstance(group, Sequence) else 0 for group in ranks}) == 1
+    if not equal or len({rank for group in ranks for rank in group}) < len(ranks) * len(ranks[0]):
+        raise ValueError(f"ranks={ranks!r}: expected groups of equally many different ranks, as in ranks=[[0, 2], [1, 3]]")
+    return link, tuple(node for group in ranks for node in link.nodes_among(group)), len(ranks)
 
 
 def _of_pair(link: Link | Network, ranks: Sequence[int] | None) -> Link:
@@ -360,8 +364,8 @@ def data_parallel_step(
         template = r"<t_f> + <t_b> + <k>\,*<t_a> + <t_o>"
     times = {"t_f": forward_s, "t_b": backward_s, "t_a": each, "t_o": optimizer_s, "o": overhead_s}
     figures = {symbol: in_seconds(seconds) for symbol, seconds in times.items()}
-    formula, inserted = filled(template, figures | {"k": f"{buckets}", "(k - 1)": f"{buckets - 1}"})
-    return Prediction(value, "s", "T", rf"{formula},\quad t_a = T_\text{{all-reduce}}(n/k)", inserted, source)
+    figures |= {"k": f"{buckets}", "(k - 1)": f"{buckets - 1}"}
+    return Prediction.filled(value, "s", "T", template, figures, source, r",\quad t_a = T_\text{all-reduce}(n/k)")
 
 
 @public_api
@@ -389,9 +393,9 @@ def pipeline_bubble(stages: int, micro_batches: int, *, schedule: str = "gpipe",
     work = chunks * micro_batches
     parts = r"v\,m" if schedule == INTERLEAVED else "m"
     template = rf"\frac{{<p-1>}}{{<{parts}> + <p - 1>}}"
-    formula, inserted = filled(template, {"p-1": f"{stages - 1}", "p - 1": f"{stages - 1}", parts: f"{work}"})
+    figures = {"p-1": f"{stages - 1}", "p - 1": f"{stages - 1}", parts: f"{work}"}
     source = "Huang et al., GPipe, 2019; Narayanan et al., Megatron-LM on GPU clusters, 2021"
-    return Prediction((stages - 1) / (work + stages - 1), "", r"\text{bubble}", formula, inserted, source)
+    return Prediction.filled((stages - 1) / (work + stages - 1), "", r"\text{bubble}", template, figures, source)
 
 
 @public_api
@@ -435,8 +439,8 @@ def tensor_parallel_layer(
     each = float(_collective("all_reduce", nbytes, ranks, link))
     time = rf"T_\text{{all-reduce}}(b\,s\,h \cdot {value_bytes}\,\text{{B}})"
     figures = {"t": in_seconds(compute_s), "p": f"{count}", time: in_seconds(each)}
-    formula, inserted = filled(rf"\frac{{<t>}}{{<p>}} + {times}\,*<{time}>", figures)
-    return Prediction(compute_s / count + times * each, "s", "T", formula, inserted, "Shoeybi et al., Megatron-LM, 2019")
+    template = rf"\frac{{<t>}}{{<p>}} + {times}\,*<{time}>"
+    return Prediction.filled(compute_s / count + times * each, "s", "T", template, figures, "Shoeybi et al., Megatron-LM, 2019")
 
 
 @public_api
@@ -476,8 +480,8 @@ def zero_memory(
         terms.append(rf"\frac{{<{symbol}>}}{{<p>}}" if sharded else f"<{symbol}>")
         figures[symbol] = f"{each:g}"
     template = rf"\left({' + '.join(terms)}\right)*<\Psi>"
-    formula, inserted = filled(template, figures | {"p": f"{ranks}", r"\Psi": _in_powers(parameters)})
-    return Prediction(value, "B", "M", formula, inserted, "Rajbhandari et al., ZeRO, 2020")
+    figures |= {"p": f"{ranks}", r"\Psi": _in_powers(parameters)}
+    return Prediction.filled(value, "B", "M", template, figures, RAJBHANDARI)
 
 
 @public_api
@@ -504,9 +508,9 @@ def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int 
     _check_stage(stage)
     times = 3 if stage == 3 else 2
     template = rf"\frac{{{times}*<(p-1)>}}{{<p>}}\,*{value_bytes}\,\text{{B}}\cdot*<\Psi>"
-    formula, inserted = filled(template, {"(p-1)": f"{ranks - 1}", "p": f"{ranks}", r"\Psi": _in_powers(parameters)})
+    figures = {"(p-1)": f"{ranks - 1}", "p": f"{ranks}", r"\Psi": _in_powers(parameters)}
     nbytes = times * (ranks - 1) / ranks * value_bytes * parameters
-    return Prediction(nbytes, "B", "N", formula, inserted, "Rajbhandari et al., ZeRO, 2020")
+    return Prediction.filled(nbytes, "B", "N", template, figures, RAJBHANDARI)
 
 
 def _check_stage(stage: int) -> None:

@@ -1,4 +1,4 @@
-"""`Prediction`: a computed number with its derivation in LaTeX."""
+"""`Prediction`: a computed number with its derivation in LaTeX; and the checks of what it is computed from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, Final
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.rounds import Round
+from labkit.errors.lists import listed
 from labkit.errors.units import in_words, scaled
+from labkit.errors.wrong_calls import check_number
 
 # The units in which a prediction can be read: which of "s", "B" and "" (a fraction) each measures, and its size.
 UNITS: Final = {
@@ -68,6 +70,14 @@ class Prediction(float):
         formula = " + ".join(symbols) or formulas.get("inside", "0")
         return cls(network.rounds_s(rounds, nbytes), "s", "T", formula, " + ".join(numbers) or "0", source)
 
+    @classmethod
+    def filled(
+        cls, value: float, unit: str, symbol: str, template: str, numbers: Mapping[str, str], source: str, more: str = ""
+    ) -> Prediction:
+        """Return a number with the derivation that `filled` gives for a template; `more` explains its symbols."""
+        formula, inserted = filled(template, numbers)
+        return cls(value, unit, symbol, formula + more, inserted, source)
+
     def __getnewargs__(self) -> Any:
         """The arguments with which it is unpickled."""
         return float(self), self.unit, self.symbol, self.formula, self.inserted, self.source
@@ -117,12 +127,10 @@ def latency_and_share(rounds: Iterable[Round], network: Network, nbytes: float) 
 
 
 def filled(template: str, numbers: Mapping[str, str]) -> tuple[str, str]:
-    r"""Return a formula with its symbols, and with numbers in their place.
+    r"""Return a formula in LaTeX with its symbols, and with the number of each symbol in its place.
 
-    Args:
-        template: the formula in LaTeX, with each symbol in angle brackets. `*` is a product, whose factors stand side
-            by side if they are symbols, and have a dot between them if they are numbers: r"<k>\,*<t_a>".
-        numbers: the number in LaTeX for each symbol.
+    The template has each symbol in angle brackets. `*` is a product, whose factors stand side by side if they are
+    symbols, and have a dot between them if they are numbers: r"<k>\,*<t_a>".
     """
     symbols = re.sub("<(.*?)>", r"\1", template).replace("*", "")
     return symbols, re.sub("<(.*?)>", lambda found: numbers[found[1]], re.sub(r"(\\,|\\cdot| )?\*", r" \\cdot ", template))
@@ -143,3 +151,41 @@ def in_seconds(seconds: float) -> str:
 def transfer_in_latex(nbytes: float, link: Link) -> str:
     """The time in which bytes pass through a link, as a fraction in LaTeX."""
     return rf"\frac{{8 \cdot {in_latex(nbytes, 'B')}}}{{{in_latex(link.gbit_per_s * 1e9, 'bit/s')}}}"
+
+
+_COUNTS: Final = frozenset(
+    {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}
+)
+LARGEST: Final = 1e30  # bytes or seconds: more is certainly a mistake, and would overflow
+GPIPE: Final = "gpipe"
+ONE_F_ONE_B: Final = "1f1b"
+INTERLEAVED: Final = "interleaved 1f1b"
+_SCHEDULES: Final = {  # letters and digits only, in lower case
+    "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "interleaved": INTERLEAVED, "interleaved1f1b": INTERLEAVED,
+}  # fmt: skip
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Check arguments by name: links and networks, counts (whole numbers from 1), and other numbers (from 0)."""
+    for name, value in arguments.items():
+        if name == "link":
+            if not isinstance(value, Link | Network):
+                raise TypeError(
+                    f"link={value!r}: expected a Link, as in lab.Link(gbit_per_s=1, latency_us=50) or lab.Link.ethernet_1g, "
+                    "or a lab.Network"
+                )
+        elif name in _COUNTS:
+            check_number(value, f"{name}={value!r}: expected a whole number from 1", whole=True, at_least=1)
+        else:
+            check_number(value, f"{name}={value!r}: expected a number from 0", at_least=0, below=LARGEST)
+
+
+def schedule_name(given: Any, argument: str) -> str:
+    """Return `GPIPE`, `ONE_F_ONE_B` or `INTERLEAVED` for "1F1B", "interleaved_1f1b", torch's "ScheduleGPipe", ..."""
+    expected = f"{argument}={given!r}: expected {listed(map(repr, (GPIPE, ONE_F_ONE_B, INTERLEAVED)), word='or')}"
+    if not isinstance(given, str):
+        raise TypeError(expected)
+    letters = "".join(character for character in given.lower() if character.isalnum())
+    if letters.removeprefix("schedule") not in _SCHEDULES:
+        raise ValueError(expected)
+    return _SCHEDULES[letters.removeprefix("schedule")]

@@ -26,16 +26,11 @@ class Round(NamedTuple):
 
 
 def rounds(operation: str, nodes: Nodes, groups: int = 1, algorithm: str = "") -> tuple[Round, ...]:
-    """Return the rounds of an operation; on one node, they are those of its closed form.
+    """Return the rounds of an operation, by its name in torch.distributed; on one node, those of its closed form.
 
-    Args:
-        operation: its name in torch.distributed.
-        nodes: the node of each participating rank, in rank order; group after group if there are several.
-        groups: the number of equal groups that carry it out at the same time and share the connections of their nodes.
-        algorithm: one of the operation's `ALGORITHMS`; default: that of the table of operations.
-
-    Raises:
-        TypeError, ValueError: as for `cost_of`; or there are not as many ranks as the algorithm needs.
+    `nodes` has the ranks of one group after another if `groups` carry it out at the same time and share the connections
+    of their nodes. The algorithm is one of the operation's `ALGORITHMS`; default: that of the table of operations. A
+    `TypeError` or `ValueError` is one of `cost_of`, or says that the algorithm needs another number of ranks.
     """
     p = len(nodes) // groups
     cost = cost_of(operation, p, algorithm)
@@ -49,11 +44,7 @@ def rounds(operation: str, nodes: Nodes, groups: int = 1, algorithm: str = "") -
 
 
 def cost_of(operation: str, ranks: int, algorithm: str = "") -> Cost:
-    """Return the cost of an operation among ranks of one node; the number of ranks is only checked.
-
-    Raises:
-        TypeError, ValueError: its cost is not known, `ranks` is no number from 1, or there is no such algorithm.
-    """
+    """Return the cost of an operation among ranks of one node, whose number is only checked, as are the names."""
     if not isinstance(operation, str):
         raise TypeError(f"operation={operation!r}: expected the name of one, such as 'all_reduce'")
     check_number(ranks, f"ranks={ranks!r}: expected a whole number from 1", whole=True, at_least=1)

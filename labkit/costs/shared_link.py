@@ -1,8 +1,12 @@
-"""The schedule of a group's emulated links, shared by its ranks so that all agree on when each operation ends.
+"""What operations cost on emulated links, and the schedule of these, shared so that all ranks agree on when each ends.
 
 The schedule is in shared memory, and all ranks use the same clock. Each rank registers every operation that it issues.
 The last of the participating ranks schedules it: it starts when all ranks have arrived and their links are free, takes
 the model's time, and occupies the links meanwhile. The backend's real transfer does not matter.
+
+A rank has a link to the ranks of its node and, in a network of several nodes, issues its collectives over the node's
+connection one after another. The connection itself is occupied only while bytes pass through it, so that the latencies
+of operations of several ranks overlap.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ import struct
 import threading
 import zlib
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
+from labkit.costs.network import Network
+from labkit.costs.rounds import ALGORITHMS, rounds
 from labkit.recording.ring_buffer import keep_from_forks
 
 # Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
@@ -66,9 +73,8 @@ def start_of(cost: LinkCost, arrived_ns: int, free_ns: MutableMapping[int, int] 
 class SharedLink:
     """One rank's view of the schedule; thread-safe.
 
-    Args:
-        fd: the shared memory, initially `SHARED_LINK_BYTES` zeros; `close` closes it. This process must not close any
-            other descriptor of it, since that would release the lock.
+    `fd` is the shared memory, initially `SHARED_LINK_BYTES` zeros; `close` closes it. This process must not close any
+    other descriptor of it, since that would release the lock.
     """
 
     def __init__(self, fd: int) -> None:
@@ -141,3 +147,48 @@ def _place(group: str, match: int) -> tuple[int, int]:
     """Return the key and the offset of an operation's entry; the entries of a group are adjacent."""
     crc = zlib.crc32(group.encode())
     return (crc << 32 | match & 0xFFFFFFFF) or 1, ENTRIES_AT + (crc + match) % ENTRIES * ENTRY.size
+
+
+def collective_cost(
+    network: Network, name: str, nbytes: int, ranks: Sequence[int], alike: float = 1, *, fastest: bool = False
+) -> LinkCost:
+    """Return the cost of a collective. A rank's collectives use its link one after another, as on one NCCL stream.
+
+    The network knows its number of ranks; `nbytes` is the n of `costs.link.rounds_and_share`. `alike` is how many equal
+    collectives, this one included, share the connection of each node at the same time. With `fastest`, an all-reduce
+    takes the fastest of the algorithms that `lab.predict` knows, such as NCCL's rings and trees; otherwise a ring.
+    """
+    nodes = network.nodes_among(ranks)
+    choices = [rounds(name, nodes)]
+    if fastest and name == "all_reduce":
+        for algorithm in ALGORITHMS[name]:
+            with suppress(ValueError):  # it needs another number of ranks
+                choices.append(rounds(name, nodes, algorithm=algorithm))
+    found = []
+    for choice in choices:
+        shared = [each if each.between is None else each._replace(between=alike * each.between) for each in choice]
+        found.append((network.rounds_s(shared, nbytes), shared))
+    seconds, shortest = min(found, key=lambda each: each[0])
+    cost_ns = round(seconds * 1e9)
+    crossing = [each.between for each in shortest if each.between is not None]
+    if not crossing:
+        return LinkCost(cost_ns, cost_ns, ranks, ranks, len(ranks), 0, [])
+    ports = [*ranks] if any(each.inside is not None for each in shortest) else []
+    ports += map(outer_port, ranks)
+    shared_ns = round(sum(crossing) * nbytes / network.between.bytes_per_s * 1e9)
+    return LinkCost(cost_ns, cost_ns, ports, ports, len(ranks), shared_ns, [node_port(node) for node in sorted(set(nodes))])
+
+
+def message_cost(network: Network, source: int, destination: int, nbytes: int, ends: int, alike: float = 1) -> LinkCost:
+    """Return the cost of a message. Latencies of consecutive messages overlap.
+
+    `ends` is 2 if it starts when both ranks have arrived, 1 if only its sender schedules it; `alike` is how many equal
+    messages, this one included, leave the sender's node at the same time.
+    """
+    link, ports = network.inside, (source, destination)
+    nodes = network.node_of(source), network.node_of(destination)
+    if nodes[0] != nodes[1]:
+        link, ports = network.between, (node_port(nodes[0]), node_port(nodes[1]))
+        nbytes = round(nbytes * alike)
+    busy_ns = round(nbytes / link.bytes_per_s * 1e9)
+    return LinkCost(round(link.latency_s * 1e9) + busy_ns, busy_ns, [ports[0]], [ports[1]], ends)

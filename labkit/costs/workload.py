@@ -84,10 +84,8 @@ def workload_of(model: Transformer | nn.Module, batch: Any, precision: Precision
     """Return what a step of a model asks for, and its bytes per parameter.
 
     The batch of a transformer is the number of its sequences, that of a module its inputs, a tensor or several. Without
-    a precision, a transformer has mixed precision with Adam, a module its own parameters' with Adam.
-
-    Raises:
-        TypeError, ValueError: the batch does not suit the model.
+    a precision, a transformer has mixed precision with Adam, a module its own parameters' with Adam. A `TypeError` or
+    `ValueError` says that the batch does not suit the model.
     """
     if isinstance(model, Transformer):
         check_number(batch, f"batch={batch!r}: expected a number of sequences, a whole number from 1", whole=True, at_least=1)

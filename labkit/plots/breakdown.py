@@ -13,11 +13,9 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES, waiting_in_words
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, axes_for, describe, shortened
 from labkit.plots.view import View, sharing_in_words, view_of
-from labkit.tracing.measurement import busy_machine
-from labkit.tracing.step_times import HasTrace, spread_ns, trace_of
+from labkit.tracing.step_times import HasTrace, busy_machine, spread_ns, trace_of
 from labkit.tracing.trace import Share, Trace
 
 if TYPE_CHECKING:
@@ -61,19 +59,14 @@ def breakdown(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axe
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
-    pyplot()
     view = view_of(trace_of(run, "breakdown"), step, "")
     trace = view.shown
     parts = np.array([_percent(share) for share in trace.shares()])
     parts = np.vstack([parts, parts.mean(axis=0)])  # all ranks have the same window, so the mean is the share of all ranks
     y = np.append(np.arange(len(trace.ranks)), len(trace.ranks) + 0.3)
     shared = sharing_in_words([view])
-    with labkit_style(ax):
-        if ax is None:
-            high_in = 1.2 + 0.36 * len(y) + (0.2 if shared else 0)
-            ax, wide_in = new_axes(figsize=(WIDTH_IN, high_in), layout="constrained"), _wide_in(trace.ranks)
-        else:
-            wide_in = ax.get_window_extent().width / ax.figure.dpi
+    wide_in = _wide_in(ax, trace.ranks)
+    with axes_for(ax, 1.2 + 0.36 * len(y) + (0.2 if shared else 0)) as ax:
         left = np.zeros(len(y))
         for part, width in zip(_PARTS, parts.T, strict=True):
             _draw_part(ax, part, y, left, width, _fitting([percent(part / 100) for part in width], width * wide_in / 100))
@@ -121,7 +114,6 @@ def compare(
         LabError: fewer than two runs, an empty trace, no such step, or matplotlib is not installed.
         TypeError: a value is neither a run nor a trace.
     """
-    pyplot()
     if runs is not None and not isinstance(runs, Mapping):
         raise TypeError(f"compare({runs!r}): expected runs by name, as in compare(naive=a, overlapped=b)")
     given: dict[Any, Any] = {**(runs or {}), **named}
@@ -141,13 +133,9 @@ def compare(
     lines, ratios = [name.split("\n") for name in names], _ratios(lengths, [_spread(own) for own in all_views])
     busy = next(filter(None, (busy_machine(run) for runs in several for run in runs)), "")
     shared = "\n".join(filter(None, [sharing_in_words(views), busy]))
-    with labkit_style(ax):
-        if ax is None:
-            row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
-            ax = new_axes(figsize=(WIDTH_IN, 1.2 + row_in * len(y) + (0.2 if shared else 0)), layout="constrained")
-            wide_in = _wide_in([line for of_name in lines for line in of_name])
-        else:
-            wide_in = ax.get_window_extent().width / ax.figure.dpi
+    wide_in = _wide_in(ax, [line for of_name in lines for line in of_name])
+    row_in = max(0.5, 0.1 + 0.15 * max(map(len, lines)))
+    with axes_for(ax, 1.2 + row_in * len(y) + (0.2 if shared else 0)) as ax:
         # Leave room for the text to the right of each bar.
         room_in = wide_in - 0.1 - 1.15 * CHARACTER_IN * np.array([len(words) for words in ratios])
         right = max(1.3 * longest.max(), (longest * wide_in / np.maximum(room_in, 0.2 * wide_in)).max())
@@ -167,8 +155,10 @@ def compare(
     return describe(ax, f"Where the time of each run went: {each}.{shared and f' {shared}.'}")
 
 
-def _wide_in(names: Sequence[str]) -> float:
-    """Return the approximate width of the axes in a new figure, beside the row names."""
+def _wide_in(ax: Axes | None, names: Sequence[str]) -> float:
+    """Return the width of the axes; in a new figure, beside the row names, about."""
+    if ax is not None:
+        return float(ax.get_window_extent().width / ax.figure.dpi)
     return WIDTH_IN - 0.2 - CHARACTER_IN * max(map(len, names))
 
 

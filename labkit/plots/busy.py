@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.rows import ends_of
+from labkit.plots.view import ends_of
 from labkit.recording.events import device_number
 from labkit.tracing.intervals import intersection, length, union
 from labkit.tracing.step_times import HasTrace, trace_of, undisturbed_steps

@@ -11,10 +11,9 @@ import numpy as np
 
 from labkit.errors.units import percent
 from labkit.plots.bars import STYLES
-from labkit.plots.image import WIDTH_IN
 from labkit.plots.predictions import Predictions, Quantity
 from labkit.plots.scaling import PREDICTED
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, axes_for, describe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +101,6 @@ class Outcome:
 
 def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     """Draw guess, prediction and measurement on one scale, each with its ratio to the measurement."""
-    pyplot()
     rows: list[tuple[str, float | None, str, str]] = [("your guess", outcome.guess, GUESSED, "D")]
     if outcome.changed is not None:
         rows.append(("changed after the reveal", outcome.changed, INK, "d"))
@@ -111,10 +109,7 @@ def draw_outcome(outcome: Outcome, ax: Axes | None = None) -> Axes:
     rows.append(("measured", outcome.measured, MEASURED, "o"))
     values = [*(value for _, value, _, _ in rows if value is not None), *(outcome.spread or ())]
     logarithmic = min(values) > 0 and max(values) > WIDE * min(values)
-    with labkit_style(ax):
-        if ax is None:
-            size = (WIDTH_IN, 0.75 + ROW_IN * len(rows))
-            ax = new_axes(figsize=size, layout="constrained")
+    with axes_for(ax, 0.75 + ROW_IN * len(rows)) as ax:
         if logarithmic:
             ax.set_xscale("log")
             left, right = min(values) / 2, max(values) * 2
@@ -160,7 +155,6 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     leads from one to the other. `right` of the `choices`, guesses that were no numbers, were right; small whole numbers
     count like them, and have a cross if they were wrong.
     """
-    pyplot()
     drawn = [o for o in outcomes if o.guess is not None]
     ratios = [_ratio(o.guess or 0.0, o.measured) for o in drawn]
     factors = np.array([max(ratio, 1 / ratio if ratio else math.inf) for ratio in ratios])
@@ -169,10 +163,7 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     right, choices = right + int((factors[is_count] == 1).sum()), choices + int(is_count.sum())
     summary = _summary(factors[~is_count], right, choices, kinds)
     widest = max([10.0, *(factor for factor in factors.tolist() if factor < math.inf)]) * 1.15
-    with labkit_style(ax):
-        if ax is None:
-            size = (WIDTH_IN, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1))
-            ax = new_axes(figsize=size, layout="constrained")
+    with axes_for(ax, 0.95 + ROW_IN * 0.8 * max(len(drawn), 1)) as ax:
         ax.set_xscale("log")
         ax.set_xlim(1 / widest, widest)
         ax.axvspan(1 / CLOSE, CLOSE, color=INK, alpha=0.15, linewidth=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,8 +16,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import Table
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, describe, labkit_style, new_axes, new_figure, pyplot
+from labkit.plots.style import INK, WIDTH_IN, axes_for, describe, labkit_style, new_figure, pyplot
 from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:
@@ -31,10 +29,7 @@ MARKERS: Final = "osD^vP*X"  # six colours alone are not distinguishable in prin
 
 def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
     """Draw at least one fit on logarithmic axes; without `ax`, in a new figure."""
-    pyplot()
-    with labkit_style(ax):
-        if ax is None:
-            ax = new_axes(figsize=(WIDTH_IN, 4.2), layout="constrained")
+    with axes_for(ax, 4.2) as ax:
         for number, fit in enumerate(fits):
             colour, marker = type_of(fit.operation).colour, MARKERS[number % len(MARKERS)]
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
@@ -62,20 +57,35 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
     return describe(ax, f"Time by size, measured and fitted: {ranks} ranks. {each}.")
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
+class _Shown:
+    """Something that a notebook shows as a table; `print` shows the same as text."""
+
+    def _rows(self) -> list[list[str]]:
+        """The headings, and the rows below them."""
+        raise NotImplementedError
+
+    def _table(self) -> Table:
+        head, *rest = self._rows()
+        return Table(head, rest, range(len(head)))
+
+    def __repr__(self) -> str:
+        return "\n".join(line.rstrip() for line in self._table().lines())
+
+    def _repr_html_(self) -> str:
+        return self._table().html("text-align:{};padding:2px 12px")
+
+
+@dataclass(frozen=True, repr=False)
+class MeasuredLink(_Shown):
     """What `labkit.measure_link` returns: `.link` for predictions, `[operation]` for a fit, `.plot()` to draw."""
 
     fits: tuple[Fit, ...]  # one fit for each operation
 
-    @cached_property
-    def _by_name(self) -> dict[str, Fit]:
-        return {fit.operation: fit for fit in self.fits}
-
     def __getitem__(self, operation: str) -> Fit:
-        if operation not in self._by_name:
-            raise LabError(f"{operation!r} was not measured; the measured operations are {', '.join(self._by_name)}")
-        return self._by_name[operation]
+        by_name = {fit.operation: fit for fit in self.fits}
+        if operation not in by_name:
+            raise LabError(f"{operation!r} was not measured; the measured operations are {', '.join(by_name)}")
+        return by_name[operation]
 
     def __iter__(self) -> Iterator[Fit]:
         return iter(self.fits)
@@ -83,7 +93,7 @@ class MeasuredLink:
     @property
     def link(self) -> Link:
         """Latency and bandwidth of messages or calls between two ranks; of the first operation if there are none."""
-        return self._by_name.get("send", self.fits[0]).link
+        return next((fit for fit in self.fits if fit.operation == "send"), self.fits[0]).link
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the measured times as points and the fits as lines, on logarithmic axes."""
@@ -91,20 +101,11 @@ class MeasuredLink:
 
     def _rows(self) -> list[list[str]]:
         head = ["operation", "ranks", "latency α", "bandwidth B", "off by (median)", "at most"]
-        return [
-            head,
-            *([f.operation, str(f.ranks), *f.in_short, percent(f.error), percent(f.worst)] for f in self.fits),
-        ]
-
-    def __repr__(self) -> str:
-        return _as_text(self._rows())
-
-    def _repr_markdown_(self) -> str:
-        return _in_markdown(self._rows())
+        return [head, *([f.operation, str(f.ranks), *f.in_short, percent(f.error), percent(f.worst)] for f in self.fits)]
 
 
-@dataclass(frozen=True)
-class MeasuredNetwork:
+@dataclass(frozen=True, repr=False)
+class MeasuredNetwork(_Shown):
     """The result of `labkit.measure_link` for a group on several nodes: a `MeasuredLink` for each level.
 
     `.inside` and `.between` are the levels, `.link` is the network for predictions, `.plot()` draws the figure.
@@ -173,12 +174,6 @@ class MeasuredNetwork:
                 rows.append([level, fit.operation, str(fit.ranks), *found, f"{fit.error:.0%}", f"{fit.worst:.0%}"])
         return rows
 
-    def __repr__(self) -> str:
-        return _as_text(self._rows())
-
-    def _repr_markdown_(self) -> str:
-        return _in_markdown(self._rows())
-
 
 def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None) -> None:
     measured.plot(ax)
@@ -189,18 +184,6 @@ def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None)
         ax.plot(sizes, times, color=INK, linewidth=1, linestyle="dashed", label=f"over {link}" if not number else "_")
         ax.set_ylim(bottom=min(ax.get_ylim()[0], min(times) / 2))
     where = "inside a node" if level == "inside" else "between nodes"
-    ranks = max(fit.ranks for fit in measured)
     dashed = "" if link is None else ", over the expected link (dashed)"
-    ax.set_title(f"{where}, {ranks} ranks: measured (points), fitted (lines){dashed}")
+    ax.set_title(f"{where}, {max(fit.ranks for fit in measured)} ranks: measured (points), fitted (lines){dashed}")
     ax.legend(loc="upper left", ncols=1 if len(measured.fits) < 3 else 2)
-
-
-def _as_text(rows: list[list[str]]) -> str:
-    head, *rest = rows
-    return "\n".join(line.rstrip() for line in Table(head, rest, range(len(head))).lines())
-
-
-def _in_markdown(rows: list[list[str]]) -> str:
-    """A table in Markdown; the first row is its head."""
-    head, *rest = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot, ranks_in_words
+from labkit.plots.style import INK, WIDTH_IN, axes_for, describe, ranks_in_words
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -85,7 +84,6 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         LabError: no rank tracked its memory, the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
-    pyplot()
     view = view_of(trace_of(run, "memory"), step, "")
     trace = view.shown
     found = memory_uses(trace)
@@ -102,11 +100,8 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
     top = highest / size
     row_in = min(max(4.6 / len(found), 0.66), 1.9)
     pitch = top * row_in / (row_in - _HEADROOM_IN)
-    with labkit_style(ax):
-        if ax is None:
-            ax, wide_in = new_axes(figsize=(WIDTH_IN, 1.15 + row_in * len(found)), layout="constrained"), WIDTH_IN - 0.75
-        else:
-            wide_in = ax.get_window_extent().width / ax.figure.dpi
+    wide_in = WIDTH_IN - 0.75 if ax is None else ax.get_window_extent().width / ax.figure.dpi
+    with axes_for(ax, 1.15 + row_in * len(found)) as ax:
         peaks = [_words(usage, trace, unit, size) for usage in found]
         small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that each fits into one line
         ticks, labels = [], []

@@ -13,7 +13,7 @@ from labkit.costs.prediction import UNITS, Prediction
 from labkit.errors.lists import Table
 from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
-from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
+from labkit.tracing.step_times import UNITS_OF_TIME, Measurement, busy_machine, measurement_of
 
 MIME: Final = "application/vnd.labkit.predictions+json"  # the numbers, for programs that read an executed notebook
 HEADINGS: Final = ("", "predicted", "measured", "ratio")

@@ -13,8 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot
+from labkit.plots.style import INK, axes_for, describe
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
 
@@ -56,19 +55,23 @@ def scaling(
 
     Source: G. M. Amdahl, "Validity of the single processor approach …", 1967.
     """
-    pyplot()
-    counts, time_s = _measured(runs)
-    origins = sorted({_origin(trace_of(run, "scaling")) for run in runs.values()})
+    counts = _checked(runs, "runs", "{1: run1, 2: run2}")
+    if len(runs) < 2:
+        raise LabError(f"scaling: {len(runs)} run given, at least two are needed: scaling({{1: run1, 2: run2}})")
+    traces = [trace_of(runs[n], "scaling") for n in counts.tolist()]
+    time_s = np.array([trace.duration_ns for trace in traces]) / 1e9
+    origins = sorted(set(map(_origin, traces)))
     drawn = time_s[0] / time_s
     efficiency = drawn * counts[0] / counts
-    ahead, ahead_s = _predicted(predicted or {})
-    expected = time_s[0] / ahead_s
+    predicted = predicted or {}
+    ahead = _checked(predicted, "predictions", "..., predicted={1: 8.0, 2: 4.3}")
+    if not all(seconds > 0 for seconds in predicted.values()):
+        raise ValueError(f"scaling: predicted={dict(predicted)}: expected seconds, more than 0")
+    expected = np.array([time_s[0] / predicted[n] for n in ahead.tolist()])
     every = np.union1d(counts, ahead)
     ideal = every / counts[0]
     top = max(ideal.max(), drawn.max(), *expected)
-    with labkit_style(ax):
-        if ax is None:
-            ax = new_axes(figsize=(WIDTH_IN, 3.6), layout="constrained")
+    with axes_for(ax, 3.6) as ax:
         ax.plot(every, ideal, linestyle=(0, (4, 3)), color=INK, linewidth=1.2, label="ideal: proportional to the ranks")
         if len(ahead):
             look: dict[str, Any] = {"marker": "D", "markersize": 5, "markerfacecolor": "none", "linestyle": (0, (1, 1.5))}
@@ -114,34 +117,14 @@ def _labelled_points(places: NDArray[np.float64]) -> list[int]:
     return [*kept, len(places) - 1]
 
 
-def _measured(runs: Mapping[int, HasTrace | Trace]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers of ranks in ascending order, and measured seconds."""
-    if not isinstance(runs, Mapping):
-        raise TypeError(f"scaling({runs!r}): expected runs by their number of ranks, as in scaling({{1: run1, 2: run2}})")
-    if len(runs) < 2:
-        raise LabError(f"scaling: {len(runs)} run given, at least two are needed: scaling({{1: run1, 2: run2}})")
-    counts = _counts(runs, "the runs are given")
-    return counts, np.array([trace_of(runs[n], "scaling").duration_ns for n in counts.tolist()]) / 1e9
-
-
 def _origin(trace: Trace) -> str:
     return "simulated" if trace.simulated else "replayed" if trace.replayed else "measured"
 
 
-def _predicted(seconds: Mapping[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Numbers of ranks in ascending order, and predicted seconds."""
-    if not isinstance(seconds, Mapping):
-        raise TypeError(
-            f"scaling: predicted={seconds!r}: expected seconds by number of ranks, as in predicted={{1: 8.0, 2: 4.3}}"
-        )
-    counts = _counts(seconds, "predictions are given")
-    time_s = np.array([seconds[n] for n in counts.tolist()], np.float64)
-    if not (time_s > 0).all():
-        raise ValueError(f"scaling: predicted={dict(seconds)}: expected seconds, more than 0")
-    return counts, time_s
-
-
-def _counts(by_ranks: Mapping[int, object], given: str) -> NDArray[np.int64]:
+def _checked(by_ranks: Mapping[int, Any], what: str, example: str) -> NDArray[np.int64]:
+    """Return the numbers of ranks, in ascending order, for which there are runs or predictions."""
+    if not isinstance(by_ranks, Mapping):
+        raise TypeError(f"scaling({by_ranks!r}): expected {what} by number of ranks, as in scaling({example})")
     if any(not isinstance(n, numbers.Integral) or n < 1 for n in by_ranks):
-        raise ValueError(f"scaling: {given} for {list(by_ranks)} ranks; expected whole numbers from 1")
+        raise ValueError(f"scaling: {what} for {list(by_ranks)} ranks; expected whole numbers from 1")
     return np.array(sorted(by_ranks), np.int64)

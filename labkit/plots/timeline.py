@@ -1,4 +1,4 @@
-"""`timeline`: what each rank did over time."""
+"""`timeline`: what each rank did over time; `explore`: the same as an interactive picture."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from labkit.plots.bars import (
     legend_of,
     waiting_in_words,
 )
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.message_arrows import COLOUR, OUTLINE, draw_messages
-from labkit.plots.rows import Row
-from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
-from labkit.plots.view import View, bubble_in_words, numbered_steps, sharing_in_words, view_of
+from labkit.plots.flows import COLOUR, OUTLINE, draw_messages
+from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_figure, pyplot
+from labkit.plots.view import Row, View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
 from labkit.tracing.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -42,6 +40,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from labkit.plots.figure import LabFigure
+
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labkit.plots.explorer import Explorer
     from labkit.plots.figure import LabFigure
 
 TEXT_PT: Final = 7.0  # inside bars
@@ -186,9 +192,7 @@ class _Timeline:
         if self.strip_in:
             self._strip(self.views[0])
         self._legend()
-        titles = [
-            f"{view.label + ', ' if view.label else ''}{view.in_words()}{bubble_in_words(view.shown)}" for view in self.views
-        ]
+        titles = [", ".join(filter(None, (v.label, v.in_words() + bubble_in_words(v.shown)))) for v in self.views]
         bars = listed(legend_of(style, "waiting") for style in STYLES if style in self.drawn)
         of_path = " A line shows the critical path." if "critical path" in self.drawn else ""
         shared = self.sharing and f" {self.sharing}."
@@ -396,3 +400,36 @@ def path_line() -> dict[str, Any]:
 
     outline = [withStroke(linewidth=3.4, foreground=OUTLINE)]
     return {"color": COLOUR, "linewidth": 1.6, "solid_joinstyle": "round", "path_effects": outline, "label": "critical path"}
+
+
+@public_api
+def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> Explorer | LabFigure:
+    """Draw an interactive timeline of a run: hover over a bar to read its details, zoom, and isolate a rank.
+
+    The cell's output is the image that `timeline` draws. While the kernel is alive, the page covers the image with the
+    interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image,
+    and the run for `make site`, whose pages have no kernel.
+
+    Args:
+        run: a run or a trace.
+        step: the steps to show first: a step number (negative: from the end), a range, "median" or "all". Default: as
+            in `timeline`.
+
+    Returns:
+        a widget, shown when it is a cell's last expression. It keeps the trace in memory until its `close()`; the image
+        remains after that. Without anywidget: the figure of `timeline`.
+
+    Raises:
+        LabError: the trace is empty, has no such step, or matplotlib is not installed.
+        TypeError: `run` is neither a run nor a trace.
+    """
+    view = view_of(trace_of(run, "explore"), step, "")
+    try:
+        from labkit.plots.explorer import Explorer
+    except ModuleNotFoundError as error:
+        if error.name not in ("anywidget", "ipywidgets", "traitlets"):
+            raise
+
+        print(f"{error.name} is not installed, so this is a picture only: %pip install anywidget", file=sys.stderr)
+        return figure_of(view.whole, "", step)
+    return Explorer(view, step)

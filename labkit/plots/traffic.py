@@ -12,8 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import CHIP, INK, INKS, axes_for, describe, shortened
 from labkit.plots.view import view_of
 from labkit.recording.operations import OperationType, type_of
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -78,7 +77,6 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
-    pyplot()
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown, view.bounds_of_ranks())
     if not len(flows.name) and flows.unsized:
@@ -97,14 +95,12 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     some += f", {bytes_in_words(flows.between_nodes())} between nodes" if len(flows.node) else ""
     titles = f"What travelled  ·  {view.in_words()},", f"{least}{bytes_in_words(matrix.sum())} in all{some}"
     title = (" " if sum(map(len, titles)) <= LONGEST_TITLE else "\n").join(titles)
-    with labkit_style(ax):
-        if ax is None:
-            top_in = 0.45 + 0.17 * title.count("\n")
-            names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
-            below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
-            height = top_in + 1.9 + below
-            sides = {"left": 0.075, "right": 0.96, "top": 1 - top_in / height, "bottom": below / height}
-            ax = new_axes(figsize=(WIDTH_IN, height), gridspec_kw=sides)
+    top_in = 0.45 + 0.17 * title.count("\n")
+    names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
+    below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
+    height = top_in + 1.9 + below
+    sides = {"left": 0.075, "right": 0.96, "top": 1 - top_in / height, "bottom": below / height}
+    with axes_for(ax, height, gridspec_kw=sides) as ax:
         from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
 
         beside = make_axes_locatable(ax)

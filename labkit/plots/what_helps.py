@@ -8,8 +8,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES
-from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, describe, labkit_style, new_axes, pyplot, shortened
+from labkit.plots.style import INK, axes_for, describe, shortened
 from labkit.tracing.replaying.gains import Gains, gain_in_words, gains_of
 from labkit.tracing.step_times import HasTrace, trace_of
 from labkit.tracing.trace import Trace
@@ -48,7 +47,6 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
             not installed.
         TypeError: neither a run nor a trace.
     """
-    pyplot()
     trace = trace_of(run, "what_helps")
     found = gains_of(trace, "what_helps")
     if not found.gains:
@@ -57,9 +55,7 @@ def what_helps(run: HasTrace | Trace, ax: Axes | None = None) -> Axes:
     texts = [gain_in_words(gain, found) for gain in found.gains]
     changes = sum(not gain.ideal for gain in found.gains)
     rows = [row + APART * gain.ideal for row, gain in enumerate(found.gains)]
-    with labkit_style(ax):
-        if ax is None:
-            ax = new_axes(figsize=(WIDTH_IN, 1.0 + 0.31 * max(rows[-1] + 1, 2)), layout="constrained")
+    with axes_for(ax, 1.0 + 0.31 * max(rows[-1] + 1, 2)) as ax:
         unit, unit_ns = unit_of(found.step_ns)
         saved = [gain.saved_ns / unit_ns for gain in found.gains]
         colours = [SAVES if value >= 0 else COSTS for value in saved]

@@ -12,7 +12,7 @@ What to open for which change:
   worker/runtimes/tensorflow/sizes.py
 - give a span another field: an attribute of `Span` in schema.py, and of `Pending` if operations under way have it; its
   place in `RECORD_FIELDS` of ring_buffer.py (a flag needs none); a parameter of the method there that writes it.
-  Columns and files follow (events.py, tracing/perfetto.py). Whatever knows the value passes it: for spans record.py
+  Columns and files follow (events.py, tracing/trace_file.py). Whatever knows the value passes it: for spans record.py
   and worker/comm/phases.py; for operations worker/comm/operation.py; a search for the calls of the method finds the
   rest (RPC, TensorFlow); tests test_schema.py, test_ring_buffer.py
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in

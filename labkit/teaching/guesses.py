@@ -21,7 +21,7 @@ from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import one_number, public_api
 from labkit.group.output import encodable, notebook_path
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
-from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of
+from labkit.tracing.step_times import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of
 from labkit.tracing.trace_file import replacing
 
 if TYPE_CHECKING:

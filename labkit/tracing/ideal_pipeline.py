@@ -7,10 +7,11 @@ arrived: the activations of the previous stage for a forward pass, the gradients
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from labkit.costs.checked_arguments import GPIPE, INTERLEAVED, ONE_F_ONE_B, check_arguments, schedule_name
+from labkit.costs.prediction import GPIPE, INTERLEAVED, check_arguments, schedule_name
 from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace
@@ -68,21 +69,20 @@ def schedule(
         et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021.
     """
     kind = schedule_name(kind, "schedule: kind")
-    order = _ORDERS[kind]
     ranks = stages if ranks is None else ranks
     check_arguments(stages=stages, micro_batches=micro_batches, ranks=ranks)
-    if order is not _interleaved and ranks != stages:
+    if kind != INTERLEAVED and ranks != stages:
         raise ValueError(
             f"schedule({kind!r}): ranks={ranks}, stages={stages}: only 'interleaved 1f1b' has several stages per rank"
         )
-    if order is _interleaved and (stages % ranks or micro_batches % ranks):
+    if kind == INTERLEAVED and (stages % ranks or micro_batches % ranks):
         raise ValueError(f"schedule({kind!r}): ranks={ranks} has to divide stages={stages} and micro_batches={micro_batches}")
     if stages * micro_batches > MOST:
         raise ValueError(f"schedule: {stages} stages and {micro_batches} micro-batches: expected at most {MOST:,} passes")
     times_ns = (_in_ns("backward", backward, stages), _in_ns("forward", forward, stages))
     (travel_ns,) = _in_ns("communication", communication, 1, zero=True)
-    plans = [list(order(rank, ranks, stages, micro_batches)) for rank in range(ranks)]
-    return _IdealPipeline(plans, stages, times_ns, travel_ns).trace()
+    plans = [list(_order(kind, rank, ranks, stages, micro_batches)) for rank in range(ranks)]
+    return _simulated(plans, stages, times_ns, travel_ns)
 
 
 def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[int]:
@@ -96,101 +96,62 @@ def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[
     return [max(round(float(t) * 1e9), 0 if zero else 1) for t in given]
 
 
-def _gpipe(rank: int, _ranks: int, _stages: int, micro_batches: int) -> Iterator[_Pass]:
-    for forward in (True, False):
-        for microbatch in range(micro_batches):
-            yield _Pass(forward, rank, microbatch)
+def _order(kind: str, rank: int, ranks: int, stages: int, micro_batches: int) -> Iterator[_Pass]:
+    """Yield the passes of a rank in their order.
 
-
-def _one_forward_one_backward(rank: int, ranks: int, _stages: int, micro_batches: int) -> Iterator[_Pass]:
-    ahead = min(ranks - rank - 1, micro_batches)  # forward passes before the first gradients can arrive
-    return _in_turn(
-        [_Pass(True, rank, i) for i in range(micro_batches)], [_Pass(False, rank, i) for i in range(micro_batches)], ahead
-    )
-
-
-def _interleaved(rank: int, ranks: int, stages: int, micro_batches: int) -> Iterator[_Pass]:
-    """Groups of as many micro-batches as ranks pass through a rank's stages in turn; backward, in reverse order."""
+    Groups of as many micro-batches as ranks pass through a rank's stages in turn; backward, in reverse order.
+    """
     chunks, forwards, backwards = stages // ranks, [], []
     for first in range(0, micro_batches, ranks):
         for chunk in range(chunks):
-            for microbatch in range(first, first + ranks):
+            for microbatch in range(first, min(first + ranks, micro_batches)):
                 forwards.append(_Pass(True, chunk * ranks + rank, microbatch))
                 backwards.append(_Pass(False, (chunks - 1 - chunk) * ranks + rank, microbatch))
-    if chunks == 1:
-        return _in_turn(forwards, backwards, min(ranks - rank - 1, len(forwards)))
-    return _in_turn(forwards, backwards, min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, len(forwards)))
-
-
-def _in_turn(forwards: list[_Pass], backwards: list[_Pass], ahead: int) -> Iterator[_Pass]:
+    ahead = ranks - rank - 1  # forward passes before the first gradients can arrive
+    if kind == GPIPE:
+        ahead = len(forwards)
+    elif chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * ranks
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         yield forward
         yield backward
-    yield from backwards[len(forwards) - ahead :]
+    yield from backwards[max(len(forwards) - ahead, 0) :]
 
 
-_ORDERS: Final[dict[str, Callable[[int, int, int, int], Iterator[_Pass]]]] = {
-    GPIPE: _gpipe,
-    ONE_F_ONE_B: _one_forward_one_backward,
-    INTERLEAVED: _interleaved,
-}
+def _simulated(plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> Trace:
+    """Let every rank do its passes in order, each as soon as its input has arrived, until all are done."""
+    ranks, queues = len(plans), [deque(plan) for plan in plans]
+    free_ns, spans = [0] * ranks, list[Span]()
+    done_ns: dict[_Pass | None, int] = {None: 0}
+    while any(queues):
+        before = len(done_ns)
+        for rank, queue in enumerate(queues):
+            while queue and (needed := _needs(queue[0], stages)) in done_ns:
+                work = queue.popleft()
+                arrived_ns = sent_ns = done_ns[needed]
+                travels = needed is not None and needed.stage % ranks != rank
+                if travels:
+                    arrived_ns += travel_ns
+                start_ns = max(arrived_ns, free_ns[rank])
+                free_ns[rank] = done_ns[work] = start_ns + times_ns[work.forward][work.stage]
+                way = "forward" if work.forward else "backward"
+                several = f" of stage {work.stage}" if stages > ranks else ""
+                spans.append(Span(rank, f"{way} {work.microbatch}{several}", "compute", start_ns, free_ns[rank]))
+                if needed is not None and travels and travel_ns:
+                    source, group, number = needed.stage % ranks, f"{way} to stage {work.stage}", work.microbatch + 1
+                    for own, peer, name in ((source, rank, "send"), (rank, source, "recv")):
+                        message = Span(own, name, "communication", sent_ns, arrived_ns, peer=peer, group=group, match=number)
+                        spans.append(message)
+        assert len(done_ns) > before, "the ranks of a schedule wait for one another"
+    spans += [Span(rank, "step", "step", 0, max(free_ns)) for rank in range(ranks)]
+    return Trace(spans, ranks=[f"rank {rank}" for rank in range(ranks)], start_ns=0, end_ns=max(free_ns))
 
 
-class _IdealPipeline:
-    """Simulates a pipeline: the passes of each rank in order; durations per stage, of backward and of forward."""
-
-    def __init__(self, plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> None:
-        self.plans, self.stages, self.times_ns, self.travel_ns = plans, stages, times_ns, travel_ns
-        self.done_ns: dict[_Pass, int] = {}
-        self.spans: list[Span] = []
-
-    def trace(self) -> Trace:
-        """Let every rank do the passes whose inputs are known, until all passes are done."""
-        ranks = len(self.plans)
-        free_ns, next_of = [0] * ranks, [0] * ranks
-        while any(n < len(plan) for n, plan in zip(next_of, self.plans, strict=True)):
-            before = sum(next_of)
-            for rank, plan in enumerate(self.plans):
-                while next_of[rank] < len(plan) and (start_ns := self._ready_ns(plan[next_of[rank]])) is not None:
-                    free_ns[rank] = self._do(rank, plan[next_of[rank]], max(start_ns, free_ns[rank]))
-                    next_of[rank] += 1
-            assert sum(next_of) > before, "the ranks of a schedule wait for one another"
-        end_ns = max(free_ns)
-        for rank in range(ranks):
-            self.spans.append(Span(rank, "step", "step", 0, end_ns))
-        return Trace(self.spans, ranks=[f"rank {rank}" for rank in range(ranks)], start_ns=0, end_ns=end_ns)
-
-    def _needs(self, work: _Pass) -> _Pass | None:
-        """The pass whose result this pass needs; None for the first pass of a micro-batch."""
-        if work.forward:
-            return work._replace(stage=work.stage - 1) if work.stage else None
-        if work.stage == self.stages - 1:
-            return work._replace(forward=True)
-        return work._replace(stage=work.stage + 1)
-
-    def _travels(self, before: _Pass, work: _Pass) -> bool:
-        return before.stage % len(self.plans) != work.stage % len(self.plans)
-
-    def _ready_ns(self, work: _Pass) -> int | None:
-        """When the input of a pass arrives; None while that is unknown."""
-        before = self._needs(work)
-        if before is None:
-            return 0
-        done_ns = self.done_ns.get(before)
-        return done_ns if done_ns is None or not self._travels(before, work) else done_ns + self.travel_ns
-
-    def _do(self, rank: int, work: _Pass, start_ns: int) -> int:
-        end_ns = self.done_ns[work] = start_ns + self.times_ns[work.forward][work.stage]
-        name = f"{'forward' if work.forward else 'backward'} {work.microbatch}"
-        several = f" of stage {work.stage}" if self.stages > len(self.plans) else ""
-        self.spans.append(Span(rank, name + several, "compute", start_ns, end_ns))
-        before = self._needs(work)
-        if before is not None and self.travel_ns and self._travels(before, work):
-            sent_ns, source = self.done_ns[before], before.stage % len(self.plans)
-            pair, number = f"{'forward' if work.forward else 'backward'} to stage {work.stage}", work.microbatch + 1
-            for own, peer, operation in ((source, rank, "send"), (rank, source, "recv")):
-                self.spans.append(
-                    Span(own, operation, "communication", sent_ns, sent_ns + self.travel_ns, peer=peer, group=pair, match=number)
-                )
-        return end_ns
+def _needs(work: _Pass, stages: int) -> _Pass | None:
+    """The pass whose result this pass needs; None for the first pass of a micro-batch."""
+    if work.forward:
+        return work._replace(stage=work.stage - 1) if work.stage else None
+    if work.stage == stages - 1:
+        return work._replace(forward=True)
+    return work._replace(stage=work.stage + 1)

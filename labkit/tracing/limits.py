@@ -153,7 +153,7 @@ def limit_of(trace: Trace) -> LimitFinding:
 
 
 def _largest(losses: dict[Limit, float]) -> Limit:
-    return max(losses, key=lambda loss: losses[loss])
+    return max(losses, key=losses.__getitem__)
 
 
 def _median(values: NDArray[Any]) -> float:

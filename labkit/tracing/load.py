@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.recording import TRACE_FOLDER, TRACE_VARIABLE
+from labkit.recording import TRACE_FOLDER
 from labkit.recording.clock import Reading, on_reference
 from labkit.recording.events import blank, shown
 from labkit.recording.ring_buffer import RING_BYTES, RingReader, record_dtype
@@ -109,12 +108,6 @@ def _why_empty(folder: Path) -> str:
         return (
             f"{nothing}LABKIT_TRACE was not set when the script ran, and its trace is in {TRACE_FOLDER!r}. "
             f"LABKIT_TRACE={folder} before the command names the folder."
-        )
-    named = os.environ.get(TRACE_VARIABLE)
-    if named and Path(named).absolute() == folder.absolute():
-        return (
-            f"{nothing}LABKIT_TRACE names it, so the script that ran did not know labkit. "
-            "Run it with `torchrun ... -m labkit script.py`, or write `import labkit` into it."
         )
     return (
         f"{nothing}either LABKIT_TRACE={folder} was not set when the script ran, or the script neither has `import labkit` nor "
@@ -287,7 +280,6 @@ class _Clocks:
         on_it = [one for one in run if one.about["machine"] == self._machine]
         self._reference = (on_it or run)[0]
         self._within: dict[str, int] = {}  # by host, the largest error of its times in nanoseconds
-        self._once: list[str] = []  # hosts whose drift is unknown, since their clock was compared only once
         self._unknown: list[str] = []  # hosts whose clock was not compared: only their own time of day is known
 
     def set(self, left: _Left, recorded: _Recorded) -> None:
@@ -301,8 +293,6 @@ class _Clocks:
             best = min(r.within_ns for r in readings)
             readings = [r for r in readings if r.within_ns <= LOOSE * best]
             self._within[host] = max(self._within.get(host, 0), *(r.within_ns for r in readings))
-            if len(readings) == 1:
-                self._once.append(host)
         else:
             self._unknown.append(host)
             wall_ns = self._reference.about["began_unix_ns"] - self._reference.about["began_ns"]
@@ -319,8 +309,7 @@ class _Clocks:
         notes = []
         if self._within:
             worst_us = max(self._within.values()) / 1e3
-            unsure = f" at their begin; how they drift is not known ({_listed(self._once)})" if self._once else ""
-            notes.append(f"clocks of {_listed(self._within)} set to rank 0's, right to within {worst_us:.0f} µs{unsure}")
+            notes.append(f"clocks of {_listed(self._within)} set to rank 0's, right to within {worst_us:.0f} µs")
         if self._unknown:
             notes.append(
                 f"the clocks of {_listed(self._unknown)} were not compared with rank 0's: times there follow the machines' "

@@ -16,7 +16,7 @@ from labkit.recording.events import Scalar
 from labkit.recording.group_keys import ranks_of
 from labkit.recording.operations import Traffic, type_of
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, MEASURED, OPTIMIZER, UNWAITED
-from labkit.tracing.overlapping import BACKWARD, in_backward
+from labkit.tracing.patterns import BACKWARD, in_backward
 from labkit.tracing.trace import Trace
 
 METRICS_BYTES: Final = 64  # a larger message than a few losses and counts may carry parameters

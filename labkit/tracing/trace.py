@@ -41,10 +41,8 @@ from labkit.recording.schema import (
     Span,
     Tail,
 )
-from labkit.tracing.intervals import Intervals, difference, intersection, length, union
-from labkit.tracing.perfetto import write_events
-from labkit.tracing.trace_file import TraceInfo, writing
-from labkit.tracing.waiting import blocked, waits_for_data
+from labkit.tracing.intervals import Intervals, blocked, difference, intersection, length, union, waits_for_data
+from labkit.tracing.trace_file import TraceInfo, write_events, writing
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -327,7 +325,7 @@ class Trace:
 
     @public_api
     def blocked(self, rank: int) -> Intervals:
-        """Return when a rank was blocked and computed nothing, shape (n, 2) in ns; see `tracing.waiting`."""
+        """Return when a rank was blocked and computed nothing, shape (n, 2) in ns; see `tracing.intervals`."""
         self._check_rank(rank, "blocked")
         return blocked(self.columns.data[self._is(rank, COMMUNICATION) & ~self.columns.around], self._computing(rank))
 

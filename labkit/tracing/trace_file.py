@@ -1,4 +1,11 @@
-"""Trace files, plain or gzip: writes them, and reads them with validation."""
+"""Trace files, plain or gzip: writes them, and reads them with validation; the events in them.
+
+Events have the Chrome trace format. Its times are floating-point microseconds. Counted from the start of the trace,
+they represent whole nanoseconds exactly for the length of any realistic run. Perfetto is stricter than the format and
+differs from it; its requirements were found with its own trace processor.
+
+Source: "Trace Event Format", the Chromium project's Catapult documentation.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +16,10 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, TextIO
@@ -22,20 +30,23 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
-from labkit.tracing.perfetto import read_events
+from labkit.recording.group_keys import GroupKind, ends_of, kind_of
+from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
+from labkit.recording.schema import FIELDS, STEPS_IN_ALL, Span
 
 GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 LARGEST: Final = 1 << 62  # nanoseconds, bytes, and any other whole number
 MOST_RANKS: Final = 1 << 31
 
+_EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
+_DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
+_ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
+_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans, and are not read back
+_TORCH: Final = "torch "  # prefix of the categories of torch's profiler
+_TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted from the start of the trace
+_ROWS_APART: Final = 1000  # row numbers reserved for each rank
 
-class TraceFileError(ValueError):
-    """An invalid trace file; the message is the rest of a sentence: "it ends in the middle"."""
-
-
-def _check(right: Any, otherwise: str) -> None:
-    if not right:
-        raise TraceFileError(otherwise)
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +69,33 @@ class TraceInfo:
 
     @classmethod
     def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
-        """Read the entries of a trace file; a `KeyError` or a `TraceFileError` if one is missing or invalid."""
-        given: dict[str, Any] = {"notes": [], "nodes": [], "replayed": False, "simulated": 0, "cores": 0.0, "clock_error_ns": 0}
-        given |= entries
-        ranks, dropped, nodes = given["ranks"], given["dropped"], given["nodes"]
-        simulated, cores, clock_error_ns = given["simulated"], given["cores"], given["clock_error_ns"]
-        _check(_is_list(ranks, str), "its entry 'ranks' is invalid")
-        valid = {
-            "dropped": _is_list(dropped, int) and len(dropped) in (0, len(ranks)) and min(dropped, default=0) >= 0,
-            "notes": _is_list(given["notes"], str),
-            "nodes": _is_list(nodes, int) and len(nodes) in (0, len(ranks)),
-            "replayed": isinstance(given["replayed"], bool),
-            "simulated": _is_list([simulated], int) and (not simulated or len(ranks) <= simulated < MOST_RANKS),
-            "cores": isinstance(cores, int | float) and not isinstance(cores, bool) and 0 <= cores < math.inf,
-            "clock_error_ns": _is_list([clock_error_ns], int) and clock_error_ns >= 0,
-        }
-        for name, right in valid.items():
-            _check(right, f"its entry {name!r} is invalid")
-        link = None if given.get("link") is None else _link(given["link"], simulated or len(ranks))
-        facts: dict[str, Any] = {"ranks": ranks, "link": link} | {name: given[name] for name in valid}
-        return cls(**facts | {name: tuple(facts[name]) for name in ("ranks", "dropped", "notes", "nodes")})
+        """Read the entries of a trace file; any error says that one is missing or invalid."""
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entries.items()}
+        info = cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+        count, most = len(info.ranks), info.simulated or len(info.ranks)
+        _check(
+            _are(info.ranks, str) and _are(info.notes, str) and isinstance(info.replayed, bool),
+            _are(info.dropped, int) and len(info.dropped) in (0, count) and min(info.dropped, default=0) >= 0,
+            _are(info.nodes, int) and len(info.nodes) in (0, count),
+            _are((info.simulated, info.clock_error_ns), int) and count <= most < MOST_RANKS and info.clock_error_ns >= 0,
+            isinstance(info.cores, int | float) and not isinstance(info.cores, bool) and 0 <= info.cores < math.inf,
+        )
+        link: Any = info.link  # as `dataclasses.asdict` wrote it
+        if link is not None and "nodes" in link:
+            link = Network(**link | {level: Link(**link[level]) for level in ("inside", "between")}).of(most)
+        elif link is not None:
+            link = Link(**link)
+        return replace(info, link=link)
 
 
-def _link(entries: dict[str, Any], ranks: int) -> Link | Network:
-    """Read a link or a network, as `dataclasses.asdict` writes it."""
-    try:
-        if "nodes" not in entries:
-            return Link(**entries)
-        return Network(**entries | {level: Link(**entries[level]) for level in ("inside", "between")}).of(ranks)
-    except (TypeError, ValueError, KeyError):
-        raise TraceFileError("its entry 'link' is invalid") from None
+def _check(*right: Any) -> None:
+    if not all(right):
+        raise ValueError("a value is not what labkit writes")
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    """Whether a value read from JSON is a list of strings or of whole numbers, none of them too large for a trace."""
-    return isinstance(value, list) and all(
-        isinstance(item, kind) and not isinstance(item, bool) and (not isinstance(item, int) or abs(item) <= LARGEST)
-        for item in value
-    )
+def _are(values: Iterable[Any], kind: type) -> bool:
+    """Whether values read from JSON are strings or whole numbers, none of them too large for a trace."""
+    return all(type(value) is kind and not (isinstance(value, int) and abs(value) > LARGEST) for value in values)
 
 
 @contextmanager
@@ -134,89 +134,235 @@ def writing(path: Path) -> Iterator[TextIO]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the arguments of `Trace` from a file; `TraceFileError` if it is no trace, damaged or cannot be read."""
-    content = _json(path)
-    listed = isinstance(content, dict) and isinstance(content.get("traceEvents"), list)
-    _check(listed, "it is JSON, but has no list of traceEvents")
-    other = content.get("otherData")
-    own = isinstance(other, dict) and "zero_ns" in other
-    _check(own, "it is a trace of another program: otherData lacks labkit's entries")
-    try:
-        return _arguments(content["traceEvents"], other)
-    except TraceFileError:
-        raise
-    except KeyError as error:
-        raise TraceFileError(f"it lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, IndexError, OverflowError):
-        raise TraceFileError("one of its values is of another type, form or size than labkit writes") from None
-
-
-def _json(path: Path) -> Any:
+    """Read the arguments of `Trace` from a file; a `ValueError` says why it is no trace, or cannot be read."""
     try:
         data = path.read_bytes()
-        return json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
+        content = json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
+        return _arguments(content["traceEvents"], content["otherData"])
     except FileNotFoundError:
         raise
     except json.JSONDecodeError as error:
         cut = error.pos >= len(error.doc.rstrip()) - 1
-        raise TraceFileError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
+        raise ValueError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
     except OSError as error:
-        raise TraceFileError(f"it cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, UnicodeDecodeError, RecursionError) as error:
-        raise TraceFileError(f"it is damaged: {error}") from None
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, RecursionError, LookupError, ValueError, TypeError, AttributeError, OverflowError):
+        raise ValueError("it is damaged, or of another program") from None
 
 
 def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
     info = TraceInfo.from_file(other)
-    ranks = len(info.ranks)
-    times = [other[name] for name in ("zero_ns", "start_ns", "end_ns")]
-    _check(_is_list(times, int) and times[1] <= times[2], "its start and end are not valid times")
-    _check(all(isinstance(event, dict) for event in events), "one of its events is not an object")
-    spans, scalars, profile = read_events(events, times[0])
-    columns = Columns.of(spans)
-    _check_spans(columns, ranks, others=info.simulated > ranks)
-    for scalar in scalars:
-        _check_other(scalar, ranks)
-    for event in profile:
-        _check_other(event, ranks)
-    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": _waits(other.get("waits", []), columns, ranks)}
-    return found | {"start_ns": times[1], "end_ns": times[2]} | info.arguments()
-
-
-def _waits(rows: Any, columns: Columns, ranks: int) -> Any:
-    """Return the waits of a file, and add their groups to the names of `columns`."""
+    zero_ns, start_ns, end_ns = (other[name] for name in ("zero_ns", "start_ns", "end_ns"))
+    spans, scalars, profile = read_events(events, zero_ns)
+    columns, ranks = Columns.of(spans), len(info.ranks)
+    data, ends = columns.data, ranks + (info.simulated > ranks)  # one more stands for the ranks that the trace lacks
+    _check(_are((zero_ns, start_ns, end_ns), int) and start_ns <= end_ns and _are(columns.names, str))
+    known = (data["rank"] >= 0) & (data["rank"] < ranks) & (data["nbytes"] >= 0)
+    known &= (data["peer"] >= -1) & (data["peer"] < ends) & (data["root"] >= -1) & (data["root"] < ends)
+    known &= (data["start_ns"] > -LARGEST) & (data["start_ns"] <= data["end_ns"]) & (data["end_ns"] < LARGEST)
+    _check((known & (data["wait_end_ns"] >= data["wait_start_ns"])).all(), _are((event.track for event in profile), str))
+    others = [(one.name, one.rank, one.time_ns, one.time_ns) for one in scalars]
+    others += [(one.name, one.rank, one.start_ns, one.end_ns) for one in profile]
+    rows = other.get("waits", [])
+    others += [(group, rank, time_ns, time_ns) for group, rank, _, time_ns in rows]
+    for name, rank, since_ns, until_ns in others:
+        _check(_are((name,), str), _are((rank, since_ns, until_ns), int), 0 <= rank < ranks and since_ns <= until_ns)
     names = {name: number for number, name in enumerate(columns.names)}
-    valid = isinstance(rows, list) and all(
-        isinstance(row, list) and len(row) == 4 and isinstance(row[0], str) and _is_list(row[1:], int) for row in rows
-    )
-    valid = valid and all(0 <= rank < ranks and abs(time_ns) < LARGEST for _, rank, _, time_ns in rows)
-    _check(valid, "one of its waits is not a group, a rank, a number and a time")
     waits = [(rank, names.setdefault(group, len(names)), match, time_ns) for group, rank, match, time_ns in rows]
+    _check(_are((match for _, _, match, _ in waits), int))
     columns.names = list(names)
-    return np.array(waits, WAITS)
+    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": np.array(waits, WAITS)}
+    return found | {"start_ns": start_ns, "end_ns": end_ns} | info.arguments()
 
 
-def _check_spans(columns: Columns, ranks: int, *, others: bool) -> None:
-    """Check what the rest of labkit relies on; `others` is a rank that stands for those that the trace lacks."""
-    data = columns.data
-    _check(all(isinstance(name, str) for name in columns.names), "a span has a name that is not a string")
-    fits = {
-        "of an unknown rank": (data["rank"] >= 0) & (data["rank"] < ranks),
-        "that ends before it starts": (data["end_ns"] >= data["start_ns"]) & (data["wait_end_ns"] >= data["wait_start_ns"]),
-        "of a negative size": data["nbytes"] >= 0,
-        "at an impossible time": (np.abs(data["start_ns"]) < LARGEST) & (np.abs(data["end_ns"]) < LARGEST),
-        "with an unknown peer": (data["peer"] >= -1) & (data["peer"] < ranks + others),
-        "with an unknown root": (data["root"] >= -1) & (data["root"] < ranks + others),
-    }
-    for words, right in fits.items():
-        _check(right.all(), f"it has a span {words}")
+def write_events(
+    spans: Iterable[Span],
+    scalars: Iterable[Scalar],
+    ranks: Sequence[str],
+    start_ns: int,
+    profile: Iterable[ProfilerEvent] = (),
+) -> Iterator[Event]:
+    """Yield the events of a trace file.
+
+    Each rank becomes a process, with rows for its calls, steps, compute and communication, and below them rows for the
+    events of torch's profiler. There is a curve for each scalar and for the bytes of pending operations, and an arrow
+    for each message and remote call. Scalars that are not finite, and the total number of steps, become marks.
+    `start_ns` is the origin of all times. Nothing may start earlier, since Perfetto drops negative times.
+    """
+    next_row = [_first_row(rank) for rank in range(len(ranks))]
+    for rank, name in enumerate(ranks):
+        yield _about("process_name", rank, next_row[rank], name=name)
+        yield _about("process_sort_index", rank, next_row[rank], sort_index=rank)
+    spans = list(spans)
+    rows: dict[tuple[int, str, str], list[int]] = {}
+    for i, span in enumerate(spans):
+        rows.setdefault((span.rank, span.kind, span.device), []).append(i)
+    places = [0] * len(spans)
+    for rank, kind, device in sorted(rows, key=lambda row: (row[0], _ROWS.index(row[1]), row[2])):
+        own = sorted(rows[rank, kind, device], key=lambda i: (spans[i].start_ns, -spans[i].end_ns))
+        title = kind if device == "cpu" else f"{kind} on {device}"
+        # Operations do not nest: one that happens during another is not part of it. In the same row, a viewer would
+        # attach its arrows to the other.
+        numbers = list(_lanes([spans[i] for i in own], nest=kind != "communication"))
+        for i, lane in zip(own, numbers, strict=True):
+            span, places[i] = spans[i], next_row[rank] + lane
+            arguments = {k: v for k, default in _DEFAULTS.items() if (v := getattr(span, k)) != default}
+            arguments |= {k: arguments[k] - start_ns for k in _TIMES if k in arguments}
+            event = {"ph": "X", "pid": rank, "tid": places[i], "name": span.name, "cat": kind, "args": arguments}
+            yield event | {"ts": (span.start_ns - start_ns) / 1e3, "dur": span.duration_ns / 1e3}
+        yield from _names(title, rank, next_row[rank], max(numbers) + 1)
+        next_row[rank] += max(numbers) + 1
+    tracks: dict[tuple[int, str], list[ProfilerEvent]] = {}
+    for one in profile:
+        tracks.setdefault((one.rank, one.track), []).append(one)
+    for rank, track in sorted(tracks):
+        seen = sorted(tracks[rank, track], key=lambda e: (e.start_ns, -e.end_ns))
+        numbers = list(_lanes(seen))
+        for one, lane in zip(seen, numbers, strict=True):
+            ts, dur = (one.start_ns - start_ns) / 1e3, (one.end_ns - one.start_ns) / 1e3
+            event = {"ph": "X", "pid": rank, "tid": next_row[rank] + lane, "name": one.name, "cat": f"{_TORCH}{one.category}"}
+            yield event | {"args": {"track": track}, "ts": ts, "dur": dur}
+        yield from _names(f"torch.profiler: {track}", rank, next_row[rank], max(numbers) + 1)
+        next_row[rank] += max(numbers) + 1
+    for s in scalars:
+        place = {"pid": s.rank, "tid": _first_row(s.rank), "ts": (s.time_ns - start_ns) / 1e3}
+        if s.value - s.value == 0 and s.name != STEPS_IN_ALL:
+            yield place | {"ph": "C", "name": s.name, "args": {"value": s.value}}
+        else:  # a mark: JSON has no infinities or NaN, and a string as value would hide the whole curve
+            mark = {"ph": "i", "s": "p", "name": f"{s.name} = {s.value:g}", "cat": "scalar"}
+            yield place | mark | {"args": {"name": s.name, "value": str(s.value)}}
+    yield from _under_way(spans, start_ns)
+    yield from _arrows(spans, places, ranks, start_ns)
 
 
-def _check_other(one: Scalar | ProfilerEvent, ranks: int) -> None:
-    time_ns = one.time_ns if isinstance(one, Scalar) else one.start_ns
-    kind = "value" if isinstance(one, Scalar) else "profiled event"
-    known = isinstance(one.name, str) and type(one.rank) is int and 0 <= one.rank < ranks and abs(time_ns) <= LARGEST
-    _check(known, f"it has a {kind} of an unknown rank or at an impossible time")
-    if isinstance(one, ProfilerEvent):
-        ordered = one.start_ns <= one.end_ns and isinstance(one.track, str)
-        _check(ordered, "it has a profiled event that ends before it starts")
+def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
+    """Convert events of `write_events` back, in any order; other kinds of events are ignored."""
+    spans, scalars, profile = [], [], []
+    for event in events:
+        if event.get("cat") in _DERIVED:
+            continue
+        if event["ph"] == "X":
+            rank, name, category = event["pid"], event["name"], event["cat"]
+            begin = start_ns + round(event["ts"] * 1e3)
+            end = begin + round(event["dur"] * 1e3)
+            if category.startswith(_TORCH):
+                profile.append(ProfilerEvent(rank, event["args"]["track"], name, category.removeprefix(_TORCH), begin, end))
+            else:
+                arguments = {k: v for k, v in event["args"].items() if k in _DEFAULTS}
+                arguments |= {k: arguments[k] + start_ns for k in _TIMES if k in arguments}
+                spans.append(Span(rank, name, category, begin, end, **arguments))
+        elif event["ph"] in ("C", "i"):
+            args, time_ns = event["args"], start_ns + round(event["ts"] * 1e3)
+            scalars.append(Scalar(event["pid"], args.get("name", event["name"]), time_ns, float(args["value"])))
+    return spans, scalars, profile
+
+
+def _first_row(rank: int) -> int:
+    """Return the number of a rank's first row: neither 0 nor the rank's number, with which Perfetto merges two rows."""
+    return _ROWS_APART * (rank + 1)
+
+
+def _names(title: str, rank: int, first: int, count: int) -> Iterator[Event]:
+    """Yield the metadata events that name consecutive rows after one title."""
+    for row in range(first, first + count):
+        yield _about("thread_name", rank, row, name=title if row == first else f"{title} ({row - first + 1})")
+        yield _about("thread_sort_index", rank, row, sort_index=row)
+
+
+def _about(metadata: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": metadata, "args": args}
+
+
+def _under_way(spans: Sequence[Span], start_ns: int) -> Iterator[Event]:
+    """Yield for each rank the points of a curve: the bytes of its pending operations."""
+    changes: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for span in spans:
+        if span.nbytes:
+            changes[span.rank][span.start_ns] += span.nbytes
+            changes[span.rank][span.end_ns] -= span.nbytes
+    for rank, of_rank in sorted(changes.items()):
+        nbytes = 0
+        for time_ns, change in sorted(of_rank.items()):
+            nbytes += change
+            # Perfetto's title of the curve consists of the event's name and the value's key: "bytes under way".
+            event = {"ph": "C", "pid": rank, "tid": _first_row(rank), "name": "bytes", "cat": _DERIVED[0]}
+            yield event | {"ts": (time_ns - start_ns) / 1e3, "args": {"under way": nbytes}}
+
+
+def _arrows(spans: Sequence[Span], places: Sequence[int], ranks: Sequence[str], start_ns: int) -> list[Event]:
+    """Return arrows from each send to its receive, from each remote call to its serving span, and from reply to call.
+
+    A viewer attaches the end of an arrow to the span at that row and time, so an arrow ends a nanosecond before the end
+    of its span. But Perfetto draws an arrow from the end of the span that starts first to the start of the other. This
+    is the wrong direction if a receive starts before its send, as most do, or a call before its reply. Therefore the
+    longer side gets an inner span, to which the arrow is attached: in a receive it starts when the message is sent; in
+    a send it lasts until the receive starts.
+    """
+    events: list[Event] = []
+    serving: dict[tuple[int, str, int], int] = {}  # by rank, function and end, which is also the start of the reply
+    pairs: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for i, span in enumerate(spans):
+        if span.kind == "compute" and type_of(span.name) is SERVE:
+            serving[span.rank, SERVE.function_in(span.name), span.end_ns] = i
+        elif span.peer >= 0 and span.group and span.kind == "communication":
+            pairs[span.group, span.match].append(i)
+    arrows = 0
+
+    def add(ph: str, i: int, name: str, time_ns: int, **more: Any) -> None:
+        event = {"ph": ph, "pid": spans[i].rank, "tid": places[i], "name": name, "cat": _DERIVED[1]}
+        events.append(event | {"ts": (time_ns - start_ns) / 1e3, "args": {}} | more)
+
+    def arrow(name: str, source: int, target: int, *, to_start: bool = False) -> None:
+        nonlocal arrows
+        begin_ns, target_ns = spans[source].start_ns, spans[target].start_ns
+        end_ns = target_ns if to_start else max(target_ns, spans[target].end_ns - 1)
+        if begin_ns > end_ns:
+            return  # the ranks' clocks disagree: the arrow would point back in time
+        until_ns = min(target_ns, spans[source].end_ns)
+        if target_ns < begin_ns:
+            add("X", target, f"{name} from {ranks[spans[source].rank]}", begin_ns, dur=(spans[target].end_ns - begin_ns) / 1e3)
+        elif begin_ns < until_ns:
+            add("X", source, f"{name} to {ranks[spans[target].rank]}", begin_ns, dur=(until_ns - begin_ns) / 1e3)
+        arrows += 1
+        add("s", source, name, begin_ns, id=arrows)
+        add("f", target, name, end_ns, id=arrows, bp="e")
+
+    for pair in pairs.values():
+        if len(pair) != 2 or spans[pair[0]].rank == spans[pair[1]].rank:
+            continue  # one end is not in the trace
+        replies = [i for i in pair if type_of(spans[i].name) in (REPLY, VALUE)]
+        if len(replies) != 1:
+            messages = [i for i in pair if kind_of(spans[i].group) is GroupKind.PAIR]
+            senders = [i for i in messages if ends_of(spans[i].group)[0] == spans[i].rank]
+            if len(senders) == 1:
+                arrow("message", senders[0], pair[pair[0] == senders[0]])
+            continue
+        reply, call = replies[0], pair[pair[0] == replies[0]]
+        function = type_of(spans[reply].name).function_in(spans[reply].name)
+        served = serving.get((spans[reply].rank, function, spans[reply].start_ns))
+        if served is not None and type_of(spans[call].name) is not TO_HERE:
+            arrow("call", call, served, to_start=True)
+        arrow("reply", reply, call)
+    return events
+
+
+def _lanes(spans: Sequence[Span | ProfilerEvent], *, nest: bool = True) -> Iterator[int]:
+    """Yield a lane for each span, since viewers cannot draw spans of one row that overlap without nesting.
+
+    Spans are ordered by start; of those with the same start, the longest first. With `nest`, one may share a lane with
+    another that contains it.
+    """
+    lanes: list[list[int]] = []  # for each lane, the ends of its open spans, the innermost last
+    for span in spans:
+        lane = 0
+        while lane < len(lanes):
+            ends = lanes[lane]
+            while ends and ends[-1] <= span.start_ns:
+                ends.pop()
+            if not ends or (nest and span.end_ns <= ends[-1]):
+                break
+            lane += 1
+        else:
+            lanes.append([])
+        lanes[lane].append(span.end_ns)
+        yield lane

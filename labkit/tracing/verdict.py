@@ -90,14 +90,11 @@ def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
         found += _parameters(facts, ranks, own_tasks=may_have_own_tasks(trace))
     if not any(fault.kind in (FaultKind.SAME_DATA, FaultKind.SAME_INPUTS) for fault in found):
         found += _operands(facts)
-    passes = _samplers(facts, averages=trace is not None and _averages(trace))
+    types = [] if trace is None else [type_of(name) for name in trace.columns.names]
+    averages = any(kind.collective and kind.traffic is not Traffic.TOGETHER for kind in types)
+    passes = _samplers(facts, averages=averages)
     others = [*_seeds(facts), *_no_sync(facts), *_losses(facts, ranks), *_empty_replicas(facts, ranks)]
     return [*found, *shown, *passes, *others, *_results(run.results, ranks)]
-
-
-def _averages(trace: Trace) -> bool:
-    """Whether the ranks combine numbers of theirs."""
-    return any(type_of(name).collective and type_of(name).traffic is not Traffic.TOGETHER for name in trace.columns.names)
 
 
 def _aligned(facts: Facts, kind: FactKind) -> Iterator[dict[int, Fact]]:
@@ -132,12 +129,12 @@ def _first(together: Mapping[int, Fact]) -> Fact:
 def _gradients(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     for together in _aligned(facts, FactKind.GRADIENTS):
         if names := _differing(together):
-            line, everybody = _first(together).line, _of(together, ranks)
+            line = _first(together).line
             unused = [name for name in _first(together).values if all(f.values.get(name) is None for f in together.values())]
             without = f" {_some(unused)} got none." if unused else ""
             sentence = (
-                f"After the backward pass{at(line)}, gradients differ between {everybody}, although DistributedDataParallel "
-                f"should have averaged them: {_some(names)}.{without}"
+                f"After the backward pass{at(line)}, gradients differ between {_of(together, ranks)}, although "
+                f"DistributedDataParallel should have averaged them: {_some(names)}.{without}"
             )
             yield SilentFault(FaultKind.GRADIENTS_DIFFER, tuple(together), line, sentence, tuple(names))
             return
@@ -156,8 +153,7 @@ def _rates(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
 
 def _bypassed(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
     """Find models that were trained through the `module` of their DistributedDataParallel, so that nobody averages."""
-    found = _by_line(facts, FactKind.BYPASSED, lambda values: values["steps"])
-    for line, of_line in found.items():
+    for line, of_line in _by_line(facts, FactKind.BYPASSED, lambda values: values["steps"]).items():
         sentence = (
             f"The forward pass{at(line)} called the module inside DistributedDataParallel on {_of(of_line, ranks)}, so "
             "that nothing averaged the gradients."
@@ -285,19 +281,18 @@ def _samplers(facts: Facts, *, averages: bool) -> Iterator[SilentFault]:
 
 def _seeds(facts: Facts) -> Iterator[SilentFault]:
     """Find samplers that shuffle with another seed on each rank, and so divide different orders of the data."""
-    of_samplers: dict[tuple[str, str, int], dict[int, Fact]] = defaultdict(dict)
+    of_samplers: dict[tuple[str, str, int], dict[int, int]] = defaultdict(dict)
     for rank, own in facts.items():
         for fact in own:
             if fact.kind is FactKind.SAMPLER and fact.values["shuffle"] and fact.values["trained"]:
-                of_samplers[fact.of, fact.line, fact.values["size"]].setdefault(rank, fact)
-    for (_, line, _), together in of_samplers.items():
-        seeds = [fact.values["seed"] for fact in together.values()]
-        if len(together) == len(facts) and len(set(seeds)) > 1:
+                of_samplers[fact.of, fact.line, fact.values["size"]].setdefault(rank, fact.values["seed"])
+    for (_, line, _), seeds in of_samplers.items():
+        if len(seeds) == len(facts) and len(set(seeds.values())) > 1:
             sentence = (
-                f"The ranks' DistributedSamplers{at(line)} have the seeds {listed(seeds)}: some samples come twice in an epoch, "
-                "others never."
+                f"The ranks' DistributedSamplers{at(line)} have the seeds {listed(seeds.values())}: some samples come twice in "
+                "an epoch, others never."
             )
-            yield SilentFault(FaultKind.OTHER_SEEDS, tuple(together), line, sentence)
+            yield SilentFault(FaultKind.OTHER_SEEDS, tuple(seeds), line, sentence)
 
 
 def _no_sync(facts: Facts) -> Iterator[SilentFault]:
@@ -354,14 +349,13 @@ def _has_nan(value: Any, depth: int = 0) -> bool:
 
 def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
     """Return what was compared, in words."""
-    every = [fact for own in facts.values() for fact in own]
     words = listed(word for kind, word in COMPARED.items() if any(_aligned(facts, kind)))
     if not words:
         return (
             "No parameters, gradients or inputs were compared: that needs check=True, several ranks that train one model, and an "
             "optimizer of torch."
         )
-    runs = [fact for fact in every if fact.kind is FactKind.RUN]
+    runs = [fact for own in facts.values() for fact in own if fact.kind is FactKind.RUN]
     steps = max((fact.step for fact in runs), default=0)
     looked = max((fact.values["compared"] for fact in runs), default=0)
     when = f" in {min(looked, steps)} of {counted(steps, 'step')}" if steps else ""

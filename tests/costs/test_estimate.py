@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import labkit as lab
+from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.costs.estimate import Estimate, _estimate, best_estimate
-from labkit.costs.strategy import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.costs.workload import Precision, Workload
 
 # A link of 1 GB/s inside and one of 0.1 GB/s between the nodes; a device that computes 10¹² operations per second.

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from labkit.errors.units import bytes_in_words, clock_time, in_words, percent, rate_in_words, time_in_words, unit_of_bytes
-from labkit.plots.live.progress import Progress
+from labkit.plots.live.recent import Progress
 from labkit.plots.memory import memory
 from labkit.plots.traffic import traffic
 from labkit.recording.schema import MEMORY

@@ -22,7 +22,7 @@ import labkit as lab
 from labkit.group import breakpoints
 from labkit.group.breakpoints import NOBODY, TURN_S, Breakpoints
 from labkit.group.message_loop import MessageLoop
-from labkit.plots.live.frame import LiveFrame
+from labkit.plots.live.drawing import LiveFrame
 from labkit.plots.live.live import Live
 from labkit.worker.debugger import Debugger
 

@@ -33,7 +33,7 @@ from labkit.plots.traffic import traffic
 from labkit.plots.view import view_of
 from labkit.plots.what_helps import what_helps
 from labkit.recording.schema import READING, UNKNOWN, Span
-from labkit.tracing import measurement
+from labkit.tracing import step_times
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import median_step
@@ -605,11 +605,11 @@ def test_without_predictions_there_is_no_line_for_them():
     ("runs", "predicted", "error", "said"),
     [
         ({1: 1}, None, LabError, "1 run given, at least two are needed"),
-        ([1, 2], None, TypeError, "expected runs by their number of ranks"),
+        ([1, 2], None, TypeError, "expected runs by number of ranks"),
         ({0: 1, 1: 1}, None, ValueError, "whole numbers from 1"),
-        ({1: 2, 2: 1}, {0: 1.0}, ValueError, r"predictions are given for \[0\] ranks; expected whole numbers from 1"),
+        ({1: 2, 2: 1}, {0: 1.0}, ValueError, r"predictions for \[0\] ranks; expected whole numbers from 1"),
         ({1: 2, 2: 1}, {1: 0}, ValueError, "expected seconds, more than 0"),
-        ({1: 2, 2: 1}, [1, 2], TypeError, "expected seconds by number of ranks"),
+        ({1: 2, 2: 1}, [1, 2], TypeError, "expected predictions by number of ranks"),
     ],
 )
 def test_scaling_says_what_it_expects(runs, predicted, error, said):
@@ -655,7 +655,7 @@ def test_compare_says_how_much_faster_or_slower(second, words):
 
 
 def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(monkeypatch):
-    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
+    monkeypatch.setattr(step_times, "usable_cores", lambda: 2)
 
     def said(*runs):
         ax = compare({str(number): run for number, run in enumerate(runs)})

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from labkit.group.group import Group
-from labkit.plots.flows import flows_of
-from labkit.plots.message_arrows import messages
+from labkit.plots.flows import flows_of, messages
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 

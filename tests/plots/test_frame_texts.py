@@ -12,8 +12,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from labkit.launch.resource_usage import Load
-from labkit.plots.live.drawing import STILL, WIDTH, svg
-from labkit.plots.live.frame import LiveFrame, LiveRow, Past
+from labkit.plots.live.drawing import STILL, WIDTH, LiveFrame, LiveRow, Past, svg
 from labkit.plots.live.recent import Recent
 
 STATUSES = (

@@ -26,8 +26,7 @@ from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.drawing import STILL, WIDTH, svg
 from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
-from labkit.plots.live.progress import Progress
-from labkit.plots.live.recent import Recent
+from labkit.plots.live.recent import Progress, Recent
 from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending, Span
 from labkit.tracing.trace import Trace

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 from matplotlib.text import Text
 
 import labkit as lab
-from labkit.plots.message_arrows import MessageArrow, messages
+from labkit.plots.flows import MessageArrow, messages
 from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace

@@ -12,11 +12,10 @@ import labkit as lab
 from labkit.plots.bars import STYLES
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.explorer.window import about
-from labkit.plots.live.drawing import svg
-from labkit.plots.live.frame import LiveFrame, LiveRow, Past
+from labkit.plots.live.drawing import LiveFrame, LiveRow, Past, svg
 from labkit.plots.timeline import figure_of, timeline
 from labkit.plots.view import view_of
-from labkit.tracing.measurement import lacking_cores
+from labkit.tracing.step_times import lacking_cores
 from labkit.tracing.trace import Trace
 
 from synthetic import MS, Book, model_parallel  # isort: skip

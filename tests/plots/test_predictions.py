@@ -6,15 +6,15 @@ import pytest
 from labkit import predict
 from labkit.costs.link import Link
 from labkit.plots.predictions import MIME, predictions
-from labkit.tracing import measurement
+from labkit.tracing import step_times
 
 from synthetic import run_of  # isort: skip
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
-    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
-    monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
+    monkeypatch.setattr(step_times, "usable_cores", lambda: 2)
+    monkeypatch.setattr(step_times, "machine_load", lambda: 0.0)
 
 
 def test_the_table_as_text():
@@ -108,6 +108,6 @@ def test_runs_have_their_spread_and_rows_may_be_too_close_to_call():
 
 @pytest.mark.parametrize(("run", "load", "busy"), [(10, 1e6, True), (10, 0, False), (run_of(10, load=6.2), 0, True)])
 def test_a_busy_machine_is_told_below_a_table_of_times(monkeypatch, run, load, busy):
-    monkeypatch.setattr(measurement, "machine_load", lambda: load)
+    monkeypatch.setattr(step_times, "machine_load", lambda: load)
     assert ("This machine was busy" in repr(predictions({"step": (10, run)}, "ms"))) is busy
     assert "busy" not in repr(predictions({"sent": (10, 10)}, "MB"))

@@ -10,8 +10,8 @@ from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 
 from labkit.plots.bars import caption, lanes
-from labkit.plots.rows import is_pipeline, rows_of
 from labkit.plots.timeline import timeline
+from labkit.plots.view import is_pipeline, rows_of
 from labkit.tracing.ideal_pipeline import schedule
 
 from synthetic import Book, alone, data_parallel, gpu_and_cpu, model_parallel  # isort: skip

@@ -135,7 +135,7 @@ AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
     "labkit/costs/rounds.py",  # the other algorithms of an all-reduce and of a broadcast
-    "labkit/costs/emulated_costs.py",  # the fastest algorithm of an all-reduce
+    "labkit/costs/shared_link.py",  # the fastest algorithm of an all-reduce
     "notebooks/judges/find_the_bottleneck.py",  # what its exercise is about
     "notebooks/judges/tensor_parallel.py",  # an all_gather records the bytes of all ranks
     "labkit/group/simulation/simulated_group.py",  # what a rank receives if all have the same input

@@ -24,8 +24,8 @@ from labkit.ipc.ranks_cell import cell_filename
 from labkit.recording.events import Scalar
 from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Span
-from labkit.tracing.perfetto import write_events
 from labkit.tracing.trace import Trace, from_records
+from labkit.tracing.trace_file import write_events
 
 recording = importlib.import_module("labkit.recording.record")  # `labkit.record` is the function
 here = recording.here

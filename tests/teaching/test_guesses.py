@@ -10,15 +10,15 @@ from synthetic import run_of
 
 import labkit as lab
 from labkit.teaching.guesses import FILE, entries, guess, guesses, reveal
-from labkit.tracing import measurement
+from labkit.tracing import step_times
 
 
 @pytest.fixture(autouse=True)
 def lesson(tmp_path, monkeypatch):
     """A notebook in a folder of its own; the fixture's value opens another notebook there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measurement, "usable_cores", lambda: 2)
-    monkeypatch.setattr(measurement, "machine_load", lambda: 0.0)
+    monkeypatch.setattr(step_times, "usable_cores", lambda: 2)
+    monkeypatch.setattr(step_times, "machine_load", lambda: 0.0)
 
     def open_notebook(name):
         monkeypatch.setenv("JPY_SESSION_NAME", f"some/folder/{name}.ipynb")
@@ -425,7 +425,7 @@ def test_when_the_answer_changes_the_first_one_is_named():
 
 @pytest.mark.parametrize(("name", "busy"), [("step_ms", True), ("speed_up", True), ("tokens_per_s", True), ("messages", False)])
 def test_a_busy_machine_is_told_for_plain_numbers_that_depend_on_it(monkeypatch, name, busy):
-    monkeypatch.setattr(measurement, "machine_load", lambda: 1e6)
+    monkeypatch.setattr(step_times, "machine_load", lambda: 1e6)
     assert reveal(**{name: 30}).get_title(loc="left").startswith("This machine was busy") is busy
 
 

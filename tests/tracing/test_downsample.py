@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from labkit.plots.bars import STYLES
-from labkit.plots.live.progress import Progress
-from labkit.plots.live.recent import Recent
+from labkit.plots.live.recent import Progress, Recent
 from labkit.plots.timeline import timeline
 from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import STEPS_IN_ALL, WAIT

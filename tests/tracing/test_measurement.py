@@ -7,9 +7,9 @@ from synthetic import run_of
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.rank_facts import Fact, FactKind
-from labkit.tracing import measurement as module
-from labkit.tracing.measurement import Measurement, busy_machine, measurement_of
+from labkit.tracing import step_times as module
 from labkit.tracing.replaying.replay import replay
+from labkit.tracing.step_times import Measurement, busy_machine, measurement_of
 
 BUSY = "This machine was busy (load 6 on 2 cores): run it again"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import labkit as lab
-from labkit.tracing.overlapping import after_backward, needed_at_once
+from labkit.tracing.patterns import after_backward, needed_at_once
 from labkit.tracing.trace import Trace
 
 from replayed import beside, blocking, sent_afterwards, tensor_parallel  # isort: skip

@@ -15,8 +15,8 @@ from synthetic import chrome
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.schema import STEPS_IN_ALL, Span
 from labkit.tracing.load import load_trace
-from labkit.tracing.perfetto import read_events
 from labkit.tracing.trace import Trace
+from labkit.tracing.trace_file import read_events
 
 Event = dict[str, Any]
 

@@ -13,7 +13,7 @@ from torch import nn
 import labkit as lab
 from labkit.recording.group_keys import pair_key
 from labkit.recording.schema import Span
-from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.patterns import Pipeline, pipeline_of, slowest_stage
 from labkit.tracing.replaying.explain import explain
 from labkit.tracing.trace import Trace
 

@@ -97,7 +97,7 @@ def each(event_is: Callable[[Any], bool], **changes: Any) -> Callable[[str], str
     return content_with(lambda content: [event.update(changes) for event in content["traceEvents"] if event_is(event)])
 
 
-VALUE = "one of its values is of another type, form or size than labkit writes"
+DAMAGED = "it is damaged, or of another program"
 
 BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "empty": (lambda _: "", "it ends in the middle"),
@@ -105,46 +105,40 @@ BROKEN: dict[str, tuple[Callable[[str], str | bytes], str]] = {
     "cut": (lambda text: text[: len(text) // 2], "it (ends in the middle|is not valid JSON)"),
     "cut at the end": (lambda text: text[:-1], "it ends in the middle"),
     "no JSON": (lambda text: text.replace(":", "=", 1), "it is not valid JSON"),
-    "no text": (lambda _: bytes(range(128, 256)), "it is damaged"),
-    "deep": (lambda _: "[" * 100_000, "it is damaged"),
-    "a list": (lambda _: "[1, 2]", "no list of traceEvents"),
-    "another shape": (lambda _: '{"traceEvents": {}}', "no list of traceEvents"),
-    "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', "it is a trace of another program"),
-    "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), "it lacks 'ranks'"),
-    "a rank less": (
-        content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0], link=None)),
-        "it has a .* rank",
-    ),
-    "a wait is a word": (content_with(lambda c: c["otherData"].update(waits=["world"])), "one of its waits"),
-    "a wait of no rank": (content_with(lambda c: c["otherData"].update(waits=[["world", 2, 1, 75]])), "one of its waits"),
-    "a wait at a word": (content_with(lambda c: c["otherData"].update(waits=[["world", 0, 1, "noon"]])), "one of its waits"),
-    "the end first": (
-        content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)),
-        "its start and end are not valid times",
-    ),
-    "begins at a word": (content_with(lambda c: c["otherData"].update(zero_ns="noon")), "its start and end are not valid times"),
-    "an event is a word": (content_with(lambda c: c["traceEvents"].append("event")), "one of its events is not an object"),
-    "lacks a time": (content_with(lambda c: [s.pop("dur") for s in spans_of(c)]), "it lacks 'dur'"),
-    "negative length": (each_span(dur=-5), "a span that ends before it starts"),
-    "time is a word": (each_span(ts="now"), VALUE),
-    "time is no number": (each_span(ts=float("nan")), VALUE),
-    "time is infinite": (each_span(ts=float("inf")), VALUE),
-    "time is huge": (each_span(ts=1e300), f"{VALUE}|at an impossible time"),
-    "rank is huge": (each_span(pid=10**30), VALUE),
-    "rank is negative": (each_span(pid=-1), "a span of an unknown rank"),
-    "name is a list": (each_span(name=[1]), VALUE),
-    "name is a number": (each_span(name=5), "a name that is not a string"),
-    "arguments are a list": (each_span(args=[1]), VALUE),
-    "a value of no rank": (each(lambda e: "value" in e["args"], pid=9), "a value of an unknown rank"),
-    "a profiled event of no rank": (each(lambda e: "track" in e["args"], pid=9), "a profiled event of an unknown rank"),
-    "a profiled event of negative length": (each(lambda e: "track" in e["args"], dur=-1), "a profiled event that ends before"),
-    "negative size": (each_argument(nbytes=-1), "a span of a negative size"),
-    "peer is nobody": (each_argument(peer=7), "an unknown peer"),
-    "root is nobody": (each_argument(root=7), "an unknown root"),
+    "no text": (lambda _: bytes(range(128, 256)), DAMAGED),
+    "deep": (lambda _: "[" * 100_000, DAMAGED),
+    "a list": (lambda _: "[1, 2]", DAMAGED),
+    "another shape": (lambda _: '{"traceEvents": {}}', DAMAGED),
+    "another program's": (lambda _: '{"traceEvents": [], "otherData": {"version": 1}}', DAMAGED),
+    "lacks ranks": (content_with(lambda c: c["otherData"].pop("ranks")), DAMAGED),
+    "a rank less": (content_with(lambda c: c["otherData"].update(ranks=["a"], dropped=[0], nodes=[0], link=None)), DAMAGED),
+    "a wait is a word": (content_with(lambda c: c["otherData"].update(waits=["world"])), DAMAGED),
+    "a wait of no rank": (content_with(lambda c: c["otherData"].update(waits=[["world", 2, 1, 75]])), DAMAGED),
+    "a wait at a word": (content_with(lambda c: c["otherData"].update(waits=[["world", 0, 1, "noon"]])), DAMAGED),
+    "the end first": (content_with(lambda c: c["otherData"].update(start_ns=9, end_ns=1)), DAMAGED),
+    "begins at a word": (content_with(lambda c: c["otherData"].update(zero_ns="noon")), DAMAGED),
+    "an event is a word": (content_with(lambda c: c["traceEvents"].append("event")), DAMAGED),
+    "lacks a time": (content_with(lambda c: [s.pop("dur") for s in spans_of(c)]), DAMAGED),
+    "negative length": (each_span(dur=-5), DAMAGED),
+    "time is a word": (each_span(ts="now"), DAMAGED),
+    "time is no number": (each_span(ts=float("nan")), DAMAGED),
+    "time is infinite": (each_span(ts=float("inf")), DAMAGED),
+    "time is huge": (each_span(ts=1e300), DAMAGED),
+    "rank is huge": (each_span(pid=10**30), DAMAGED),
+    "rank is negative": (each_span(pid=-1), DAMAGED),
+    "name is a list": (each_span(name=[1]), DAMAGED),
+    "name is a number": (each_span(name=5), DAMAGED),
+    "arguments are a list": (each_span(args=[1]), DAMAGED),
+    "a value of no rank": (each(lambda e: "value" in e["args"], pid=9), DAMAGED),
+    "a profiled event of no rank": (each(lambda e: "track" in e["args"], pid=9), DAMAGED),
+    "a profiled event of negative length": (each(lambda e: "track" in e["args"], dur=-1), DAMAGED),
+    "negative size": (each_argument(nbytes=-1), DAMAGED),
+    "peer is nobody": (each_argument(peer=7), DAMAGED),
+    "root is nobody": (each_argument(root=7), DAMAGED),
     "gzip of nonsense": (lambda _: gzip.compress(b"nonsense"), "it is not valid JSON"),
-    "gzip cut": (lambda text: gzip.compress(text.encode())[:-20], "it is damaged"),
-    "gzip damaged": (lambda text: gzip.compress(text.encode())[:40] + b"\xff" * 300, "it is damaged|it cannot be read"),
-    "gzip in name alone": (lambda _: b"\x1f\x8b", "it is damaged"),
+    "gzip cut": (lambda text: gzip.compress(text.encode())[:-20], DAMAGED),
+    "gzip damaged": (lambda text: gzip.compress(text.encode())[:40] + b"\xff" * 300, f"{DAMAGED}|it cannot be read"),
+    "gzip in name alone": (lambda _: b"\x1f\x8b", DAMAGED),
 }
 ENTRIES: dict[str, list[Any]] = {
     "ranks": [[0, 1]],
@@ -159,7 +153,7 @@ ENTRIES: dict[str, list[Any]] = {
 for name, values in ENTRIES.items():
     for value in values:
         change = content_with(lambda c, new={name: value}: c["otherData"].update(new))  # type: ignore[misc]
-        BROKEN[f"{name}={value}"] = change, f"its entry '{name}' is invalid"
+        BROKEN[f"{name}={value}"] = change, DAMAGED
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -9,5 +9,5 @@ What to open for which change:
 - arguments, and which ranks are executed: simulate.py; what a rank does, as data: program.py; tests test_simulate.py,
   test_representatives.py
 - what a rank waits for and how long, and the trace of it: program_graph.py, costs/device.py (kernels),
-  costs/emulated_costs.py (communication); tests test_simulated_trace.py (by hand)
+  costs/shared_link.py (communication); tests test_simulated_trace.py (by hand)
 """

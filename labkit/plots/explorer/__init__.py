@@ -9,7 +9,7 @@ the output references it.
 What to open for which change (tests plots/test_explore.py):
 - what a page gets: window.py (bars and details of a time window), read by layer.js; what is drawn: picture.js; keys,
   wheel, when a tooltip is shown: input.js; its words: texts.js; the widget: explorer.js, explorer.css; `lab.explore`:
-  plots/explore.py
+  plots/timeline.py
 - in a browser: notebook/test_browser.py (slow)
 """
 
@@ -25,7 +25,7 @@ import anywidget
 import traitlets
 
 from labkit.plots.explorer.window import MIME, Windows, about, saved
-from labkit.plots.image import HTML_CLASS, as_image
+from labkit.plots.style import HTML_CLASS, as_image
 from labkit.plots.timeline import figure_of
 from labkit.plots.view import View
 
@@ -40,7 +40,7 @@ def script() -> str:
 
 
 class Explorer(anywidget.AnyWidget):
-    """An interactive timeline of `view`, which `step` chose; see `plots.explore.explore`."""
+    """An interactive timeline of `view`, which `step` chose; see `plots.timeline.explore`."""
 
     _esm = script()
     _css = STYLE

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from labkit.errors.lists import listed
 from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink, legend_of, waiting_in_words
-from labkit.plots.rows import rows_of
 from labkit.plots.style import INKS
-from labkit.plots.view import View, bubble_in_words, numbered_steps
+from labkit.plots.view import View, bubble_in_words, numbered_steps, rows_of
 from labkit.recording.group_keys import axis_of
 from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THROUGH_HOST
 from labkit.tracing.intervals import Intervals

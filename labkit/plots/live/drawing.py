@@ -15,20 +15,86 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from labkit.errors.units import bytes_in_words, clock_time, unit_of
+from labkit.launch.resource_usage import Load
 from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
-from labkit.plots.image import STAYS
 from labkit.plots.live.curves import COLOUR, EACH_RANK
-from labkit.plots.live.frame import Cells, Curve, Detail, LiveFrame, LiveRow
-from labkit.plots.style import shortened
+from labkit.plots.style import STAYS, shortened
 from labkit.tracing.trace import Trace
+
+Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
+
+
+@dataclass(slots=True)
+class LiveRow:
+    """A rank in a frame."""
+
+    name: str
+    status: str
+    blocked: bool
+    load: Load = field(default_factory=Load)
+    ended_ns: int | None = None  # when its process ended, in ns since the run's start; None while it lives
+
+
+@dataclass(slots=True)
+class Curve:
+    """A recorded value over the time that the strip shows."""
+
+    name: str  # the name given to `lab.record`
+    # the mean of each bin, per rank and then over all ranks, shape (ranks + 1, bins); NaN for empty bins
+    means: NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Past:
+    """The run so far, in bins."""
+
+    cells: list[Cells]  # per rank, the covered time of its lanes' bins
+    shown_ns: int  # the time that the bins cover
+
+    def styles(self) -> set[int]:
+        """Return the numbers of the styles that occur in it."""
+        return {int(number) for lanes in self.cells for lane in lanes for number in np.flatnonzero(lane.any(axis=1))}
+
+
+@dataclass(slots=True)
+class Detail:
+    """A part of the run that is drawn bar by bar."""
+
+    trace: Trace
+    extent_ns: int
+    label: str
+    # start and end of the part in ns since the run's start; None if it is the whole run
+    marked: tuple[int, int] | None = None
+    styles: set[int] = field(default_factory=set)  # the numbers of the styles drawn in it
+
+
+@dataclass(slots=True)
+class LiveFrame:
+    """The content of one frame."""
+
+    title: str  # the function and the ranks: "train on 4 ranks"
+    elapsed_ns: int
+    fraction: float | None  # completed fraction of the loop, from 0 to 1; None if unknown
+    progress: tuple[str, ...]  # texts for steps, rate, time left, and values; "" if unknown
+    rows: list[LiveRow]
+    past: Past  # the content of the strip
+    detail: Detail | None  # the content of the rows; None: the same as the strip
+    curve: Curve | None = None  # the first recorded value with several points; None if there is none yet
+    held: bool = False  # whether it stays for as long as the student thinks at a debugger's prompt
+
+    @property
+    def in_words(self) -> str:
+        """The progress in one line."""
+        return "  ·  ".join(part for part in self.progress if part) or clock_time(self.elapsed_ns / 1e9, tenths=True)
+
 
 WIDTH: Final = 1000.0  # of the drawing, in SVG units: pixels if the page has that width
 RIGHT: Final = 165.0  # to the right of the rows, for the ranks' statuses and memory, if a row has two lines of text
@@ -59,6 +125,7 @@ _PAPER: Final = "var(--jp-layout-color0,var(--vscode-editor-background,white))"
 _HALO: Final = f' paint-order="stroke" stroke-width="3" stroke="{_PAPER}"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
 _NAMES: Final = tuple(STYLES)
+_COMMUNICATION: Final = _NAMES.index("exposed")  # from this style on, styles belong to the lower lane
 
 _STYLE: Final = (
     f"{STAYS}<style>.labkit-live{{display:block!important;"
@@ -160,10 +227,21 @@ class _Drawing:
         )
 
     def _legend(self) -> str:
-        """Draw the legend of what is visible."""
+        """Draw the legend: the visible styles of the upper lane, and those of the lower lane."""
         styles = self.frame.past.styles() | (self.frame.detail.styles if self.frame.detail else set())
-        visible = tuple(name for number, name in enumerate(STYLES) if number in styles)
-        return _legend(self.name, visible, self.left, self.bottom + 43, alone=self.count == 1)
+        pen, x, y, lower = _Pen(), self.left, self.bottom + 43, False
+        for number, (style, look) in enumerate(STYLES.items()):
+            if number not in styles:
+                continue
+            words = ALONE if self.count == 1 and style == "waiting" else look.legend
+            wide, travels = 34 + 5.5 * len(words), number >= _COMMUNICATION
+            if (not lower and travels and x > self.left) or x + wide - 16 > WIDTH:
+                x, y = self.left, y + 16
+            lower = travels
+            pen.box(_fill(self.name, style), x, y - 7.5, 14, 9)
+            pen.text(x + 18, y, words, ' font-size="10"')
+            x += wide
+        return pen.drawn()
 
     def _load(self, row: LiveRow, y: float, size: str) -> float:
         """Draw the rank's resource usage, below its status or at the right margin, and return its width there."""
@@ -232,7 +310,7 @@ class _Drawing:
 
     def _strip(self) -> str:
         frame, columns = self.frame, min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
-        strip = self._past("strip", columns, HEAD, self.strip_high / self.count, self.head)
+        strip = self._past(columns, HEAD, self.strip_high / self.count, self.head)
         self.pen.text(self.left - 8, HEAD + self.strip_high / 2 + 3.5, "whole run", ' text-anchor="end" font-size="9.5"' + _SOFT)
         self._outline(self.left, self.head, 1, ' stroke-opacity=".25"')
         if frame.detail is not None and frame.detail.marked is not None:
@@ -247,13 +325,11 @@ class _Drawing:
     def _rows(self) -> str:
         detail = self.frame.detail
         if detail is None:
-            return self._past("rows", min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high, self.wide)
-        if not detail.drawn:
-            pen = _Pen()
-            for number in range(self.count):
-                self._bars(pen, detail, number, self.top + number * self.row_high)
-            detail.drawn = pen.drawn()
-        return detail.drawn
+            return self._past(min(256, CELLS_IN_ALL // (2 * self.count)), self.top, self.row_high, self.wide)
+        pen = _Pen()
+        for number in range(self.count):
+            self._bars(pen, detail, number, self.top + number * self.row_high)
+        return pen.drawn()
 
     def _ended(self, ended_ns: int, y: float) -> None:
         """Draw a cross where a rank's process ended, if the rows show that time."""
@@ -268,14 +344,11 @@ class _Drawing:
         self.pen.above.append(f'<path {cross} stroke="{_PAPER}" stroke-width="5"/>')  # sets it off from the bars
         self.pen.above.append(f'<path {cross} stroke="currentColor" stroke-width="2.4"/>')
 
-    def _past(self, where: str, columns: int, y: float, high: float, wide: float) -> str:
-        past = self.frame.past
-        if where not in past.drawn:
-            pen = _Pen()
-            for number, cells in enumerate(past.cells):
-                self._cells(pen, cells, columns, past.shown_ns, (y + number * high, high, wide))
-            past.drawn[where] = pen.drawn()
-        return past.drawn[where]
+    def _past(self, columns: int, y: float, high: float, wide: float) -> str:
+        past, pen = self.frame.past, _Pen()
+        for number, cells in enumerate(past.cells):
+            self._cells(pen, cells, columns, past.shown_ns, (y + number * high, high, wide))
+        return pen.drawn()
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, place: tuple[float, float, float]) -> None:
         """Draw a rank's bins as cells; neighbours of one colour are merged. `place` is top, height and width."""
@@ -366,23 +439,6 @@ def _hatch(name: str) -> str:
             shape = _SHAPES[look.hatch[0]]
             found += f'<defs><pattern id="{name}-{style}" {size}>{paper}<{shape} fill="{look.colour}"/></pattern></defs>'
     return found
-
-
-@functools.lru_cache(maxsize=16)
-def _legend(name: str, visible: Sequence[str], left: float, y: float, *, alone: bool) -> str:
-    """The legend's lines, from (left, y) on: the visible styles of the upper lane, and those of the lower lane."""
-    pen, x, lower = _Pen(), left, False
-    communication = list(STYLES).index("exposed")
-    for style in visible:
-        words = ALONE if alone and style == "waiting" else STYLES[style].legend
-        wide = 34 + 5.5 * len(words)
-        if (not lower and list(STYLES).index(style) >= communication and x > left) or x + wide - 16 > WIDTH:
-            x, y = left, y + 16
-        lower = list(STYLES).index(style) >= communication
-        pen.box(_fill(name, style), x, y - 7.5, 14, 9)
-        pen.text(x + 18, y, words, ' font-size="10"')
-        x += wide
-    return pen.drawn()
 
 
 def _ticks(extent: float) -> list[float]:

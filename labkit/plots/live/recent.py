@@ -1,19 +1,24 @@
-"""The live picture's memory of a run: the latest spans in full, and the whole run in bins.
+"""The live picture's memory of a run: the latest spans in full, the whole run in bins, and its progress in steps.
 
 Memory is bounded, and the time per frame is about constant, however many spans a run records and however long it lasts.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors.lists import counted
+from labkit.errors.units import clock_time, rate_in_words
 from labkit.plots.bars import STYLES, coverage, lanes, style_of
+from labkit.plots.live.curves import recorded
+from labkit.plots.style import shortened
 from labkit.recording.events import COLUMNS, Columns, under_way
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, Pending
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, STEP, STEPS_IN_ALL, Pending
 from labkit.tracing.trace import Trace
 
 KEPT: Final = 4000  # spans: a step of a large model on many ranks; processed in 4 ms
@@ -94,7 +99,8 @@ class Recent:
         returned_ns = self.returned_ns[rank]
         reported_ns = min(self.silent.get(rank, self.complete_ns), self.complete_ns)
         called = self._before(reported_ns if returned_ns is None else min(returned_ns, reported_ns))
-        compute[_NUMBER["unlabelled"]] = np.maximum(called - self._occupied(rank), 0)
+        occupied = self._bins[rank][_EXCLUSIVE].sum(axis=0)  # the rank computed in a span or was blocked
+        compute[_NUMBER["unlabelled"]] = np.maximum(called - occupied, 0)
         compute[_NUMBER["unknown"]] = self._before(self.complete_ns) - self._before(reported_ns)
         return compute, communication
 
@@ -105,10 +111,6 @@ class Recent:
     def _running(self) -> list[tuple[int, str]]:
         """Return the ranks whose function has not returned."""
         return [(rank, "") for rank, end in enumerate(self.returned_ns) if end is None]
-
-    def _occupied(self, rank: int) -> NDArray[np.float64]:
-        """Return the time in each bin in which the rank computed in a span or was blocked."""
-        return self._bins[rank][_EXCLUSIVE].sum(axis=0)  # type: ignore[no-any-return]  # numpy's stubs say Any
 
     def _bin(self, rows: Any, later: Any, now_ns: int) -> None:
         """Add spans to the bins; `later` ones tell when the other ranks arrived at their operations."""
@@ -173,3 +175,126 @@ _LATER: Final = 1 << 15  # an unused flag, which marks spans that must not be bi
 _TRAVELS: Final = np.array([style in ("exposed", "hidden", "unwaited", "waiting", "issued") for style in STYLES])
 # A rank is in at most one of these at a time; the others overlap with them.
 _EXCLUSIVE: Final = np.array([style not in ("hidden", "unwaited", "issued", "unlabelled") for style in STYLES])
+
+
+KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
+STALLED: Final = 5  # times the longest step so far without the end of a step: rate and time left are no longer true
+STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step for which that is said
+NAMES_SHOWN: Final = 4  # the most recorded values in the text
+
+
+class _StepsOfRank:
+    """The steps of one rank."""
+
+    def __init__(self) -> None:
+        self.last: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)  # start and end in ns
+        self.ended_ns = 0  # when the last step ended
+        self.longest_ns = 0
+        self.count = 0  # in the whole run
+        self.in_loop = 0  # in the current loop
+        self.loops = 0
+        self.loop_length = 0  # 0: unknown
+
+    @property
+    def last_took_ns(self) -> int:
+        """How long the last steps took."""
+        return self.last[-1][1] - self.last[0][0] if self.last else 0
+
+    def add(self, loops: list[tuple[int, int]], steps: list[tuple[int, int]], sums: list[tuple[int, int]]) -> None:
+        """Add new loops as (start in ns, length), steps as (start, end), and sums of steps as (start, count)."""
+        since = 0
+        if loops:
+            self.loops += len(loops)
+            since, self.loop_length = loops[-1]
+            self.in_loop = 0
+        for start, count in sums:
+            self.count += count
+            self.in_loop += count * (start >= since)
+        self.ended_ns = max([self.ended_ns, *(end for _, end in steps), *(start for start, _ in sums)])
+        self.longest_ns = max([self.longest_ns, *(end - start for start, end in steps)])
+        for start, end in steps:
+            if self.last and start < self.last[-1][1]:
+                continue  # a step of an outer loop
+            self.last.append((start, end))
+            self.count += 1
+            self.in_loop += start >= since
+
+
+class Progress:
+    """The steps and recorded values of a run of so many ranks so far."""
+
+    def __init__(self, ranks: int) -> None:
+        self._steps = [_StepsOfRank() for _ in range(ranks)]
+        self._values: dict[str, dict[int, float]] = {}
+
+    def add(self, new: Trace) -> None:
+        """Add the newly completed spans and values."""
+        loops: dict[int, list[tuple[int, int]]] = {}
+        for scalar in new.scalars:
+            if scalar.name == STEPS_IN_ALL:
+                loops.setdefault(scalar.rank, []).append((scalar.time_ns, int(scalar.value)))
+        for scalar in recorded(new.scalars):
+            self._values.setdefault(scalar.name, {})[scalar.rank] = scalar.value
+        data = new.columns.data
+        steps = data[data["kind"] == STEP]
+        for rank, own in enumerate(self._steps):
+            rows = steps[steps["rank"] == rank]
+            if len(rows) or rank in loops:
+                is_sum = rows["count"] > 1
+                each, sums = rows[~is_sum], rows[is_sum]
+                own.add(
+                    loops.get(rank, []),
+                    list(zip(each["start_ns"].tolist(), each["end_ns"].tolist(), strict=True)),
+                    list(zip(sums["start_ns"].tolist(), sums["count"].tolist(), strict=True)),
+                )
+
+    @property
+    def done(self) -> int:
+        """The number of steps completed by all ranks that have any."""
+        slowest = self._slowest()
+        return slowest.count if slowest else 0
+
+    @property
+    def fraction(self) -> float | None:
+        """The completed fraction of the current loop, from 0 to 1; None if its length is unknown."""
+        slowest = self._slowest()
+        return min(slowest.in_loop / slowest.loop_length, 1.0) if slowest and slowest.loop_length else None
+
+    def last_step(self) -> tuple[int, int] | None:
+        """Return start and end in ns, over all ranks, of the last step that all ranks have completed; None for none."""
+        done, found = self.done, []
+        for own in self._steps:
+            ahead = own.count - done
+            if own.count and ahead < len(own.last):
+                found.append(own.last[-1 - ahead])
+        if not done or not found:
+            return None
+        return min(start for start, _ in found), max(end for _, end in found)
+
+    def parts(self, now_ns: int = 0) -> tuple[str, ...]:
+        """Return texts for steps, rate and time left ("" if unknown), and for each of the last values.
+
+        Long after the last step, its age takes the place of the rate; not if the current time is not given.
+        """
+        steps, rate, left, slowest = "", "", "", self._slowest()
+        if slowest is not None:
+            length = slowest.loop_length
+            number = length or slowest.count
+            steps = (f"{slowest.in_loop} of " if length else "") + counted(number, "step")
+            since_ns = now_ns - slowest.ended_ns
+            going_on = slowest.count and slowest.in_loop != length
+            if going_on and since_ns > max(STALLED * slowest.longest_ns, STALLED_NS):
+                rate = f"no step for {clock_time(since_ns / 1e9)}"
+            elif slowest.last_took_ns:
+                per_s = len(slowest.last) * 1e9 / slowest.last_took_ns
+                rate = rate_in_words(per_s, "step")
+                if length:
+                    left = clock_time((length - slowest.in_loop) / per_s)
+                    left = f"{left} left" if slowest.loops == 1 else f"{left} left in this loop"
+        values = [
+            f"{shortened(name, 20)} {sum(of.values()) / len(of):.4g}" for name, of in list(self._values.items())[:NAMES_SHOWN]
+        ]
+        return (steps, rate, left, *values)
+
+    def _slowest(self) -> _StepsOfRank | None:
+        return min((own for own in self._steps if own.count or own.loops), key=lambda own: own.count, default=None)

@@ -9,8 +9,8 @@ What to open for which change:
 - another question: a field of `ProgramChanges`, its words and what it does to the times in changes.py; the argument in
   replay.py, and docs/replay.md; tests test_replay.py (by hand), test_replayed_runs.py (real runs)
 - which traces are refused, and why: `_why_not` in graph.py; tests test_replay.py
-- the model: graph.py (which ranks an operation needs), times.py (when events happen), over_link.py (emulated links);
-  tests test_replay.py, test_recorded_details.py
+- the model: graph.py (which ranks an operation needs), times.py (when events happen, also over emulated links); tests
+  test_replay.py, test_recorded_details.py
 - which changes `lab.what_helps` tries, and their words: gains.py; its figure: plots/what_helps.py
 - what `lab.explain` says, and which changes it replays: explain.py; with cures that were really applied: `python -m
   bench.speed.explained`

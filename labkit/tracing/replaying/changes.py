@@ -195,9 +195,8 @@ def _change_gaps(graph: Graph, rules: Rules, changes: ProgramChanges) -> None:
 def pace_of_others(graph: Graph, gaps: Sequence[Sequence[int]], rank: int) -> tuple[dict[int, float], float]:
     """Compare a rank's work with that of the other ranks, in spans of the same name, given each thread's gaps.
 
-    Returns:
-        by the number of a name, how long its spans take on the other ranks, as a multiple of what they take on this
-        one; and the time that this rank would save with their pace, in ns.
+    Return, by the number of a name, how long its spans take on the other ranks, as a multiple of what they take on this
+    one; and the time that this rank would save with their pace, in ns.
     """
     data, spent = graph.trace.columns.data, np.zeros((len(graph.trace.ranks), len(graph.trace.columns.names)))
     count = np.zeros_like(spent)

@@ -72,8 +72,7 @@ class _Walk:
         self.graph, self.times, self.start_ns, self.now = graph, times, start_ns, end_ns
         self.data = graph.trace.columns.data
         self.found: list[Piece] = []
-        at = [[times.at_ns[time] or 0 for time in thread.times] for thread in graph.threads]
-        self.at_ns = at
+        self.at_ns = at = [[times.at_ns[time] or 0 for time in thread.times] for thread in graph.threads]
         self.issues = {
             thread.times[event] >> 2: (number, event)
             for number, thread in enumerate(graph.threads)

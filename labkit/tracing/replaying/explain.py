@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -19,9 +18,7 @@ from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.limits import SMALL_BYTES, Limit, LimitFinding, limit_of
-from labkit.tracing.measurement import lacking_cores
-from labkit.tracing.overlapping import after_backward, needed_at_once
-from labkit.tracing.recognized_pipelines import Pipeline, pipeline_of, slowest_stage
+from labkit.tracing.patterns import Pipeline, after_backward, needed_at_once, pipeline_of, slowest_stage
 from labkit.tracing.replaying.gains import (
     WITHOUT_COMMUNICATION,
     Gain,
@@ -33,7 +30,7 @@ from labkit.tracing.replaying.gains import (
     twice_as_fast,
 )
 from labkit.tracing.silent_faults import faults_in
-from labkit.tracing.step_times import HasTrace, trace_of
+from labkit.tracing.step_times import HasTrace, lacking_cores, trace_of
 from labkit.tracing.trace import Trace
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
@@ -47,36 +44,21 @@ COMMUNICATES: Final = (Limit.LATENCY, Limit.BANDWIDTH, Limit.OVERHEAD)
 WAITING: Final = (Limit.TURNS, Limit.LATE_RANK, Limit.UNEVEN_RANKS)
 
 
-class Overlap(Enum):
-    """Whether most of the communication could run beside compute."""
-
-    POSSIBLE = "gradients travel after the backward pass"
-    EXCLUDED = "what follows needs the results at once"
-    UNKNOWN = "what needs the results is not known"
-
-
+# What could be sent better, if compute could hide most of the communication, if it could not, and if that is not known.
+BESIDE: Final = "Send fewer bytes, send them less often, or send gradients while the backward pass computes the others."
 AT_ONCE: Final = (
     "The next layer needs each result at once, so that compute cannot hide these messages. A faster link helps, or fewer "
     "layers that are split over ranks."
 )
-ADVICE: Final = {
-    Overlap.POSSIBLE: "Send fewer bytes, send them less often, or send gradients while the backward pass computes the others.",
-    Overlap.EXCLUDED: AT_ONCE,
-    Overlap.UNKNOWN: "Send fewer bytes, or send them less often.",
-}
+LESS: Final = "Send fewer bytes, or send them less often."
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What limits a run. A notebook shows it at the end of the cell; `print` shows the same as text.
-
-    Args:
-        text: the paragraph.
-        finding: the numbers behind it.
-    """
+    """What limits a run. A notebook shows it at the end of the cell; `print` shows the same as text."""
 
     text: str
-    finding: LimitFinding
+    finding: LimitFinding  # the numbers behind it
 
     def __repr__(self) -> str:
         return self.text
@@ -88,21 +70,13 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class _Conditions:
-    """What a trace does not show of the run.
+    """What a trace does not show of the run."""
 
-    Args:
-        cores: the cores that its ranks share; None if they are not this machine's.
-        load: the machine's load at the end of the run, where other programs cause most of it; else 0.
-        threads: with how many threads all ranks together compute; 0 if unknown.
-        loaders: the DataLoaders that they iterated over: line and number of workers on each rank.
-        lacking: the share of the time in which the ranks' functions waited for a core; None if it was not recorded.
-    """
-
-    cores: float | None = None
-    load: float = 0.0
-    threads: int = 0
-    loaders: tuple[tuple[str, int], ...] = ()
-    lacking: float | None = None
+    cores: float | None = None  # that its ranks share; None if they are not this machine's
+    load: float = 0.0  # the machine's load at the end of the run, where other programs cause most of it; else 0
+    threads: int = 0  # with how many all ranks together compute; 0 if unknown
+    loaders: tuple[tuple[str, int], ...] = ()  # the DataLoaders over which they iterated: line, and workers on each rank
+    lacking: float | None = None  # the share of the time in which functions waited for a core; None if not recorded
 
 
 @public_api
@@ -134,7 +108,7 @@ def explain(run: HasTrace | Trace) -> Explanation:
     gains = _gains(trace, finding, pipeline)
     if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
         finding = replace(finding, limit=Limit.LATE_RANK)
-    advice = _advice(finding, trace.ranks, conditions, _overlap(trace))
+    advice = _advice(finding, trace.ranks, conditions, _sent_better(trace))
     if pipeline is not None:
         advice = _bubble(trace, finding, pipeline)
     elif finding.limit in COMMUNICATES and gains is not None:
@@ -145,21 +119,20 @@ def explain(run: HasTrace | Trace) -> Explanation:
     return Explanation(" ".join(filter(None, sentences)), finding)
 
 
-def _overlap(trace: Trace) -> Overlap:
-    """Whether most of the communication could run beside compute."""
+def _sent_better(trace: Trace) -> str:
     data = trace.columns.data
     took_ns = np.where((data["kind"] == COMMUNICATION) & ~trace.columns.around, data["end_ns"] - trace.ready(), 0)
-    for overlap, rows in ((Overlap.EXCLUDED, needed_at_once(trace)), (Overlap.POSSIBLE, after_backward(trace))):
+    for cure, rows in ((AT_ONCE, needed_at_once(trace)), (BESIDE, after_backward(trace))):
         if took_ns[rows].sum() > MOSTLY * took_ns.sum():
-            return overlap
-    return Overlap.UNKNOWN
+            return cure
+    return LESS
 
 
 def _gains(trace: Trace, f: LimitFinding, pipeline: Pipeline | None) -> Gains | None:
     """What the changes that fit the limit would save by replay; None if that is not known."""
     try:
         questions = Questions(trace, "explain")
-        return questions.gains([gain for gain in _asked(questions, f, pipeline) if gain is not None])
+        return questions.gains(_asked(questions, f, pipeline))
     except LabError:  # it cannot be replayed
         return None
 
@@ -211,13 +184,13 @@ def _is_clear(gains: Gains, changes: Sequence[str]) -> bool:
 
 def _predicted(gains: Gains | None) -> Iterator[str]:
     """Gains in the words of `what_helps`, ideals apart from changes."""
-    for ideal in (False, True):
-        found = gains.gains if gains is not None else ()
-        said = [f'"{gain.change}" {gain_in_words(gain, gains)}' for gain in found if gain.ideal is ideal and gains is not None]
-        each = ", per step" if gains is not None and gains.steps else ""
-        begin = f"Ideals that no change reaches, by replay{each}" if ideal else f"Predicted by replay{each}"
+    if gains is None:
+        return
+    each = ", per step" if gains.steps else ""
+    for ideal, begin in ((False, "Predicted by replay"), (True, "Ideals that no change reaches, by replay")):
+        said = [f'"{gain.change}" {gain_in_words(gain, gains)}' for gain in gains.gains if gain.ideal is ideal]
         if said:
-            yield f"{begin}: {listed(said)}."
+            yield f"{begin}{each}: {listed(said)}."
 
 
 def _bubble(trace: Trace, f: LimitFinding, pipeline: Pipeline) -> str:
@@ -246,28 +219,28 @@ def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
 
 
 def _sentences(f: LimitFinding, ranks: Sequence[str], advice: str) -> list[str]:
-    everybody = "The rank" if len(ranks) == 1 else "The ranks"
-    spent = [f"{everybody} computed for {percent(f.compute)} of it"]
-    spent += [f"waited for data for {percent(f.data)}"] if f.data >= NOTICED else []
-    spent += [f"communicated for {percent(f.exposed)} with nothing to compute"] if f.exposed >= NOTICED else []
-    spent += [f"waited for each other for {percent(f.waiting)}"] if f.waiting >= NOTICED else []
-    spent += [f"did nothing for {percent(f.standing)} while others computed"] if f.standing >= NOTICED else []
-    absent = f"recorded nothing for {percent(f.absent)} while others communicated or waited"
-    spent += [absent] if f.absent >= NOTICED else []
-    spent += [f"waited for labkit to read TensorFlow's profiler for {percent(f.reading)}"] if f.reading >= NOTICED else []
+    parts = {
+        "waited for data for {}": f.data,
+        "communicated for {} with nothing to compute": f.exposed,
+        "waited for each other for {}": f.waiting,
+        "did nothing for {} while others computed": f.standing,
+        "recorded nothing for {} while others communicated or waited": f.absent,
+        "waited for labkit to read TensorFlow's profiler for {}": f.reading,
+    }
+    spent = [f"{'The rank' if len(ranks) == 1 else 'The ranks'} computed for {percent(f.compute)} of it"]
+    spent += [words.format(percent(share)) for words, share in parts.items() if share >= NOTICED]
     lasted = f"It took {time_in_words(f.duration_ns)}."
     if f.steps:
         mean_ns = f.mean_step_ns
         median = f", {time_in_words(f.step_ns)} in the median" if abs(mean_ns - f.step_ns) > DIFFER * mean_ns else ""
         lasted = f"A step took {time_in_words(mean_ns)} on average{median}."
-    found = [lasted, f"{', '.join(spent[:-1])} and {spent[-1]}." if len(spent) > 1 else f"{spent[0]}."]
-    found.append(advice)
+    found = [lasted, f"{listed(spent)}.", advice]
     if f.overlap >= NOTICED and f.limit in (Limit.COMPUTE, Limit.BANDWIDTH, Limit.LATENCY, Limit.OVERHEAD):
         found.append(f"Communication hidden behind computing took another {percent(f.overlap)}.")
     return found
 
 
-def _advice(f: LimitFinding, ranks: Sequence[str], conditions: _Conditions, overlap: Overlap = Overlap.UNKNOWN) -> str:
+def _advice(f: LimitFinding, ranks: Sequence[str], conditions: _Conditions, better: str = LESS) -> str:
     cores, busy = conditions.cores, conditions.load > 0
     if f.limit is not Limit.DATA and (crowded := _crowded(len(ranks), conditions, CROWDED)):
         return crowded
@@ -312,9 +285,8 @@ def _advice(f: LimitFinding, ranks: Sequence[str], conditions: _Conditions, over
                 "same time."
             )
         case Limit.CALLS:
-            large, less = "", ""
-            if f.call_bytes > SMALL_BYTES:
-                large, less = f" with {bytes_in_words(f.call_bytes)}", " send less with each,"
+            large = f" with {bytes_in_words(f.call_bytes)}" if f.call_bytes > SMALL_BYTES else ""
+            less = " send less with each," if large else ""
             return (
                 f"For {percent(f.under_way)} of the time, ranks waited for remote calls while no rank computed: the calls were "
                 f"under way. A call{large} took {time_in_words(f.call_ns)} (median). Make fewer calls,{less} or start several "
@@ -331,12 +303,12 @@ def _advice(f: LimitFinding, ranks: Sequence[str], conditions: _Conditions, over
                 shared = f" Each wakes threads of {len(ranks)} ranks on {counted(cores, 'core')}."
             return (
                 f"{_limits(f, 'Latency' if latency else 'Overhead')}: {_messages(f)}, and {each}.{shared} "
-                f"{AT_ONCE if overlap is Overlap.EXCLUDED else 'Send fewer and larger messages.'}"
+                f"{AT_ONCE if better == AT_ONCE else 'Send fewer and larger messages.'}"
             )
         case Limit.BANDWIDTH:
             return (
                 f"{_limits(f, 'Bandwidth')}: {_messages(f)} at {bytes_in_words(f.nbytes / f.transfer_ns * 1e9)} per second. "
-                f"{ADVICE[overlap]}"
+                f"{better}"
             )
         case Limit.UNRECORDED:
             return (
@@ -390,17 +362,13 @@ def _messages(f: LimitFinding) -> str:
 
 def _machine(ranks: int, conditions: _Conditions) -> str:
     """Why times may be longer than the program explains; "" if nothing is known of it."""
-    cores = conditions.cores
-    if cores is not None and conditions.load:
+    cores, lacking = conditions.cores, conditions.lacking
+    if cores is None or (not conditions.load and cores >= ranks):
+        return ""
+    if conditions.load:
         busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(cores, 'core')})"
         return f"{busy}, so all times are longer than usual."
-    if cores is not None and cores < ranks:
-        share = f"{ranks} ranks share {counted(cores, 'core')}"
-        if conditions.lacking is None:
-            return f"{share}, which may make all times longer."
-        return (
-            f"{share}: they waited for one for {percent(conditions.lacking)} of the time."
-            if conditions.lacking >= NOTICED
-            else ""
-        )
-    return ""
+    share = f"{ranks} ranks share {counted(cores, 'core')}"
+    if lacking is None:
+        return f"{share}, which may make all times longer."
+    return f"{share}: they waited for one for {percent(lacking)} of the time." if lacking >= NOTICED else ""

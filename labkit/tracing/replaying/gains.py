@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import three_digits, unit_of
 from labkit.recording.schema import COMPUTE, OWN_THREAD
-from labkit.tracing.overlapping import BACKWARD, after_backward
+from labkit.tracing.patterns import BACKWARD, after_backward
 from labkit.tracing.replaying.changes import ProgramChanges, as_one_message, pace_of_others, rules_for, shorten
 from labkit.tracing.replaying.graph import Graph, graph_of
 from labkit.tracing.replaying.replay import replayed_steps
@@ -70,11 +70,12 @@ class Questions:
         found += [self.without_communication(), self.beside_backward(), self.as_one_message()]
         slow = [self.ask(*one) for one in _slow_ranks(self.graph, self.recorded)]
         found += [gain for gain in slow if gain is not None and gain.saved_ns > 0]  # else, others are slow
-        return self.gains([gain for gain in found if gain is not None])
+        return self.gains(found)
 
-    def gains(self, found: Sequence[Gain]) -> Gains:
-        """Sort gains."""
-        largest = sorted(found, key=lambda gain: -gain.saved_ns)[:MOST]
+    def gains(self, found: Iterable[Gain | None]) -> Gains:
+        """Sort gains, without those that are not known."""
+        known = [gain for gain in found if gain is not None]
+        largest = sorted(known, key=lambda gain: -gain.saved_ns)[:MOST]
         kept = sorted(largest, key=lambda gain: gain.ideal)
         return Gains(tuple(kept), self.step_ns, self.low_ns, self.high_ns, self.steps)
 
@@ -186,20 +187,19 @@ def better_links(trace: Trace) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the questions what is saved over a link with twice the bandwidth, or with half the latency."""
     link = trace.link
     if isinstance(link, Network):
-        for words, better in _better(link.inside):
-            yield f"{words} inside the nodes", ProgramChanges(link=replace(link, inside=better))
-        for words, better in _better(link.between):
-            yield f"{words} between the nodes", ProgramChanges(link=replace(link, between=better))
+        for level, where in (("inside", "inside the nodes"), ("between", "between the nodes")):
+            for words, better in _better(getattr(link, level)):
+                changed: Any = {level: better}
+                yield f"{words} {where}", ProgramChanges(link=replace(link, **changed))
     elif link is not None:
         for words, better in _better(link):
             yield words, ProgramChanges(link=better)
 
 
-def _better(link: Link) -> list[tuple[str, Link]]:
-    better = [("twice the bandwidth", Link(gbit_per_s=2 * link.gbit_per_s, latency_us=link.latency_us))]
+def _better(link: Link) -> Iterator[tuple[str, Link]]:
+    yield "twice the bandwidth", Link(gbit_per_s=2 * link.gbit_per_s, latency_us=link.latency_us)
     if link.latency_us:
-        better.append(("half the latency", Link(gbit_per_s=link.gbit_per_s, latency_us=link.latency_us / 2)))
-    return better
+        yield "half the latency", Link(gbit_per_s=link.gbit_per_s, latency_us=link.latency_us / 2)
 
 
 def gain_in_words(gain: Gain, gains: Gains, *, whole: bool = True) -> str:

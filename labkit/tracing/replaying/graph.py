@@ -112,11 +112,7 @@ class Graph:
 
 
 def graph_of(trace: Trace, function: str) -> Graph:
-    """Build the graph of a trace, which is not empty; errors name the calling `function`.
-
-    Raises:
-        LabError: it cannot be replayed; the message says why.
-    """
+    """Build the graph of a trace, which is not empty; a `LabError`, which names `function`, says why it has none."""
     if reason := _why_not(trace):
         raise LabError(f"{function}: {reason}")
     return _Builder(trace).build()
@@ -191,9 +187,8 @@ class _Builder:
     def _threads_of_spans(self) -> tuple[NDArray[np.int64], list[int], dict[int, int]]:
         """Number the threads: the main threads in rank order, then one for each served call, and for other threads.
 
-        Returns:
-            the thread of each span, -1 if unknown; for each thread, the call that it serves, or -1; and the served
-            call's span by the span of the call.
+        Return the thread of each span, -1 if unknown; for each thread, the call that it serves, or -1; and the served
+        call's span by the span of the call.
         """
         data, ranks = self.data, self.trace.ranks
         thread: NDArray[np.int64] = data["rank"].astype(np.int64)
@@ -201,8 +196,7 @@ class _Builder:
         serving: list[list[tuple[int, int]]] = [[] for _ in ranks]  # by rank: when a served call ends, and its thread
         main_until = [0] * len(ranks)  # when the rank's function ends
         other: dict[int, int] = {}  # by rank: the thread of its other threads' spans
-        of_flag = (((data["flags"] & flag) != 0).tolist() for flag in (SERVED, OWN_THREAD, AUTOMATIC))
-        is_served, is_other, automatic = of_flag
+        is_served, is_other, automatic = (((data["flags"] & flag) != 0).tolist() for flag in (SERVED, OWN_THREAD, AUTOMATIC))
         is_call, start, end = (data["kind"] == CALL).tolist(), data["start_ns"].tolist(), data["end_ns"].tolist()
         for row, (rank, kind) in enumerate(zip(self.rank, self.type, strict=True)):
             if is_call[row]:

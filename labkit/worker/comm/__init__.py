@@ -18,6 +18,6 @@ What to open for which change:
   tracing/verdict.py (between ranks) or group/same_as_serial.py (with one rank) compares it; the cure is in
   tracing/silent_faults.py; tests tracing/test_verdict.py, group/test_same_as_serial.py
 - emulated links: emulated_link.py, for remote calls `_SlowCalls` in rpc_calls.py; how long operations take on them:
-  costs/emulated_costs.py; tests test_emulated_link.py, test_emulated_network.py
+  costs/shared_link.py; tests test_emulated_link.py, test_emulated_network.py
 - what a failed wait waited for: group/deadlock_monitor.py; tests group/test_no_deadlock.py
 """

@@ -20,10 +20,9 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from labkit.costs.emulated_costs import collective_cost, message_cost
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.shared_link import LinkCost, SharedLink
+from labkit.costs.shared_link import LinkCost, SharedLink, collective_cost, message_cost
 from labkit.recording.record import clock
 
 PR_SET_TIMERSLACK: Final = 29

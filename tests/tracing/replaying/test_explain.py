@@ -12,7 +12,7 @@ from labkit.errors.units import time_in_words
 from labkit.recording.rank_facts import Fact, FactKind
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.replaying import explain as module
-from labkit.tracing.replaying.explain import Overlap, explain
+from labkit.tracing.replaying.explain import explain
 from labkit.tracing.trace import Trace
 
 
@@ -54,7 +54,7 @@ def test_ranks_in_turns():
 def test_tensor_parallelism_is_not_advised_to_hide_its_messages(limit):
     """The next layer needs their results at once."""
     found = dataclasses.replace(limit_of(tensor_parallel()), limit=limit)
-    text = module._advice(found, ["rank 0", "rank 1"], module._Conditions(), module._overlap(tensor_parallel()))
+    text = module._advice(found, ["rank 0", "rank 1"], module._Conditions(), module._sent_better(tensor_parallel()))
     assert module.AT_ONCE in text
     assert "while" not in text
     assert "larger messages" not in text
@@ -147,14 +147,14 @@ def test_gradients_sent_after_the_backward_pass_are_advised_to_travel_beside_it(
     """Two all-reduces of 6 follow a backward pass of 5, which can hide 5 of these 12."""
     found, text = limit_of(sent_afterwards()), explain(sent_afterwards()).text
     assert found.limit is Limit.BANDWIDTH
-    assert module._overlap(sent_afterwards()) is Overlap.POSSIBLE
-    assert module.ADVICE[Overlap.POSSIBLE] in text
+    assert module._sent_better(sent_afterwards()) == module.BESIDE
+    assert module.BESIDE in text
     assert '"gradients travel beside backward, at best" saves 5.00 ms of 20.0 ms' in text
 
 
 def test_of_other_communication_nobody_knows_what_needs_it():
     for trace in (data_parallel(), model_parallel()):
-        assert module._overlap(trace) is Overlap.UNKNOWN
+        assert module._sent_better(trace) == module.LESS
         assert "beside backward" not in explain(trace).text
 
 

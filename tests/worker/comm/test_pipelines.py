@@ -15,8 +15,8 @@ from torch import nn
 import labkit as lab
 from labkit.group.group import Group
 from labkit.group.run import Run
-from labkit.plots.rows import is_pipeline
 from labkit.plots.timeline import timeline
+from labkit.plots.view import is_pipeline
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace
 

@@ -14,7 +14,7 @@ from time_limits import some_limit_does
 
 import labkit as lab
 from labkit.plots.flows import flows_of
-from labkit.plots.rows import rows_of
+from labkit.plots.view import rows_of
 from labkit.recording.events import Columns
 from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
