@@ -17,10 +17,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-__all__ = ["Kernel"]
-
 ROOT: Final = Path(__file__).resolve().parents[1]
-LIMIT_S: Final = 120.0
+LIMIT_S: Final = 300.0
 
 
 class Kernel:
@@ -38,8 +36,9 @@ class Kernel:
         (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "bench", "language": "python"}))
         specs = KernelSpecManager(kernel_dirs=[self._folder.name], ensure_native_kernel=False)
         self._manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # also for processes of Ray
         self._log = (Path(self._folder.name) / "log").open("wb")  # ipykernel warns about TCP
-        variables = os.environ | {"IPYTHONDIR": self._folder.name}
+        variables = os.environ | {"IPYTHONDIR": self._folder.name, "PYTHONPATH": path}
         self._manager.start_kernel(cwd=str(ROOT), env=variables, stdout=self._log, stderr=self._log)
         self.client: BlockingKernelClient = self._manager.client()
         self.client.start_channels()

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["NEEDS", "Machine", "find"]
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 OLDEST_TORCH: Final = (2, 10)  # as pyproject.toml
 # A first import of a CUDA build of torch from a cold disk takes tens of seconds, on a busy machine once more than 50;

@@ -16,8 +16,6 @@ import psutil
 
 from bench.chaos import healthy_programs
 
-__all__ = ["FAULTS", "FROZEN_S", "RUNTIMES", "Fault", "Round", "work"]
-
 RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # number of ranks
 LIMIT_S: Final = 60.0  # a rank that waits longer than this for its fault has missed it
 FROZEN_S: Final = 7.0  # for which a machine is frozen: longer than labkit waits for it

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["HEALTHY"]
-
 
 def _total(size: int) -> float:
     import torch

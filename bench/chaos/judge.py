@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.faults import FAULTS, Round
-from bench.table import duration, table
-
-__all__ = ["Outcome", "closing_line", "named", "rows"]
+from bench.page import duration, table
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from typing import Final
 
 import psutil
 
-__all__ = ["MARK", "Traces"]
-
 MARK: Final = "LABKIT_CHAOS"  # inherited by every process that a round starts, also by one that has lost its parent
 LOOK_EVERY_S: Final = 0.02
 SHARED: Final = Path("/dev/shm")

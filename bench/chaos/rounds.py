@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import select
@@ -19,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from bench import machine
 from bench.chaos.faults import FAULTS, FROZEN_S, RUNTIMES, Round
 from bench.chaos.judge import Outcome, closing_line, named, rows
 from bench.chaos.leftovers import MARK, Traces
+from bench.page import about, say
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GONE_LIMIT_S: Final = 2.0  # the promise, for a killed kernel as for failed ranks
@@ -197,7 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
-    print("\n".join(f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]), "\n")
+    print("\n".join(about()), "\n")
     numbers = range(arguments.rounds) if arguments.round is None else [arguments.round]
     turns = [Round.of(arguments.seed, number, arguments.machines) for number in numbers]
     turns = [t for t in turns if t.fault in (arguments.only or FAULTS) and t.runtime in arguments.runtimes]
@@ -230,7 +229,7 @@ def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
                 except TimeoutError as error:
                     outcome = Outcome(turn, str(error), False, None, [])
                 took = f"{turn.number}: {turn.fault}, {turn.runtime}, {turn.start}, {time.monotonic() - start:.1f} s"
-                print(took if outcome.good else f"{took}, WRONG", file=sys.stderr, flush=True)
+                say(took if outcome.good else f"{took}, WRONG")
                 if not outcome.good:
                     print(f"{_story(outcome)}\n", flush=True)
                 outcomes.append(outcome)
