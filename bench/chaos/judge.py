@@ -14,23 +14,14 @@ from bench.page import duration, table
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one round.
-
-    Args:
-        turn: the round.
-        problem: why the next run did not succeed; "" if it did.
-        named: whether the report was right: it named the right rank or, for faults without a rank, the right thing.
-        report_s: from the fault to the report; None if there is none, or if the time of the fault is unknown.
-        left: what was left behind.
-        reported: what the student saw.
-    """
+    """The outcome of one round."""
 
     turn: Round
-    problem: str
-    named: bool
-    report_s: float | None
-    left: Sequence[str]
-    reported: str = ""
+    problem: str  # why the next run did not succeed; "" if it did
+    named: bool  # whether the report was right: it named the right rank or, for faults without a rank, the right thing
+    report_s: float | None  # from the fault to the report; None if there is none, or if the time of the fault is unknown
+    left: Sequence[str]  # what was left behind
+    reported: str = ""  # what the student saw
 
     @property
     def good(self) -> bool:
