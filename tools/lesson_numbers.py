@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import nbformat
 
-__all__ = ["NOTEBOOKS", "Numbers", "numbers_of"]
-
 NOTEBOOKS: Final = Path(__file__).resolve().parents[1] / "notebooks"
 CHECKED: Final = "nbval-check-output"
 _UNREAD: Final = re.compile(r"!\[[^\]]*\]\([^)]*\)|<[^>]+>|\]\([^)]*\)", re.DOTALL)  # pictures, tags, targets of links

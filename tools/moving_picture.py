@@ -24,8 +24,6 @@ from labkit.plots.live.frame import LiveFrame
 from labkit.plots.live.live import Live, Screen
 from labkit.plots.timeline import figure_of
 
-__all__ = ["chromium", "film"]
-
 WIDTH, MARGIN = 900, 10  # pixels
 STAYS_MS: Final = 5000  # how long the last picture stays before the film restarts
 COLOURS: Final = 192

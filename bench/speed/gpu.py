@@ -1,7 +1,6 @@
 """A short benchmark for machines with GPUs, a stage of `make gpu`: `python -m bench.speed.gpu FOLDER`.
 
-labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison.
-Predictions come from measurements of other sizes in the same run. FOLDER gets the figures.
+labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison. FOLDER gets figures.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ import torch
 from torch import nn
 
 import labkit as lab
-from bench.page import about, table
+from bench.page import about
 
 REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
 DEVICES: Final = "cpu" if REHEARSAL else "cuda"
 MIB: Final = 1 << 20
-REPEATS: Final = 9
 WARM_UP_STEPS: Final = 5
-COPIED: Final = (1, 4, 16) if REHEARSAL else (4, 64, 256)  # MiB: the smallest and the largest predict the one between
-WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # sizes of the matrices: the middle one predicts the others
+WIDTH: Final = 256 if REHEARSAL else 4096
 WATCH_LIMIT_S: Final = 15.0  # of the stage's 90; it comes last, so that what is measured before it is kept in any case
 DPI: Final = 110
 
@@ -78,13 +75,12 @@ def train(steps: int) -> None:
 def fill_memory() -> None:
     """In a rank."""
     device = lab.device()
-    width = 256 if REHEARSAL else 4096
-    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]).to(device)
+    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     with lab.track_memory(model, optimizer):
         for _ in lab.steps(range(2)):
             optimizer.zero_grad()
-            model(torch.randn(1024, width, device=device)).square().mean().backward()
+            model(torch.randn(1024, WIDTH, device=device)).square().mean().backward()
             optimizer.step()
 
 
@@ -99,59 +95,6 @@ def quickest(trace: lab.Trace) -> range:
 def save(axes: Any, path: Path) -> None:
     """Write the figure of some axes."""
     axes.figure.savefig(path, dpi=DPI, bbox_inches="tight")
-
-
-def copies_and_kernels() -> None:
-    """In a rank: each copy and kernel `REPEATS` times, a span each."""
-    device = lab.device()
-    pinned = device.type == "cuda"
-    for mib in COPIED:
-        n = mib * MIB
-        host, there = torch.empty(n, dtype=torch.uint8, pin_memory=pinned), torch.empty(n, dtype=torch.uint8, device=device)
-        pageable, other = torch.ones(n, dtype=torch.uint8), torch.empty_like(there)
-        repeat(f"to the device, pinned {mib}", lambda a=there, b=host: a.copy_(b, non_blocking=True))
-        repeat(f"to the device, pageable {mib}", lambda a=there, b=pageable: a.copy_(b))
-        repeat(f"from the device, pinned {mib}", lambda a=host, b=there: a.copy_(b, non_blocking=True))
-        repeat(f"on the device {mib}", lambda a=other, b=there: a.copy_(b))
-    for width in WIDTHS:
-        x = torch.randn(width, width, device=device)
-        repeat(f"matrix product {width}", lambda x=x: x @ x)
-
-
-def repeat(name: str, work: Any) -> None:
-    """In a rank: work once to warm up, then `REPEATS` times inside a span, with nothing else running."""
-    work()
-    for _ in range(REPEATS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        with lab.span(name):
-            work()
-
-
-def predictions() -> list[str]:
-    """Copies predicted by latency and bandwidth, matrix products by the rate of another size, and measured."""
-    with lab.Group(1, devices=DEVICES) as group:
-        trace = group.run(copies_and_kernels).trace
-    median_s: dict[str, float] = {}
-    for name in sorted({s.name for s in trace.filter(kind="compute")}):
-        median_s[name] = statistics.median((s.end_ns - s.start_ns) / 1e9 for s in trace.filter(name=name))
-    rows = []
-    small, middle, large = COPIED
-    for kind in ("to the device, pinned", "to the device, pageable", "from the device, pinned", "on the device"):
-        at_small, measured, at_large = (median_s[f"{kind} {mib}"] for mib in COPIED)
-        bytes_per_s = (large - small) * MIB / max(at_large - at_small, 1e-12)
-        predicted = max(at_small - small * MIB / bytes_per_s, 0.0) + middle * MIB / bytes_per_s
-        rows.append(_row(f"copy {kind}, {middle} MiB", predicted, measured, f"{bytes_per_s / 1e9:.0f} GB/s"))
-    flop_per_s = 2 * WIDTHS[1] ** 3 / median_s[f"matrix product {WIDTHS[1]}"]
-    for width in (WIDTHS[0], WIDTHS[2]):
-        rate = f"{flop_per_s / 1e12:.2g} TFLOP/s"
-        rows.append(_row(f"float32 product, {width}²", 2 * width**3 / flop_per_s, median_s[f"matrix product {width}"], rate))
-    return [table(["case", "rate", "predicted", "measured", "ratio"], rows)]
-
-
-def _row(case: str, predicted_s: float, measured_s: float, rate: str) -> list[str]:
-    ratio = f"{measured_s / predicted_s:.2f}" if predicted_s else "–"
-    return [case, rate, f"{predicted_s * 1e3:.3f} ms", f"{measured_s * 1e3:.3f} ms", ratio]
 
 
 def events_beside_profiler() -> list[str]:
@@ -174,7 +117,7 @@ def events_beside_profiler() -> list[str]:
 
 def products() -> None:
     """In a rank."""
-    x = torch.ones(WIDTHS[1], WIDTHS[1], device=lab.device())
+    x = torch.ones(WIDTH, WIDTH, device=lab.device())
     for _ in range(10):
         with lab.span("products"):
             for _ in range(10):
@@ -199,7 +142,6 @@ def main(folder: Path) -> int:
     print(*about(), sep="\n")
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "step": lambda: step_in_a_picture(folder),
-        "predictions": predictions,
         "clocks": events_beside_profiler,
         "watch": watch_beside_run,
     }

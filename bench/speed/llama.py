@@ -15,8 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import labkit as lab
 
-__all__ = ["LLAMA_8B", "Shape", "train"]
-
 
 @dataclass(frozen=True)
 class Shape:
