@@ -60,14 +60,7 @@ def execute(path: Path, folder: Path) -> tuple[str, str, list[str]]:
 
 
 def failures(cells: list[Any], meant: list[bool], begun: int, ended_by: str) -> list[str]:
-    """What failed in a lesson, a line each.
-
-    Args:
-        cells: the cells with code.
-        meant: which of them are meant to raise.
-        begun: the number of cells that were begun.
-        ended_by: the error that ended the lesson in the last of these; "" if it ran to its end.
-    """
+    """What failed in a lesson, a line each; an error may have ended it in the last cell that was begun."""
     completed = cells[: begun - 1] if ended_by and begun else cells[:begun]
     failed = [_failure(i + 1, cell) for i, cell in enumerate(completed) if _raised(cell) != meant[i]]
     if ended_by:

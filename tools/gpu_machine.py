@@ -54,26 +54,18 @@ class Machine:
     """The capabilities of one Python on this machine.
 
     Attributes:
-        python: its executable.
-        version: its version.
-        torch: the version of its torch; "" if it has none.
-        cuda: the version of CUDA that torch was built for; "" for a CPU build.
-        nccl: the version of NCCL; "" without GPUs.
         gpus: name, bytes of memory and compute capability of each GPU that torch sees.
-        missing: modules of `NEEDS` that it lacks.
-        error: why torch could not be queried.
-        driver: the version of the NVIDIA driver; "" if nvidia-smi does not report it.
     """
 
-    python: str
-    version: str = ""
-    torch: str = ""
-    cuda: str = ""
-    nccl: str = ""
+    python: str  # its executable
+    version: str = ""  # its version
+    torch: str = ""  # the version of its torch; "" if it has none
+    cuda: str = ""  # the version of CUDA that torch was built for; "" for a CPU build
+    nccl: str = ""  # the version of NCCL; "" without GPUs
     gpus: list[tuple[str, int, str]] = field(default_factory=list)
-    missing: frozenset[str] = frozenset()
-    error: str = ""
-    driver: str = ""
+    missing: frozenset[str] = frozenset()  # modules of `NEEDS` that it lacks
+    error: str = ""  # why torch could not be queried
+    driver: str = ""  # the version of the NVIDIA driver; "" if nvidia-smi does not report it
 
     @property
     def fit(self) -> bool:

@@ -28,21 +28,13 @@ PICTURES: Final = {  # of the benchmark, with their captions and alternative tex
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a stage.
+    """The outcome of a stage."""
 
-    Attributes:
-        stage: its name.
-        log: its output; every stage says at the end what failed.
-        state: "ran", "failed" (it finished, and something in it failed), "timed out", or "not run".
-        seconds: how long it took.
-        missing: the packages that kept it from running.
-    """
-
-    stage: str
-    log: Path
-    state: str
-    seconds: float = 0.0
-    missing: tuple[str, ...] = ()
+    stage: str  # its name
+    log: Path  # its output; every stage says at the end what failed
+    state: str  # "ran", "failed" (it finished, and something in it failed), "timed out", or "not run"
+    seconds: float = 0.0  # how long it took
+    missing: tuple[str, ...] = ()  # the packages that kept it from running
 
     def last(self, count: int) -> list[str]:
         """The last lines of the log."""

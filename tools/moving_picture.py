@@ -53,13 +53,7 @@ def chromium() -> str | None:
 
 
 def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any) -> lab.Run:
-    """Watch a run, and leave what was to be seen of it in a GIF.
-
-    Args:
-        path: of the file.
-        group: the ranks.
-        function: what they call.
-        args: its arguments.
+    """Watch a run of the group, and leave what was to be seen of it in a GIF.
 
     Raises:
         LabError: no Chromium is installed.

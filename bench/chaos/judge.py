@@ -30,12 +30,9 @@ class Outcome:
 
 
 def named(turn: Round, reported: dict[str, Any]) -> bool:
-    """Whether the report was right and named the right rank.
+    """Whether the report of how the run ended was right and named the right rank.
 
-    Args:
-        turn: the round.
-        reported: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and
-            `results`.
+    It has the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and the run's `results`.
     """
     kind, expect = reported["kind"], FAULTS[turn.fault].expect
     if expect == "rank":

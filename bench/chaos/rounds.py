@@ -30,11 +30,7 @@ SAID_S: Final = 0.7  # a rank that is frozen for this long is reported
 
 
 class Arena:
-    """A notebook's process, restarted when it has been killed, and its judge.
-
-    Args:
-        folder: one of its own, for temporary files.
-    """
+    """A notebook's process, restarted when it has been killed, and its judge, with a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._temporary, self._moments = folder / "temporary", folder / "moments"
@@ -90,14 +86,10 @@ class Arena:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         variables = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": path} | self._machines(path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.chaos.notebook_process", str(reads), str(writes)],
-            env=os.environ | variables,
-            pass_fds=(reads, writes),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", "bench.chaos.notebook_process", str(reads), str(writes)], env=os.environ | variables,
+            pass_fds=(reads, writes), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )
+        )  # fmt: skip
         os.close(reads)
         os.close(writes)
         self._answers = b""
@@ -209,12 +201,7 @@ def main() -> None:
 
 
 def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
-    """Play rounds; failed ones are printed at once, with the command that repeats them.
-
-    Args:
-        turns: the rounds.
-        jobs: number of notebooks at a time.
-    """
+    """Play rounds in some notebooks at a time; failed ones are printed at once, with the command that repeats them."""
     waiting = deque(turns)
     outcomes: list[Outcome] = []
 

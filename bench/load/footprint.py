@@ -50,13 +50,9 @@ def footprint() -> Footprint:
 
 
 def watch_growth(action: Callable[[], object], count: int, *, warm: int, looks: int = 30) -> Footprint:
-    """Call the action `warm + count` times; returns the growth per call after the warm ones.
+    """Call the action `warm + count` times; returns the growth per call, by some looks after the warm ones.
 
-    Args:
-        action: the function to call.
-        count: number of calls, once warm.
-        warm: number of calls before that: imports, caches and the allocator's pools fill up.
-        looks: number of samples.
+    Meanwhile imports, caches and the allocator's pools fill up.
     """
     for _ in range(warm):
         action()

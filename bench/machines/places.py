@@ -21,15 +21,10 @@ HELPERS: Final = ROOT / "tests" / "helpers"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ranks run.
+    """Where ranks run."""
 
-    Args:
-        on: what the group gets as `on`.
-        lose: makes the second machine disappear; None if that is not possible here.
-    """
-
-    on: Any
-    lose: Callable[[], object] | None = None
+    on: Any  # what the group gets as `on`
+    lose: Callable[[], object] | None = None  # makes the second machine disappear; None if that is not possible here
 
 
 def _helper(name: str) -> Any:

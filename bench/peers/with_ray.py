@@ -28,6 +28,8 @@ class Rank:
 class Ray(Tool):
     """`ray.remote`; Ray itself runs until the kernel ends."""
 
+    times = 1
+
     def ready(self) -> list[float]:
         """See `Tool`; the rest likewise."""
         if not ray.is_initialized():

@@ -111,7 +111,7 @@ def medians(measurements: dict[str, Measure], kernels: int) -> dict[str, float]:
         for name, measure in measurements.items():
             say(f"{name}, kernel {number + 1} of {kernels}")
             try:
-                with Kernel(sys.executable) as kernel:
+                with Kernel() as kernel:
                     found = measure(kernel)
             except RuntimeError as error:
                 say(f"{name} failed:\n{error}")

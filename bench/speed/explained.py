@@ -24,27 +24,16 @@ STAGES: Final = lab.Link(gbit_per_s=1, latency_us=500)
 
 @dataclass(frozen=True)
 class Case:
-    """A slow program and its cure.
+    """A slow program and its cure."""
 
-    Args:
-        name: the program in words.
-        program: takes whether it is cured.
-        cure: the cure in words.
-        change: the change of `lab.what_helps` that is this cure; "" if none is.
-        ranks: how many ranks; if they are named, the program calls functions remotely.
-        link: their link.
-        threads: of each rank.
-        better: the link of the cured program, if that is the cure.
-    """
-
-    name: str
-    program: Callable[[bool], Any]
-    cure: str
-    change: str = ""
-    ranks: int | tuple[str, ...] = 2
-    link: lab.Link | None = GBIT
-    threads: int | None = 1
-    better: lab.Link | None = None
+    name: str  # the program in words
+    program: Callable[[bool], Any]  # takes whether it is cured
+    cure: str  # the cure in words
+    change: str = ""  # the change of `lab.what_helps` that is this cure; "" if none is
+    ranks: int | tuple[str, ...] = 2  # how many ranks; if they are named, the program calls functions remotely
+    link: lab.Link | None = GBIT  # their link
+    threads: int | None = 1  # of each rank
+    better: lab.Link | None = None  # the link of the cured program, if that is the cure
 
 
 def cases() -> Iterator[Case]:

@@ -131,7 +131,7 @@ def watch_beside_run() -> list[str]:
     from bench.kernel import Kernel
     from bench.speed import live_picture
 
-    with Kernel(sys.executable) as kernel:
+    with Kernel() as kernel:
         run_s, ratio = live_picture.compare(kernel, 5 if REHEARSAL else 100, rounds=5, limit_s=WATCH_LIMIT_S)
     return [f"Training takes {ratio:.2f} times as long with `watch` as with `run` ({run_s:.2f} s)."]
 

@@ -14,19 +14,14 @@ class Promise:
     """One row of the table of promises.
 
     Attributes:
-        what: the measured quantity, in words; `{lost:.0%}` is the part of the spans that was lost.
-        key: of labkit's measurement.
-        beside: the measurement to compare with; "" if there is none.
-        beside_name: what that is.
-        at_most: the goal, in `unit`; None if there is none.
         unit: "times" for a multiple of what is beside it, "more" for a fraction above that, "seconds" for a limit.
     """
 
-    what: str
-    key: str
-    beside: str = ""
-    beside_name: str = ""
-    at_most: float | None = None
+    what: str  # the measured quantity, in words; `{lost:.0%}` is the part of the spans that was lost
+    key: str  # of labkit's measurement
+    beside: str = ""  # the measurement to compare with; "" if there is none
+    beside_name: str = ""  # what that is
+    at_most: float | None = None  # the goal, in `unit`; None if there is none
     unit: str = "times"
 
     def cells(self, measured: Mapping[str, float]) -> list[str]:

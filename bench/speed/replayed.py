@@ -25,38 +25,23 @@ Program = Callable[..., None]
 
 @dataclass(frozen=True)
 class Run:
-    """A program and the group that runs it.
+    """A program and the group that runs it."""
 
-    Args:
-        program: the program.
-        arguments: its arguments.
-        ranks: how many ranks; if they are named, the program calls functions remotely.
-        link: their link.
-        one_core: whether all ranks are kept on one core.
-    """
-
-    program: Program
-    arguments: tuple[Any, ...]
-    ranks: int | tuple[str, ...]
-    link: lab.Link | None = FAST
-    one_core: bool = False
+    program: Program  # the program
+    arguments: tuple[Any, ...]  # its arguments
+    ranks: int | tuple[str, ...]  # how many ranks; if they are named, the program calls functions remotely
+    link: lab.Link | None = FAST  # their link
+    one_core: bool = False  # whether all ranks are kept on one core
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run, the same run after a change, and the arguments of `lab.replay` that predict it.
+    """A run, the same run after a change, and the arguments of `lab.replay` that predict it."""
 
-    Args:
-        name: program and change.
-        base: what is recorded.
-        changed: what is predicted.
-        change: the arguments.
-    """
-
-    name: str
-    base: Run
-    changed: Run
-    change: dict[str, Any] = field(default_factory=dict)
+    name: str  # program and change
+    base: Run  # what is recorded
+    changed: Run  # what is predicted
+    change: dict[str, Any] = field(default_factory=dict)  # the arguments
 
 
 def _named() -> dict[str, tuple[Program, tuple[Any, ...]]]:
