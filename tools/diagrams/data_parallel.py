@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from tools.diagrams.kit import (
-    BACKWARD,
-    COMMUNICATION,
-    COMPUTE,
-    FORWARD,
-    GOLD,
-    OLIVE,
-    OPTIMIZER,
-    PINK,
-    SUM,
-    VIOLET,
-    Diagram,
-    diagram,
-)
-
-MEAN: Final = SUM
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, OLIVE, OPTIMIZER, PINK, SHARES, SUM, Diagram, diagram
 
 
 @diagram("02_replicas", 640, 240, "replicas")
@@ -28,7 +11,7 @@ def replicas(picture: Diagram) -> None:
     model."""
     picture.text(80, 20, "batch: 64 digits", size=14, bold=True)
     for row in range(2):
-        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=(VIOLET, GOLD)[row], radius=3)
+        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=SHARES[row], radius=3)
     for row in range(2):
         y = 34 + row * 104
         picture.box(250, y, 370, 92, radius=8)
@@ -45,12 +28,12 @@ def average(picture: Diagram) -> None:
     2 it is the gradient of all 64 digits."""
     for x, title in ((155, "after backward"), (375, "after all_reduce"), (595, "divided by p = 2")):
         picture.text(x, 16, title, size=14, bold=True)
-    for row, (letter, colour) in enumerate((("g₀", VIOLET), ("g₁", GOLD))):
+    for row, (letter, colour) in enumerate((("g₀", SHARES[0]), ("g₁", SHARES[1]))):
         y = 42 + row * 76
         picture.text(52, y + 26, f"rank {row}", anchor="end", size=14)
         picture.box(90, y, 130, 52, f"{letter}\nof 32 digits", fill=colour)
         picture.box(310, y, 130, 52, "g₀ + g₁\nthe sum", fill=SUM)
-        picture.box(530, y, 130, 52, "(g₀ + g₁) / 2\nof all 64 digits", fill=MEAN, size=13)
+        picture.box(530, y, 130, 52, "(g₀ + g₁) / 2\nof all 64 digits", fill=SUM, size=13)
         picture.arrow((448, y + 26), (522, y + 26))
     for start in (0, 1):
         for end in (0, 1):
@@ -85,10 +68,10 @@ def nn_dataparallel(picture: Diagram) -> None:
     to 3. Their outputs and gradients come back to GPU 0."""
     picture.box(8, 8, 684, 254, radius=10, dashed=True)
     picture.text(24, 28, "one process, one interpreter lock", anchor="start", size=13)
-    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=VIOLET, size=13)
+    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=SHARES[0], size=13)
     for number in (1, 2, 3):
         y = 40 + (number - 1) * 74
-        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=GOLD, size=13)
+        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=SHARES[1], size=13)
         picture.arrow((198, 98 + number * 11), (522, y + 20), color=COMMUNICATION, bend=6)
         picture.arrow((522, y + 42), (198, 138 + number * 11), color=OLIVE, bend=6)
     picture.text(360, 54, "whole model, part of the batch", size=13, color=COMMUNICATION)
