@@ -199,10 +199,6 @@ def _go_wrong(turn: Round) -> Any:
     return None
 
 
-def _bare_step(turn: Round) -> float:
-    return sum(i * i for i in range(20_000)) / turn.size
-
-
 def _tensorflow_step() -> Callable[[], object]:
     made: list[Callable[[], Any]] = []  # the strategy, with the first step
 
