@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,33 +15,24 @@ from typing import Any, Final, Self
 
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-__all__ = ["Kernel"]
-
 ROOT: Final = Path(__file__).resolve().parents[1]
-LIMIT_S: Final = 120.0
+LIMIT_S: Final = 300.0
 
 
 class Kernel:
-    """One kernel and its client.
+    """One kernel of this Python and its client."""
 
-    Args:
-        python: the interpreter.
-    """
-
-    def __init__(self, python: str) -> None:
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        spec = Path(self._folder.name) / "bench"
-        spec.mkdir()
-        argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "bench", "language": "python"}))
-        specs = KernelSpecManager(kernel_dirs=[self._folder.name], ensure_native_kernel=False)
-        self._manager = KernelManager(kernel_name="bench", kernel_spec_manager=specs)
-        self._log = (Path(self._folder.name) / "log").open("wb")  # ipykernel warns about TCP
-        variables = os.environ | {"IPYTHONDIR": self._folder.name}
-        self._manager.start_kernel(cwd=str(ROOT), env=variables, stdout=self._log, stderr=self._log)
+        self._manager = KernelManager()
+        assert self._manager.kernel_spec is not None
+        self._manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # also for processes of Ray
+        variables = os.environ | {"IPYTHONDIR": self._folder.name, "PYTHONPATH": path}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # ipykernel warns about TCP
+        self._manager.start_kernel(cwd=str(ROOT), env=variables, **quiet)
         self.client: BlockingKernelClient = self._manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(LIMIT_S)
@@ -56,15 +48,10 @@ class Kernel:
         for process in started:  # leftovers of a tool; psutil ends no process whose number was reused
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._log.close()
         self._folder.cleanup()
 
     def run(self, source: str, *, value: str = "None") -> Any:
-        """Run a cell and wait for it.
-
-        Args:
-            source: the cell.
-            value: an expression evaluated after it; the result of this call.
+        """Run a cell, wait for it, and return the value of an expression afterwards.
 
         Raises:
             RuntimeError: the cell failed, or took too long.
@@ -86,11 +73,11 @@ class Kernel:
         return str(self.client.execute(source, allow_stdin=False))
 
     def until(self, cell: str, wanted: Callable[[str, dict[str, Any]], bool]) -> int:
-        """Wait for a message of a cell; returns its arrival time, in ns of `time.perf_counter_ns`.
+        """Wait for a message of a cell that `begin` began; returns its arrival time, in ns of `time.perf_counter_ns`.
 
         Args:
-            cell: the number that `begin` returned.
-            wanted: called with the type and the content of each message; returns whether it is the one.
+            cell: the cell's number.
+            wanted: whether a message of that type and content is the one.
 
         Raises:
             TimeoutError: it did not arrive.

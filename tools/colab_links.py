@@ -42,12 +42,7 @@ def main() -> int:
 
 
 def link(folder: str, stem: str) -> str:
-    """Return a link in Markdown.
-
-    Args:
-        folder: the address of the folder of the copies.
-        stem: the lesson's name, such as "02_data_parallel".
-    """
+    """Return a link to the copy of a lesson, in the folder with that address, in Markdown."""
     return f"[Open in Colab]({folder}/{stem}.ipynb)"
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -22,37 +21,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import gpu_machine, gpu_report
 from tools.gpu_machine import ROOT, Machine
+from tools.gpu_report import Outcome
 
 BUILD: Final = ROOT / "build" / "gpu"
 LIMIT_S: Final = 480.0  # for everything
 # In the order in which the stages run.
 LIMITS_S: Final = {"doctor": 45.0, "smoke": 60.0, "tests": 165.0, "lessons": 120.0, "benchmark": 90.0}
 REHEARSAL_FACTOR: Final = 8.0  # there is no hurry, and two busy cores without a GPU need ten minutes for the lessons alone
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a stage.
-
-    Attributes:
-        stage: its name.
-        state: "ran", "failed" (it finished, and something in it failed), "timed out", or "not run".
-        seconds: how long it took.
-        missing: the packages that kept it from running.
-    """
-
-    stage: str
-    state: str
-    seconds: float = 0.0
-    missing: tuple[str, ...] = ()
 
 
 def main() -> int:
@@ -79,19 +61,14 @@ def main() -> int:
     BUILD.mkdir(parents=True)
     factor = REHEARSAL_FACTOR if arguments.rehearse else 1.0
     outcomes = []
-    for stage, limit_s in LIMITS_S.items():
-        if stage in arguments.stages:
-            left_s = factor * LIMIT_S - (time.monotonic() - started)
-            command = _command(stage, arguments.lessons)
-            outcomes.append(
-                run_stage(stage, command, machine, rehearsal=arguments.rehearse, limit_s=min(factor * limit_s, left_s))
-            )
-    reports = [vars(outcome) for outcome in outcomes]
-    results = {outcome.stage: _result(outcome.stage) for outcome in outcomes}
+    for stage in (stage for stage in LIMITS_S if stage in arguments.stages):
+        limit_s = min(factor * LIMITS_S[stage], factor * LIMIT_S - (time.monotonic() - started))
+        command = _command(stage, arguments.lessons)
+        outcomes.append(run_stage(stage, command, machine, rehearsal=arguments.rehearse, limit_s=limit_s))
     partial = arguments.rehearse or arguments.lessons or len(outcomes) < len(LIMITS_S)
     page = BUILD / "gpu.md" if partial else ROOT / "docs" / "gpu.md"
-    gpu_report.write(page, machine, reports, results, BUILD, rehearsal=arguments.rehearse)
-    for heading, lines in gpu_report.failures(reports, results, BUILD).items():
+    gpu_report.write(page, machine, outcomes, BUILD, rehearsal=arguments.rehearse)
+    for heading, lines in gpu_report.failures(outcomes).items():
         print(f"\n{heading}", *lines, sep="\n  ")
     print(f"\n{page.relative_to(ROOT)} says what ran; figures, lessons and logs are in {BUILD.relative_to(ROOT)}/")
     if arguments.out is not None:
@@ -103,22 +80,17 @@ def main() -> int:
 
 def run_stage(stage: str, command: list[str], machine: Machine, *, rehearsal: bool, limit_s: float) -> Outcome:
     """Run one stage in a process group of its own, with its output in a log; end it when its time is over."""
-    missing = machine.lacks(stage)
+    missing, path = machine.lacks(stage), BUILD / f"{stage}.log"
     if missing:
         print(f"{stage}: not run, {machine.python} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
-        return Outcome(stage, "not run", missing=tuple(missing))
+        return Outcome(stage, path, "not run", missing=tuple(missing))
     print(f"{stage} ...", end=" ", flush=True)
     started = time.monotonic()
-    with (BUILD / f"{stage}.log").open("w") as log:
+    with path.open("w") as log:
         process = subprocess.Popen(
-            [machine.python, *command],
-            cwd=ROOT,
-            env=gpu_machine.environment(rehearsal=rehearsal),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            [machine.python, *command], cwd=ROOT, env=gpu_machine.environment(rehearsal=rehearsal), stdin=subprocess.DEVNULL,
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
         try:
             state = "ran" if process.wait(max(limit_s, 1.0)) == 0 else "failed"
         except subprocess.TimeoutExpired:
@@ -129,14 +101,13 @@ def run_stage(stage: str, command: list[str], machine: Machine, *, rehearsal: bo
             process.wait()
     seconds = time.monotonic() - started
     print(f"{state} after {seconds:.0f} s (build/gpu/{stage}.log)", flush=True)
-    return Outcome(stage, state, seconds)
+    return Outcome(stage, path, state, seconds)
 
 
 def _command(stage: str, lessons: Sequence[str]) -> list[str]:
     """The arguments of Python that run a stage."""
     if stage == "doctor":
-        program = "import sys, pathlib, labkit; pathlib.Path(sys.argv[1]).write_text(str(labkit.doctor()))"
-        return ["-c", program, str(BUILD / "doctor.txt")]
+        return ["-c", "import labkit; print(labkit.doctor())"]
     if stage == "smoke":
         return ["-m", "tools.gpu_smoke"]
     if stage == "lessons":
@@ -150,19 +121,7 @@ def _command(stage: str, lessons: Sequence[str]) -> list[str]:
     ]
     # The project's own options are for nbval, which may not be installed. One hanging test must not outlive its stage.
     options = ["-o", "addopts=", "-o", "faulthandler_timeout=45", "--timeout=60", "-m", "gpu", "-ra", "-v"]
-    return ["-m", "pytest", *options, f"--junitxml={BUILD / 'tests.xml'}", *files]
-
-
-def _result(stage: str) -> Any:
-    """The result of a stage; None if there is none."""
-    if stage == "tests":
-        return gpu_report.read_tests(BUILD)
-    try:
-        if stage in ("doctor", "smoke"):
-            return (BUILD / ("doctor.txt" if stage == "doctor" else "smoke.log")).read_text()
-        return json.loads((BUILD / f"{stage}.json").read_text())
-    except (OSError, ValueError):
-        return None
+    return ["-m", "pytest", *options, *files]
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
     python -m tools.gpu_lessons FOLDER 00 02    these
 
 Up to six lessons run at a time, each in a kernel of its own. Every cell is run, also after one that failed. FOLDER gets
-each executed notebook, its figures as PNG, and `lessons.json`.
+each executed notebook and its figures as PNG.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import sys
 import time
@@ -28,7 +27,6 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
 CELL_LIMIT_S: Final = 240 if REHEARSAL else 60  # on two busy cores some cells take more than a minute
 MOST_AT_A_TIME: Final = 6  # each has two to four ranks
-UNFINISHED: Final = "it had not ended when the time of the stage was over"
 
 
 def torch_lessons(numbers: Sequence[str] = ()) -> list[Path]:
@@ -37,24 +35,18 @@ def torch_lessons(numbers: Sequence[str] = ()) -> list[Path]:
     return [p for p in paths if not numbers or p.stem.partition("_")[0] in numbers]
 
 
-def execute(path: Path, folder: Path) -> dict[str, Any]:
-    """Run one lesson; returns its results for the page."""
+def execute(path: Path, folder: Path) -> tuple[str, str, list[str]]:
+    """Run one lesson; returns its name, what it did, and a line for each failure."""
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     meant = [_raised(cell) for cell in cells]  # the stored run shows which cells are meant to raise
     for cell in cells:  # where a cell does not run, the stored output of another machine would pass for its own
         cell.outputs, cell.execution_count = [], None
     client = NotebookClient(
-        notebook,
-        timeout=CELL_LIMIT_S,
-        kernel_name="python3",
+        notebook, timeout=CELL_LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
         extra_arguments=["--log-level=40"],  # errors: a kernel also warns that its connection is not encrypted
-        resources={"metadata": {"path": str(path.parent)}},
-        allow_errors=True,
-        record_timing=False,
-        store_widget_state=False,
-        coalesce_streams=True,
-    )
+        allow_errors=True, record_timing=False, store_widget_state=False, coalesce_streams=True,
+    )  # fmt: skip
     started, ended_by = time.monotonic(), ""
     try:
         client.execute()
@@ -62,24 +54,13 @@ def execute(path: Path, folder: Path) -> dict[str, Any]:
         ended_by = f"{type(error).__name__}: {in_one_line(str(error))}"
     seconds = time.monotonic() - started
     nbformat.write(notebook, folder / path.name)
-    return {
-        "lesson": path.stem,
-        "seconds": seconds,
-        "cells": len(cells),
-        "failed": failures(cells, meant, client.code_cells_executed, ended_by),
-        "figures": save_figures(cells, folder, path.stem),
-    }
+    figures = save_figures(cells, folder, path.stem)
+    said = f"{seconds:.0f} s, {len(cells)} cells, {figures} figures"
+    return path.stem, said, failures(cells, meant, client.code_cells_executed, ended_by)
 
 
 def failures(cells: list[Any], meant: list[bool], begun: int, ended_by: str) -> list[str]:
-    """What failed in a lesson, a line each.
-
-    Args:
-        cells: the cells with code.
-        meant: which of them are meant to raise.
-        begun: the number of cells that were begun.
-        ended_by: the error that ended the lesson in the last of these; "" if it ran to its end.
-    """
+    """What failed in a lesson, a line each; an error may have ended it in the last cell that was begun."""
     completed = cells[: begun - 1] if ended_by and begun else cells[:begun]
     failed = [_failure(i + 1, cell) for i, cell in enumerate(completed) if _raised(cell) != meant[i]]
     if ended_by:
@@ -89,15 +70,15 @@ def failures(cells: list[Any], meant: list[bool], begun: int, ended_by: str) -> 
     return failed
 
 
-def save_figures(cells: list[Any], folder: Path, stem: str) -> list[str]:
-    """Write every picture of the cells' outputs into the folder; the files' names."""
-    names = []
+def save_figures(cells: list[Any], folder: Path, stem: str) -> int:
+    """Write every picture of the cells' outputs into the folder; returns how many."""
+    count = 0
     for number, cell in enumerate(cells, 1):
         pictures = [o["data"]["image/png"] for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
         for i, picture in enumerate(pictures):
-            names.append(f"{stem}_cell{number:02}{f'_{i}' if i else ''}.png")
-            (folder / names[-1]).write_bytes(base64.b64decode(picture))
-    return names
+            (folder / f"{stem}_cell{number:02}{f'_{i}' if i else ''}.png").write_bytes(base64.b64decode(picture))
+            count += 1
+    return count
 
 
 def _raised(cell: Any) -> bool:
@@ -112,23 +93,23 @@ def _failure(number: int, cell: Any) -> str:
 
 
 def main(folder: Path, numbers: Sequence[str] = ()) -> int:
-    """Run the lessons; returns how many had a cell that failed."""
+    """Run the lessons, and say at the end what failed; returns how many had a cell that failed."""
     paths = torch_lessons(numbers)
     if not paths:
         print(f"No torch lesson has the number {' or '.join(numbers)}.", file=sys.stderr)
         return 1
-    unfinished = {"seconds": 0.0, "cells": 0, "failed": [UNFINISHED], "figures": []}
-    found: dict[str, dict[str, Any]] = {path.stem: {"lesson": path.stem, **unfinished} for path in paths}
-    results = folder / "lessons.json"
-    results.write_text(json.dumps([*found.values()]))
+    print(f"{len(paths)} lessons: {' '.join(path.stem for path in paths)}", flush=True)
+    failed: dict[str, list[str]] = {}
     with ThreadPoolExecutor(min(MOST_AT_A_TIME, os.cpu_count() or 1)) as pool:
         # Those that take longest are the last ones: they start first.
         for run in as_completed([pool.submit(execute, path, folder) for path in reversed(paths)]):
-            lesson = run.result()
-            found[lesson["lesson"]] = lesson
-            results.write_text(json.dumps([*found.values()]))  # after each, in case the time of the stage runs out
-            print(f"{lesson['lesson']}: {lesson['seconds']:.0f} s", *lesson["failed"], sep="\n  ", flush=True)
-    return sum(bool(lesson["failed"]) for lesson in found.values())
+            lesson, said, failed_cells = run.result()
+            print(f"{lesson}: {said}, {len(failed_cells) or 'no'} failures", flush=True)
+            if failed_cells:
+                failed[lesson] = failed_cells
+    for lesson, failed_cells in failed.items():
+        print(f"{lesson} failed:", *failed_cells, sep="\n  ")
+    return len(failed)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-__all__ = ["NEEDS", "Machine", "find"]
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 OLDEST_TORCH: Final = (2, 10)  # as pyproject.toml
@@ -27,55 +26,42 @@ _BASE: Final = {"cloudpickle": "cloudpickle", "numpy": "numpy", "psutil": "psuti
 NEEDS: Final[dict[str, dict[str, str]]] = {
     "tests": _BASE | {"pytest": "pytest", "pytest_timeout": "pytest-timeout"},
     "lessons": _BASE | {"nbformat": "nbformat", "nbclient": "nbclient", "ipykernel": "ipykernel", "sklearn": "scikit-learn"},
-    "benchmark": dict(_BASE),
-    "doctor": dict(_BASE),
-    "smoke": dict(_BASE),
-}
+    "benchmark": _BASE, "doctor": _BASE, "smoke": _BASE,
+}  # fmt: skip
 
+# Prints the fields of a `Machine`.
 _PROBE: Final = """
 import importlib.util, json, platform, sys
-found = {"python": platform.python_version(), "executable": sys.executable, "gpus": []}
+found = {"version": platform.python_version(), "gpus": []}
 found["missing"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 try:
     import torch
-    found["torch"] = torch.__version__
-    found["cuda"] = torch.version.cuda
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         found["gpus"].append([properties.name, properties.total_memory, f"{properties.major}.{properties.minor}"])
     if found["gpus"]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except Exception as error:
-    found["error"] = f"{type(error).__name__}: {error}"
+    if getattr(error, "name", "") != "torch":
+        found["error"] = f"{type(error).__name__}: {error}"
 print(json.dumps(found))
 """
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The capabilities of one Python on this machine.
+    """The capabilities of one Python on this machine."""
 
-    Attributes:
-        python: its executable.
-        version: its version.
-        torch: the version of its torch; "" if it has none.
-        cuda: the version of CUDA that torch was built for; "" for a CPU build.
-        nccl: the version of NCCL; "" without GPUs.
-        gpus: name, bytes of memory and compute capability of each GPU that torch sees.
-        missing: modules of `NEEDS` that it lacks.
-        error: why torch could not be queried.
-        driver: the version of the NVIDIA driver; "" if nvidia-smi does not report it.
-    """
-
-    python: str
-    version: str = ""
-    torch: str = ""
-    cuda: str = ""
-    nccl: str = ""
-    gpus: list[tuple[str, int, str]] = field(default_factory=list)
-    missing: frozenset[str] = frozenset()
-    error: str = ""
-    driver: str = ""
+    python: str  # its executable
+    version: str = ""  # its version
+    torch: str = ""  # the version of its torch; "" if it has none
+    cuda: str = ""  # the version of CUDA that torch was built for; "" for a CPU build
+    nccl: str = ""  # the version of NCCL; "" without GPUs
+    gpus: Sequence[tuple[str, int, str]] = ()  # name, bytes of memory and compute capability of each GPU that torch sees
+    missing: Sequence[str] = ()  # modules of `NEEDS` that it lacks
+    error: str = ""  # why torch could not be queried
+    driver: str = ""  # the version of the NVIDIA driver; "" if nvidia-smi does not report it
 
     @property
     def fit(self) -> bool:
@@ -103,8 +89,7 @@ class Machine:
 def find(asked: str = "") -> tuple[Machine | None, list[str]]:
     """The first Python that can run on a GPU, and the reasons why others cannot.
 
-    Args:
-        asked: the Python that the user named; default: the project's environment, then this one, then `python3`.
+    They are the one that the user named, or the project's, this one, and `python3`.
     """
     candidates = [asked] if asked else [str(ROOT / ".venv" / "bin" / "python"), sys.executable, shutil.which("python3") or ""]
     driver, seen, reasons = _driver(), set[str](), []
@@ -131,23 +116,11 @@ def _probe(python: str, driver: str) -> Machine:
         answer = subprocess.run(
             [python, "-c", _PROBE, *modules], capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False, cwd=ROOT
         )
-        said: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+        return Machine(python, driver=driver, **json.loads(answer.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return Machine(python, error=f"no answer within {PROBE_LIMIT_S:.0f} s", driver=driver)
     except (OSError, ValueError, IndexError) as error:
         return Machine(python, error=f"{type(error).__name__}: {error}", driver=driver)
-    missing_torch = "torch" not in said and "No module named 'torch'" in said.get("error", "")
-    return Machine(
-        python,
-        version=said["python"],
-        torch=said.get("torch", ""),
-        cuda=said.get("cuda") or "",
-        nccl=said.get("nccl", ""),
-        gpus=[(name, nbytes, capability) for name, nbytes, capability in said["gpus"]],
-        missing=frozenset(said["missing"]),
-        error="" if missing_torch else said.get("error", ""),
-        driver=driver,
-    )
 
 
 def _driver() -> str:

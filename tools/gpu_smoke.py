@@ -19,7 +19,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
 import labkit as lab
+from labkit.launch.resource_usage import Gpus
+from labkit.worker.comm.cuda_timing import NOTHING_NS, CudaEvents
 from tools.gpu_report import in_one_line
 
 REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
@@ -40,13 +45,7 @@ os.waitpid(pid, 0)
 
 
 def check(name: str, find: Callable[[], Any], expected: Callable[[Any], bool] = bool) -> bool:
-    """Print in one line what was found, and whether it is as expected; returns the latter.
-
-    Args:
-        name: of the check.
-        find: makes the finding; an exception is one that was not expected.
-        expected: whether a finding is as expected; default: whether it is true.
-    """
+    """Print in one line what was found, and whether it is as expected; returns the latter."""
     began = time.perf_counter()
     try:
         found = find()
@@ -56,13 +55,6 @@ def check(name: str, find: Callable[[], Any], expected: Callable[[Any], bool] = 
     seconds = time.perf_counter() - began
     print(f"{'ok' if passed else 'FAILED':<7} {name:<27} {seconds:6.2f} s  {str(found)[:400]}", flush=True)
     return passed
-
-
-def torch_version() -> str:
-    """Of torch; the first, slow import."""
-    import torch
-
-    return torch.__version__
 
 
 def system() -> str:
@@ -93,9 +85,6 @@ def run(ranks: int, function: Callable[[], Any]) -> Any:
 
 def total() -> tuple[str, list[float], float]:
     """In a rank: the backend, the sum of a one of each rank, and the seconds it took."""
-    import torch
-    import torch.distributed as dist
-
     x = torch.ones(2, device=lab.device())
     began = time.perf_counter()
     dist.all_reduce(x)
@@ -105,8 +94,6 @@ def total() -> tuple[str, list[float], float]:
 
 def is_total(found: list[tuple[str, list[float], float]]) -> bool:
     """Whether each rank has the sum, by NCCL if it has a GPU of its own."""
-    import torch
-
     ranks = len(found)
     backend = "nccl" if not REHEARSAL and ranks <= torch.cuda.device_count() else "gloo"
     return all(used == backend and values == [ranks, ranks] for used, values, _ in found)
@@ -114,9 +101,6 @@ def is_total(found: list[tuple[str, list[float], float]]) -> bool:
 
 def behind() -> None:
     """In a rank: an all-reduce that is queued behind half a second of kernels when this function returns."""
-    import torch
-    import torch.distributed as dist
-
     width = 64 if REHEARSAL else 4096
     x = torch.ones(width, width, device=lab.device())
     for _ in range(200):
@@ -126,9 +110,6 @@ def behind() -> None:
 
 def message() -> list[float]:
     """In a rank: what rank 0 has sent, and rank 1 received."""
-    import torch
-    import torch.distributed as dist
-
     x = torch.full((2,), SENT if dist.get_rank() == 0 else 0.0, device=lab.device())
     if dist.get_rank() == 0:
         dist.send(x, 1)
@@ -140,8 +121,6 @@ def message() -> list[float]:
 
 def nvml() -> tuple[int, int] | str | None:
     """The utilization in per cent and the bytes in use of the first GPU."""
-    from labkit.launch.resource_usage import Gpus
-
     if importlib.util.find_spec("pynvml") is None:
         return "left out: there is no nvidia-ml-py"
     return Gpus().read(0)
@@ -149,10 +128,6 @@ def nvml() -> tuple[int, int] | str | None:
 
 def anchors() -> str:
     """How long the GPU takes to reach an event, and a time that is read backwards; for information."""
-    import torch
-
-    from labkit.worker.comm.cuda_timing import CudaEvents
-
     torch.zeros(1, device="cuda")
     events, took_us = CudaEvents(), []
     first = events.here(0)
@@ -168,10 +143,6 @@ def anchors() -> str:
 
 def between_events() -> tuple[float, float]:
     """The microseconds between two events behind long kernels: with nothing between them, and with a small kernel."""
-    import torch
-
-    from labkit.worker.comm.cuda_timing import CudaEvents
-
     events, x = CudaEvents(), torch.ones(4096, 4096, device="cuda")
     small = torch.ones(8, device="cuda")
     x = x @ x / 4096  # CUDA loads each kernel at its first use, and may wait for the GPU then
@@ -189,17 +160,10 @@ def between_events() -> tuple[float, float]:
     return round(statistics.median(took_us[::2]), 2), round(statistics.median(took_us[1::2]), 2)
 
 
-def as_spans_assume(found: tuple[float, float]) -> bool:
-    """Whether labkit tells a span that gives the GPU nothing to do from one with a small kernel."""
-    from labkit.worker.comm.cuda_timing import NOTHING_NS
-
-    return 1000 * found[0] < NOTHING_NS < 1000 * found[1]
-
-
 def main() -> int:
     """Make all checks; returns 1 if one failed."""
     passed = [
-        check("import torch", torch_version),
+        check("torch", lambda: torch.__version__),
         check("system", system),
         check("pidfd", pidfd),
         check("Group(1) all_reduce", lambda: run(1, total).results, is_total),
@@ -218,7 +182,8 @@ def main() -> int:
             check("count, then fork", count_then_fork, lambda found: "in bad fork: False" in found),
             check("NVML", nvml),
             check("anchors", anchors),
-            check("us between events", between_events, as_spans_assume),
+            # So labkit tells a span that gives the GPU nothing to do from one with a small kernel.
+            check("us between events", between_events, lambda us: 1000 * us[0] < NOTHING_NS < 1000 * us[1]),
         ]
     return 0 if all(passed) else 1
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import nbformat
 
-__all__ = ["NOTEBOOKS", "Numbers", "numbers_of"]
-
 NOTEBOOKS: Final = Path(__file__).resolve().parents[1] / "notebooks"
 CHECKED: Final = "nbval-check-output"
 _UNREAD: Final = re.compile(r"!\[[^\]]*\]\([^)]*\)|<[^>]+>|\]\([^)]*\)", re.DOTALL)  # pictures, tags, targets of links
@@ -24,35 +22,20 @@ _PICTURE: Final = re.compile(r"!\[([^\]]*)\]\(([^)]*)\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one lesson.
+    """The numbers of one lesson."""
 
-    Args:
-        name: the notebook's name without ".ipynb".
-        words: in all text cells; a formula counts as one word.
-        words_per_cell: the median over the text cells.
-        words_to_code: before the first cell of code that does more than import.
-        words_to_picture: before the first cell that watches a run.
-        lines_per_cell: the median over the code cells.
-        longest_line: of the code, in characters.
-        guesses: calls of `lab.guess`.
-        checked: cells whose output the tests compare.
-        pictures: the alternative text and the file of each diagram.
-        headings: the headings of the second level.
-        kilobytes: of the executed notebook.
-    """
-
-    name: str
-    words: int
-    words_per_cell: float
-    words_to_code: int
-    words_to_picture: int
-    lines_per_cell: float
-    longest_line: int
-    guesses: int
-    checked: int
-    pictures: tuple[tuple[str, str], ...]
-    headings: tuple[str, ...]
-    kilobytes: float
+    name: str  # the notebook's name without ".ipynb"
+    words: int  # in all text cells; a formula counts as one word
+    words_per_cell: float  # the median over the text cells
+    words_to_code: int  # before the first cell of code that does more than import
+    words_to_picture: int  # before the first cell that watches a run
+    lines_per_cell: float  # the median over the code cells
+    longest_line: int  # of the code, in characters
+    guesses: int  # calls of `lab.guess`
+    checked: int  # cells whose output the tests compare
+    pictures: tuple[tuple[str, str], ...]  # the alternative text and the file of each diagram
+    headings: tuple[str, ...]  # the headings of the second level
+    kilobytes: float  # of the executed notebook
 
 
 def numbers_of(path: Path) -> Numbers:

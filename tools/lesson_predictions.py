@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import nbformat
 
+from bench.page import with_section
 from labkit.plots.predictions import MIME, Predictions, Quantity
 from tools.lesson_numbers import NOTEBOOKS
-
-__all__ = ["predictions_in", "section", "with_section"]
 
 PAGE: Final = NOTEBOOKS.parent / "docs" / "predictions.md"
 HEADING: Final = "## In the lessons"
@@ -63,11 +62,6 @@ def _ratios(found: list[Predictions]) -> list[float]:
 
 def _inside(ratios: list[float]) -> int:
     return sum(0.8 <= ratio <= 1.25 for ratio in ratios)
-
-
-def with_section(page: str, new: str) -> str:
-    """The page with its last section replaced, or added."""
-    return page.partition(HEADING)[0].rstrip() + "\n\n" + new
 
 
 def main() -> None:

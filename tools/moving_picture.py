@@ -24,8 +24,6 @@ from labkit.plots.live.live import Live, Screen
 from labkit.plots.style import as_image
 from labkit.plots.timeline import figure_of
 
-__all__ = ["chromium", "film"]
-
 WIDTH, MARGIN = 900, 10  # pixels
 STAYS_MS: Final = 5000  # how long the last picture stays before the film restarts
 COLOURS: Final = 192
@@ -55,13 +53,7 @@ def chromium() -> str | None:
 
 
 def film(path: Path, group: lab.Group, function: Callable[..., Any], *args: Any) -> lab.Run:
-    """Watch a run, and leave what was to be seen of it in a GIF.
-
-    Args:
-        path: of the file.
-        group: the ranks.
-        function: what they call.
-        args: its arguments.
+    """Watch a run of the group, and leave what was to be seen of it in a GIF.
 
     Raises:
         LabError: no Chromium is installed.

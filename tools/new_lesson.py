@@ -15,8 +15,6 @@ from typing import Any, Final
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-__all__ = ["make_lesson"]
-
 ROOT: Final = Path(__file__).resolve().parent.parent
 TEMPLATE: Final = Path(__file__).resolve().parent / "lesson_template"
 MINUTES, EXERCISES = 45, 15  # a lesson's own guess of its time, until a reader has measured it

@@ -27,12 +27,7 @@ SIZE_LIMIT_KB = 500  # beyond this, GitHub shows notebooks slowly or not at all
 VOLATILE_NOTEBOOK = ("widgets", "signature", "vscode", "toc")
 VOLATILE_CELL = ("execution", "ExecuteTime", "collapsed", "scrolled", "vscode", "trusted")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-LANGUAGE = {
-    "file_extension": ".py",
-    "mimetype": "text/x-python",
-    "name": "python",
-    "pygments_lexer": "ipython3",
-}  # no version
+LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python", "pygments_lexer": "ipython3"}  # no version
 WIDGET_MIMES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
 
 
@@ -50,14 +45,10 @@ def execute(notebook: Any, folder: Path) -> None:
         DeadKernelError: the kernel died.
     """
     NotebookClient(
-        notebook,
-        timeout=CELL_LIMIT_S,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
-        record_timing=False,
-        store_widget_state=False,
+        notebook, timeout=CELL_LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}},
+        record_timing=False, store_widget_state=False,
         coalesce_streams=True,  # the division of prints into messages depends on timing
-    ).execute()
+    ).execute()  # fmt: skip
 
 
 def strip(notebook: Any) -> None:

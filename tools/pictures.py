@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -75,13 +75,7 @@ def overlapped(steps: int = 200) -> None:
 
 
 def train(model: nn.Module, steps: int, average: Callable[[], None] = lambda: None) -> None:
-    """A training loop.
-
-    Args:
-        model: the model to train.
-        steps: their number.
-        average: called between the backward pass and the optimizer's step.
-    """
+    """A training loop; `average` is called between the backward pass and the optimizer's step."""
     batch = torch.randn(BATCH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
@@ -167,11 +161,22 @@ def master(steps: int = 100) -> None:
             torch.futures.wait_all(futures)
 
 
+def ran(function: Callable[..., object], *arguments: object, on: Any = None, ranks: int = 2) -> lab.Run:
+    """A run on a group of its own."""
+    with lab.Group(ranks, on=on) as group:
+        return group.run(function, *arguments)
+
+
+def called() -> lab.Trace:
+    """A run of remote calls."""
+    with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
+        return group["master"].run(master).trace
+
+
 def draw_data_parallel() -> Axes:
     """A timeline of a few steps."""
-    with lab.Group(2) as group:
-        run = group.run(overlapped)
-    return _with_neighbours(run.trace, quickest(run.trace, 2))
+    trace = ran(overlapped).trace
+    return _with_neighbours(trace, quickest(trace, 2))
 
 
 def draw_compare() -> Axes:
@@ -184,8 +189,7 @@ def draw_compare() -> Axes:
 
 def draw_pipeline() -> Axes:
     """The ideal pipeline and the real one."""
-    with lab.Group(2) as group:
-        trace = group.run(pipeline).trace
+    trace = ran(pipeline).trace
     measured = _stretch(trace, quickest(trace))
     forward, backward = (_mean_s(measured, name) for name in ("forward", "backward"))
     ideal = lab.schedule("1f1b", stages=2, micro_batches=6, forward=forward, backward=backward)
@@ -194,31 +198,28 @@ def draw_pipeline() -> Axes:
 
 def draw_memory() -> Axes:
     """The memory of two ranks that share a model."""
-    with lab.Group(2) as group:
-        run = group.run(sharded)
+    run = ran(sharded)
     return lab.memory(run, step=quickest(run.trace, 2))
 
 
 def draw_traffic() -> Axes:
     """Bytes of remote calls."""
-    with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
-        run = group["master"].run(master)
-    return lab.traffic(_stretch(run.trace, quickest(run.trace, 2)))
+    trace = called()
+    return lab.traffic(_stretch(trace, quickest(trace, 2)))
 
 
 def draw_calls() -> Axes:
     """Remote calls on the timeline."""
-    with lab.Group(["master", "worker1", "worker2"], runtime="rpc") as group:
-        run = group["master"].run(master)
-    return _with_neighbours(run.trace, quickest(run.trace, 2))
+    trace = called()
+    return _with_neighbours(trace, quickest(trace, 2))
 
 
 def draw_machines() -> Axes:
     """The same run on this machine, and on two machines as each engine reaches them."""
     steps = {}
     for name in PLACES:
-        with place(name) as at, lab.Group(4, on=at.on) as group:
-            trace = group.run(overlapped, 60).trace
+        with place(name) as at:
+            trace = ran(overlapped, 60, on=at.on, ranks=4).trace
         steps[name] = _stretch(trace, quickest(trace))
     return lab.timeline(steps)
 
@@ -230,8 +231,7 @@ def script(path: Path) -> None:
 
 def program(name: str) -> Axes:
     """Two steps of a program that knows nothing of labkit; `tests/notebook/pasted/` has its source."""
-    with lab.Group(2) as group:
-        trace = group.run(script, PROGRAMS / f"plain_{name}.py").trace
+    trace = ran(script, PROGRAMS / f"plain_{name}.py").trace
     return _with_neighbours(trace, quickest(trace, 2))
 
 
@@ -260,10 +260,10 @@ def _mean_s(trace: lab.Trace, name: str) -> list[float]:
 
 
 PICTURES: dict[str, Callable[[], Axes]] = {
-    name.removeprefix("draw_"): function for name, function in list(globals().items()) if name.startswith("draw_")
-}
-
-PICTURES |= {f"plain_{name}": partial(program, name) for name in ("ddp", "fsdp2", "gan", "accumulation", "compile")}
+    "data_parallel": draw_data_parallel, "compare": draw_compare, "pipeline": draw_pipeline, "memory": draw_memory,
+    "traffic": draw_traffic, "calls": draw_calls, "machines": draw_machines,
+    **{f"plain_{name}": partial(program, name) for name in ("ddp", "fsdp2", "gan", "accumulation", "compile")},
+}  # fmt: skip
 
 
 def main(names: list[str]) -> int:

@@ -96,12 +96,7 @@ def _front_page() -> str:
 
 
 def _rewrite(notebook: Any, page: Path) -> None:
-    """Turn the figures in a notebook's outputs into HTML, and add a link to the student's copy.
-
-    Args:
-        notebook: the notebook.
-        page: its path in the site.
-    """
+    """Turn the figures in a notebook's outputs into HTML, and add a link to the student's copy, beside the page."""
     up = "../" * (len(page.parts) - 1)
     for number, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":

@@ -50,12 +50,11 @@ HOSTED: Final = ("ipykernel==6.17.1", "ipython==7.34.0", "jupyter_client==7.4.9"
 class Versions:
     """One environment.
 
-    Args:
-        python: the version of Python.
+    Attributes:
         pins: packages in other versions than those of constraints.txt; empty: an environment without torch.
     """
 
-    python: str
+    python: str  # the version of Python
     pins: tuple[str, ...] = ()
 
     @property

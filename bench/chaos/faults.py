@@ -14,10 +14,6 @@ from typing import Any, Final
 
 import psutil
 
-from bench.chaos import healthy_programs
-
-__all__ = ["FAULTS", "FROZEN_S", "RUNTIMES", "Fault", "Round", "work"]
-
 RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # number of ranks
 LIMIT_S: Final = 60.0  # a rank that waits longer than this for its fault has missed it
 FROZEN_S: Final = 7.0  # for which a machine is frozen: longer than labkit waits for it
@@ -29,27 +25,26 @@ SIGNALS: Final = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM", "SIGFPE"
 class Fault:
     """One kind of fault.
 
-    Args:
-        name: as the table shows it.
+    Attributes:
         expect: the expected report: "rank" (a `RankError` that names the victim), "pair" (a sentence that names the
             victim and the one that it waits for, or differs from), "words" (a `LabError` that says which object),
             "stop" (the prompt is back), "line" (the same, and the victim's line says what is wrong), "gone" (the
             notebook's process is killed), "machine" (a `RankError` that names a rank of the victim's machine, and says
             that this is lost), "nothing" (nothing is wrong, and nothing is reported).
-        runtimes: those that it is tried with.
-        weight: how often it is drawn.
-        machines: whether it needs ranks on two machines.
     """
 
-    name: str
+    name: str  # as the table shows it
     expect: str
-    runtimes: tuple[str, ...] = tuple(RUNTIMES)
-    weight: float = 1.0
-    machines: bool = False
+    runtimes: tuple[str, ...] = tuple(RUNTIMES)  # those that it is tried with
+    weight: float = 1.0  # how often it is drawn
+    machines: bool = False  # whether it needs ranks on two machines
 
 
 TORCH: Final = ("torch",)
 MORTAL: Final = ("torch", "rpc", "bare")  # TensorFlow's strategies take SIGTERM as notice of a preemption, and continue
+HEALTHY: Final = (  # programs of torch_programs.py
+    "asynchronous", "groups", "messages", "large messages", "threads", "library threads", "time limit", "DDP", "FSDP2", "DTensor",
+)  # fmt: skip
 FAULTS: Final = {
     fault.name: fault
     for fault in (
@@ -59,10 +54,7 @@ FAULTS: Final = {
         *(Fault(name, "rank", MORTAL if name == "SIGTERM" else tuple(RUNTIMES), 0.7) for name in SIGNALS),
         Fault("freeze", "line", MORTAL),
         Fault("early return", "rank", ("torch", "tensorflow"), 2),
-        Fault("another order", "pair", TORCH),
-        Fault("another shape", "pair", TORCH),
-        Fault("another dtype", "pair", TORCH),
-        Fault("another root", "pair", TORCH),
+        *(Fault(f"another {what}", "pair", TORCH) for what in ("order", "shape", "dtype", "root")),
         Fault("two send", "pair", TORCH),
         Fault("two receive", "pair", TORCH),
         Fault("calls without a thread left", "pair", ("rpc",)),
@@ -74,16 +66,7 @@ FAULTS: Final = {
         Fault("two interrupts", "stop", weight=1.5),
         Fault("kernel killed", "gone", weight=2),
         Fault("healthy: a slow rank", "nothing", weight=1.5),
-        Fault("healthy: asynchronous", "nothing", TORCH, 0.7),
-        Fault("healthy: groups", "nothing", TORCH, 0.7),
-        Fault("healthy: messages", "nothing", TORCH, 0.7),
-        Fault("healthy: large messages", "nothing", TORCH, 0.7),
-        Fault("healthy: threads", "nothing", TORCH, 0.7),
-        Fault("healthy: library threads", "nothing", TORCH, 0.7),
-        Fault("healthy: time limit", "nothing", TORCH, 0.7),
-        Fault("healthy: DDP", "nothing", TORCH, 0.7),
-        Fault("healthy: FSDP2", "nothing", TORCH, 0.7),
-        Fault("healthy: DTensor", "nothing", TORCH, 0.7),
+        *(Fault(f"healthy: {name}", "nothing", TORCH, 0.7) for name in HEALTHY),
         Fault("agent killed", "machine", weight=2, machines=True),
         Fault("machine frozen", "machine", weight=2, machines=True),
         Fault("cable out", "machine", weight=2, machines=True),
@@ -94,27 +77,17 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, drawn only from a seed and its number.
-
-    Args:
-        seed, number: what it is drawn from.
-        fault: a key of `FAULTS`.
-        runtime, start: of the group.
-        size: how many ranks.
-        victim: the rank that goes wrong.
-        delay_s: delay of the fault from the beginning.
-        machines: how many machines the ranks are on; 0: they are on the notebook's own.
-    """
+    """One round, drawn only from a seed and its number."""
 
     seed: int
     number: int
-    fault: str
-    runtime: str
+    fault: str  # a key of `FAULTS`
+    runtime: str  # of the group, as `start`
     start: str
-    size: int
-    victim: int
-    delay_s: float
-    machines: int = 0
+    size: int  # how many ranks
+    victim: int  # the rank that goes wrong
+    delay_s: float  # of the fault, from the beginning
+    machines: int = 0  # how many the ranks are on; 0: they are on the notebook's own
 
     @classmethod
     def of(cls, seed: int, number: int, machines: int = 0) -> Round:
@@ -148,41 +121,57 @@ class Round:
 
 def work(turn: Round, folder: str) -> Any:
     """What every rank calls in a round: the victim fails, the others keep working with it."""
-    moment = Path(folder, os.environ["RANK"])
-    if turn.fault.removeprefix("healthy: ") in healthy_programs.HEALTHY:
-        return healthy_programs.HEALTHY[turn.fault.removeprefix("healthy: ")](turn.size, turn.victim)
-    step = {"torch": _torch_step, "rpc": _rpc_step, "tensorflow": _tensorflow_step(turn), "bare": _bare_step}[turn.runtime]
+    mine, moment = int(os.environ["RANK"]) == turn.victim, Path(folder, os.environ["RANK"])
+    step = _step_of(turn)
     if turn.fault == "healthy: cable out for 2 s":
-        if int(os.environ["RANK"]) == turn.victim:
+        if mine:
             threading.Timer(turn.delay_s, _pull_for_2_s).start()
         for _ in range(40):
-            step(turn)
+            step()
             time.sleep(0.1)
         return 1.0
     if turn.fault == "healthy: a slow rank":
-        step(turn)
-        time.sleep(1.3 if int(os.environ["RANK"]) == turn.victim else 0)
-        step(turn)
+        step()
+        time.sleep(1.3 if mine else 0)
+        step()
         return 1.0
-    if turn.fault in _TOGETHER:
-        step(turn)
+    if turn.fault.startswith("healthy: "):
+        from bench.chaos.torch_programs import HEALTHY
+
+        return HEALTHY[turn.fault.removeprefix("healthy: ")](turn.size, turn.victim)
+    expect = FAULTS[turn.fault].expect
+    if expect == "pair":
+        from bench.chaos.torch_programs import fault_between
+
+        step()
         moment.write_text(str(time.perf_counter_ns()))
-        return _TOGETHER[turn.fault](turn)
-    if int(os.environ["RANK"]) != turn.victim or FAULTS[turn.fault].expect in ("stop", "gone"):
-        return _work_on(step, turn, lambda: False)
+        return fault_between(turn.fault, turn.victim, turn.facing())
+    if not mine or expect in ("stop", "gone"):
+        return _work_on(step, lambda: False)
     if turn.fault in ("os._exit", "freeze", *SIGNALS, *_MACHINES):  # at any moment, also in the middle of C++
         threading.Timer(turn.delay_s, _inject, (turn.fault, moment)).start()
-        return _work_on(step, turn, lambda: False)
+        return _work_on(step, lambda: False)
     until = time.monotonic() + turn.delay_s
-    _work_on(step, turn, lambda: time.monotonic() > until)
+    _work_on(step, lambda: time.monotonic() > until)
     moment.write_text(str(time.perf_counter_ns()))
     return _go_wrong(turn)
 
 
-def _work_on(step: Callable[[Round], Any], turn: Round, enough: Callable[[], bool]) -> None:
+def _step_of(turn: Round) -> Callable[[], object]:
+    """A step of work in the round's runtime; a missing or stuck rank delays the others."""
+    if turn.runtime == "tensorflow":
+        return _tensorflow_step()
+    if turn.runtime == "bare":
+        return lambda: sum(i * i for i in range(20_000))
+    from bench.chaos import torch_programs
+
+    return lambda: (torch_programs.step if turn.runtime == "torch" else torch_programs.rpc_step)(turn.size)
+
+
+def _work_on(step: Callable[[], object], enough: Callable[[], bool]) -> None:
     until = time.monotonic() + LIMIT_S
     while not enough() and time.monotonic() < until:
-        step(turn)
+        step()
 
 
 def _inject(fault: str, moment: Path) -> None:
@@ -210,38 +199,10 @@ def _go_wrong(turn: Round) -> Any:
     return None
 
 
-# A step of work in each runtime. A missing or stuck rank delays the others.
-
-
-def _bare_step(turn: Round) -> float:
-    return sum(i * i for i in range(20_000)) / turn.size
-
-
-def _torch_step(turn: Round) -> float:
-    import torch
-    import torch.distributed as dist
-
-    total = torch.ones(8, 8) @ torch.ones(8, 8)
-    dist.all_reduce(total)
-    return float(total[0, 0]) / turn.size
-
-
-def _rpc_step(turn: Round) -> int:
-    from torch.distributed import rpc
-
-    to = (int(os.environ["RANK"]) + 1) % turn.size
-    answer: int = rpc.rpc_sync(f"worker{to}", _served, args=(to,))
-    return answer
-
-
-def _served(number: int) -> int:
-    return number + sum(range(1000)) * 0
-
-
-def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
+def _tensorflow_step() -> Callable[[], object]:
     made: list[Callable[[], Any]] = []  # the strategy, with the first step
 
-    def step(_: Round) -> float:
+    def step() -> object:
         import tensorflow as tf
 
         if not made:
@@ -252,7 +213,7 @@ def _tensorflow_step(turn: Round) -> Callable[[Round], float]:
                 return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
 
             made.append(total)
-        return float(made[0]()) / turn.size
+        return float(made[0]())
 
     return step
 
@@ -287,57 +248,4 @@ _MACHINES: Final[dict[str, Callable[[], None]]] = {
     "agent killed": lambda: _agent().kill(),
     "machine frozen": _freeze_for_a_while,
     "cable out": lambda: _cable().suspend(),
-}
-
-# Faults between ranks.
-
-
-def _another(turn: Round) -> None:
-    import torch
-    import torch.distributed as dist
-
-    mine = dist.get_rank() == turn.victim
-    if turn.fault == "another order":
-        calls = [lambda: dist.all_reduce(torch.ones(3)), lambda: dist.broadcast(torch.ones(3), 0)]
-        for call in reversed(calls) if mine else calls:
-            call()
-    elif turn.fault == "another shape":
-        dist.all_reduce(torch.ones(5 if mine else 4))
-    elif turn.fault == "another dtype":
-        dist.all_reduce(torch.ones(4, dtype=torch.float64 if mine else torch.float32))
-    else:
-        dist.broadcast(torch.ones(4), turn.victim if mine else turn.facing()[1])
-
-
-def _facing(turn: Round) -> None:
-    import torch
-    import torch.distributed as dist
-
-    pair = turn.facing()
-    if dist.get_rank() in pair:
-        peer = sum(pair) - dist.get_rank()
-        first, second = (dist.send, dist.recv) if turn.fault == "two send" else (dist.recv, dist.send)
-        first(torch.ones(5), peer)
-        second(torch.ones(5), peer)
-
-
-def _call_back(to: int, depth: int) -> int:
-    from torch.distributed import rpc
-
-    return depth and 1 + int(rpc.rpc_sync(f"worker{to}", _call_back, args=(1 - to, depth - 1)))
-
-
-def _threads_used_up(_: Round) -> int:
-    me = int(os.environ["RANK"])
-    return _call_back(1 - me, 60) if me < 2 else 0
-
-
-_TOGETHER: Final[dict[str, Callable[[Round], Any]]] = {
-    "another order": _another,
-    "another shape": _another,
-    "another dtype": _another,
-    "another root": _another,
-    "two send": _facing,
-    "two receive": _facing,
-    "calls without a thread left": _threads_used_up,
 }

@@ -9,30 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.faults import FAULTS, Round
-from bench.table import duration, table
-
-__all__ = ["Outcome", "closing_line", "named", "rows"]
+from bench.page import duration, table
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one round.
-
-    Args:
-        turn: the round.
-        problem: why the next run did not succeed; "" if it did.
-        named: whether the report was right: it named the right rank or, for faults without a rank, the right thing.
-        report_s: from the fault to the report; None if there is none, or if the time of the fault is unknown.
-        left: what was left behind.
-        reported: what the student saw.
-    """
+    """The outcome of one round."""
 
     turn: Round
-    problem: str
-    named: bool
-    report_s: float | None
-    left: Sequence[str]
-    reported: str = ""
+    problem: str  # why the next run did not succeed; "" if it did
+    named: bool  # whether the report was right: it named the right rank or, for faults without a rank, the right thing
+    report_s: float | None  # from the fault to the report; None if there is none, or if the time of the fault is unknown
+    left: Sequence[str]  # what was left behind
+    reported: str = ""  # what the student saw
 
     @property
     def good(self) -> bool:
@@ -41,12 +30,9 @@ class Outcome:
 
 
 def named(turn: Round, reported: dict[str, Any]) -> bool:
-    """Whether the report was right and named the right rank.
+    """Whether the report of how the run ended was right and named the right rank.
 
-    Args:
-        turn: the round.
-        reported: how the run ended: the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and
-            `results`.
+    It has the exception's `kind`, `text`, `sentence` (the one that says why) and `rank`, and the run's `results`.
     """
     kind, expect = reported["kind"], FAULTS[turn.fault].expect
     if expect == "rank":

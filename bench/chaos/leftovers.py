@@ -10,20 +10,13 @@ from typing import Final
 
 import psutil
 
-__all__ = ["MARK", "Traces"]
-
 MARK: Final = "LABKIT_CHAOS"  # inherited by every process that a round starts, also by one that has lost its parent
 LOOK_EVERY_S: Final = 0.02
 SHARED: Final = Path("/dev/shm")
 
 
 class Traces:
-    """Finds what the rounds of one session have left.
-
-    Args:
-        mark: the value of `MARK` in the environment of its processes.
-        folder: where its processes put temporary files.
-    """
+    """Finds what the rounds of one session have left: processes with that `MARK`, temporary files in that folder."""
 
     def __init__(self, mark: str, folder: Path) -> None:
         self._mark, self._folder = mark, folder
@@ -62,13 +55,7 @@ class Traces:
         return found
 
     def left(self, kept: Collection[int], before: Collection[str], limit_s: float) -> tuple[list[str], float]:
-        """The leftovers after a time to end, and how long it took until there were none.
-
-        Args:
-            kept: processes that may stay.
-            before: files that existed already.
-            limit_s: how long to wait for the others to disappear.
-        """
+        """Wait for all but some processes and files to disappear; the leftovers, and how long it took."""
         start = time.monotonic()
         while True:
             processes, files = self.processes() - set(kept), self.files() - set(before)

@@ -29,14 +29,9 @@ SPARE_FILES: Final = 5  # descriptors that a spare rank holds: they come and go 
 
 
 class Stop:
-    """What SIGINT does: `KeyboardInterrupt` while a fault is under way; before and after it nobody presses Stop.
+    """What SIGINT does: `KeyboardInterrupt` while a fault is under way; before and after it nobody presses Stop."""
 
-    Attributes:
-        armed: whether one is under way.
-    """
-
-    def __init__(self) -> None:
-        self.armed = False
+    armed = False  # whether one is under way
 
     def __call__(self, _: int, __: FrameType | None) -> None:
         """A handler for `signal.signal`."""
@@ -45,12 +40,7 @@ class Stop:
 
 
 def main(commands: int, answers: int) -> None:
-    """Play rounds until there are no more.
-
-    Args:
-        commands: descriptor to read from.
-        answers: descriptor to write to.
-    """
+    """Play rounds until there are no more, from one descriptor, with answers to another."""
     stop = Stop()
     signal.signal(signal.SIGINT, stop)
     groups: dict[tuple[str, str], lab.Group] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import select
@@ -19,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from bench import machine
 from bench.chaos.faults import FAULTS, FROZEN_S, RUNTIMES, Round
 from bench.chaos.judge import Outcome, closing_line, named, rows
 from bench.chaos.leftovers import MARK, Traces
+from bench.page import about, say
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GONE_LIMIT_S: Final = 2.0  # the promise, for a killed kernel as for failed ranks
@@ -31,11 +30,7 @@ SAID_S: Final = 0.7  # a rank that is frozen for this long is reported
 
 
 class Arena:
-    """A notebook's process, restarted when it has been killed, and its judge.
-
-    Args:
-        folder: one of its own, for temporary files.
-    """
+    """A notebook's process, restarted when it has been killed, and its judge, with a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._temporary, self._moments = folder / "temporary", folder / "moments"
@@ -91,14 +86,10 @@ class Arena:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         variables = {MARK: self._mark, "TMPDIR": str(self._temporary), "PYTHONPATH": path} | self._machines(path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.chaos.notebook_process", str(reads), str(writes)],
-            env=os.environ | variables,
-            pass_fds=(reads, writes),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", "bench.chaos.notebook_process", str(reads), str(writes)], env=os.environ | variables,
+            pass_fds=(reads, writes), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )
+        )  # fmt: skip
         os.close(reads)
         os.close(writes)
         self._answers = b""
@@ -197,7 +188,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
-    print("\n".join(f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]), "\n")
+    print("\n".join(about()), "\n")
     numbers = range(arguments.rounds) if arguments.round is None else [arguments.round]
     turns = [Round.of(arguments.seed, number, arguments.machines) for number in numbers]
     turns = [t for t in turns if t.fault in (arguments.only or FAULTS) and t.runtime in arguments.runtimes]
@@ -210,12 +201,7 @@ def main() -> None:
 
 
 def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
-    """Play rounds; failed ones are printed at once, with the command that repeats them.
-
-    Args:
-        turns: the rounds.
-        jobs: number of notebooks at a time.
-    """
+    """Play rounds in some notebooks at a time; failed ones are printed at once, with the command that repeats them."""
     waiting = deque(turns)
     outcomes: list[Outcome] = []
 
@@ -230,7 +216,7 @@ def play(turns: Sequence[Round], jobs: int = 1) -> list[Outcome]:
                 except TimeoutError as error:
                     outcome = Outcome(turn, str(error), False, None, [])
                 took = f"{turn.number}: {turn.fault}, {turn.runtime}, {turn.start}, {time.monotonic() - start:.1f} s"
-                print(took if outcome.good else f"{took}, WRONG", file=sys.stderr, flush=True)
+                say(took if outcome.good else f"{took}, WRONG")
                 if not outcome.good:
                     print(f"{_story(outcome)}\n", flush=True)
                 outcomes.append(outcome)

@@ -13,26 +13,16 @@ from typing import Final
 import numpy as np
 import psutil
 
-__all__ = ["GROWTH", "Footprint", "footprint", "growth", "too_much", "watch_growth"]
-
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The resources at one moment.
+    """The resources at one moment."""
 
-    Args:
-        descriptors: open ones, of this process and all below it.
-        segments: shared memory: descriptors of segments without a name, and files in /dev/shm.
-        processes: below this one.
-        resident: bytes of memory of this process.
-        below: bytes of memory of the processes below it, each counted as its own.
-    """
-
-    descriptors: float
-    segments: float
-    processes: float
-    resident: float
-    below: float
+    descriptors: float  # open ones, of this process and all below it
+    segments: float  # of shared memory: descriptors of those without a name, and files in /dev/shm
+    processes: float  # below this one
+    resident: float  # bytes of memory of this process
+    below: float  # bytes of memory of the processes below it, each counted as its own
 
 
 # The allowed growth per run, or per group, once warm. Leaks are whole numbers: one descriptor each time is 1.
@@ -60,13 +50,9 @@ def footprint() -> Footprint:
 
 
 def watch_growth(action: Callable[[], object], count: int, *, warm: int, looks: int = 30) -> Footprint:
-    """Call the action `warm + count` times; returns the growth per call after the warm ones.
+    """Call the action `warm + count` times; returns the growth per call, by some looks after the warm ones.
 
-    Args:
-        action: the function to call.
-        count: number of calls, once warm.
-        warm: number of calls before that: imports, caches and the allocator's pools fill up.
-        looks: number of samples.
+    Meanwhile imports, caches and the allocator's pools fill up.
     """
     for _ in range(warm):
         action()

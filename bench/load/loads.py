@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +18,6 @@ import psutil
 
 import labkit as lab
 from bench.load.footprint import Footprint, watch_growth
-
-__all__ = ["Flooded", "Moved", "Notebook", "Spans", "flood", "many_groups", "many_notebooks", "many_ranks", "many_runs",
-           "many_spans", "move"]  # fmt: skip
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 NOTEBOOK: Final = "import sys; from bench.load.loads import live_as_notebook; live_as_notebook(int(sys.argv[1]))"
@@ -65,23 +61,13 @@ def _summed() -> float:
     return float(number)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Arguments and results.
+def move(nbytes: int, ranks: int = 4) -> tuple[bool, float, float]:
+    """Send an array of half of `nbytes` to all ranks, and receive from each its share of as much.
 
-    Args:
-        seconds: until all results were there.
-        right: whether they equal what was sent.
-        left: additional bytes of memory in this process after arguments and results were released.
+    Returns:
+        Whether the results equal what was sent; the seconds until they were there; the additional bytes of memory in
+        this process after arguments and results were released.
     """
-
-    seconds: float
-    right: bool
-    left: float
-
-
-def move(nbytes: int, ranks: int = 4) -> Moved:
-    """Send an array of half of `nbytes` to all ranks, and receive from each its share of as much."""
     with lab.Group(ranks, runtime="bare") as group:
         group.run(_share, np.zeros(ranks), ranks)
         before = psutil.Process().memory_info().rss
@@ -92,7 +78,7 @@ def move(nbytes: int, ranks: int = 4) -> Moved:
         right = bool((np.concatenate(results) == given[: len(given) // ranks * ranks]).all())
         del results, given
         group.run(_share, np.zeros(ranks), ranks)  # a group keeps its last run
-        return Moved(seconds, right, psutil.Process().memory_info().rss - before)
+        return right, seconds, psutil.Process().memory_info().rss - before
 
 
 def _share(given: Any, ranks: int) -> Any:
@@ -100,35 +86,21 @@ def _share(given: Any, ranks: int) -> Any:
     return given[rank * each : (rank + 1) * each]
 
 
-@dataclass(frozen=True, slots=True)
-class Flooded:
-    """A rank with very much output.
+def flood(nbytes: int) -> tuple[float, int, str, float]:
+    """One rank of two prints `nbytes` in lines of 100 bytes; terminal output is discarded.
 
-    Args:
-        seconds: until the run was over.
-        kept: characters that the notebook keeps.
-        said: the line that reports the rest, "" if there is none.
-        most: largest additional memory of the notebook's process meanwhile, in bytes.
+    Returns:
+        Seconds until the run was over; characters that the notebook keeps; the line that reports the rest, "" if there
+        is none; the largest additional memory of the notebook's process meanwhile, in bytes.
     """
-
-    seconds: float
-    kept: int
-    said: str
-    most: float
-
-
-def flood(nbytes: int) -> Flooded:
-    """One rank of two prints `nbytes` in lines of 100 bytes; terminal output is discarded."""
     with lab.Group(2, runtime="bare") as group, contextlib.redirect_stdout(_Nowhere()) as nowhere:
         group.run(_print_much, 100 * len(LINE))
         before = nowhere.most = psutil.Process().memory_info().rss
         start = time.perf_counter()
         output = group[0].run(_print_much, nbytes).output
         seconds = time.perf_counter() - start
-        said = [line for line in output.splitlines() if "left out" in line]
-        return Flooded(
-            seconds, len(output), said[0] if said else "", max(nowhere.most, psutil.Process().memory_info().rss) - before
-        )
+        said = next((line for line in output.splitlines() if "left out" in line), "")
+        return seconds, len(output), said, max(nowhere.most, psutil.Process().memory_info().rss) - before
 
 
 class _Nowhere(io.StringIO):
@@ -147,25 +119,12 @@ def _print_much(nbytes: int) -> None:
         sys.stdout.write(lines.decode())
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Very many spans in one run.
+def many_spans(count: int, ranks: int = 2) -> tuple[int, int, dict[str, float]]:
+    """`count` spans, divided among the ranks, as fast as a loop can.
 
-    Args:
-        seen, dropped: numbers of received spans and of those counted as dropped.
-        run_s, trace_s, shares_s, timeline_s: seconds for the run, its trace, shares and picture.
+    Returns:
+        How many were received; how many were counted as dropped; seconds for the run, its trace, shares and picture.
     """
-
-    seen: int
-    dropped: int
-    run_s: float
-    trace_s: float
-    shares_s: float
-    timeline_s: float
-
-
-def many_spans(count: int, ranks: int = 2) -> Spans:
-    """`count` spans, divided among the ranks, as fast as a loop can."""
     from matplotlib import pyplot
 
     with lab.Group(ranks, runtime="bare") as group:
@@ -180,7 +139,8 @@ def many_spans(count: int, ranks: int = 2) -> Spans:
         figure.savefig(io.BytesIO(), format="png")
         clock.append(time.perf_counter())
         pyplot.close(figure)
-        return Spans(len(trace.filter(name="tick")), sum(trace.dropped), *np.diff(clock).tolist())
+        seconds = dict(zip(("run", "trace", "shares", "timeline"), np.diff(clock).tolist(), strict=True))
+        return len(trace.filter(name="tick")), sum(trace.dropped), seconds
 
 
 def _record(count: int) -> None:
@@ -189,44 +149,28 @@ def _record(count: int) -> None:
             pass
 
 
-@dataclass(frozen=True, slots=True)
-class Notebook:
-    """What one of many notebooks' processes saw.
+def many_notebooks(count: int) -> list[dict[str, Any]]:
+    """Several notebook processes, which start a group of two at one signal and keep it until all have one.
 
-    Args:
-        number: its own.
-        numbers: what its ranks gathered from each other: its number, once per rank.
-        pids: its ranks.
-        place: where its ranks' store listens: the networks of its threads, and the port.
-        seconds: from the signal to start until the first result.
+    Returns:
+        For each, its `number`; the `numbers` that its ranks gathered from each other: its own, once per rank; the
+        `pids` of its ranks; the `place` where their store listens, as the networks of their threads and the port; and
+        the `seconds` from the signal to start until the first result.
     """
-
-    number: int
-    numbers: list[list[int]]
-    pids: list[int]
-    place: str
-    seconds: float
-
-
-def many_notebooks(count: int) -> list[Notebook]:
-    """Several notebook processes, which start a group of two at one signal and keep it until all have one."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", NOTEBOOK, str(i)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", NOTEBOOK, str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": paths},
         )
         for i in range(count)
-    ]
+    ]  # fmt: skip
     try:
         for process in started:
             assert _answer(process) == "here"
         for process in started:
             _tell(process)
-        answers = [Notebook(**_answer(process)) for process in started]
+        answers = [_answer(process) for process in started]
         for process in started:
             _tell(process)
         return answers
@@ -257,9 +201,8 @@ def live_as_notebook(number: int) -> None:
         results = group.run(_gathered, number).results
         seconds = time.perf_counter() - start
         numbers, pids, places = zip(*results, strict=True)
-        print(
-            json.dumps({"number": number, "numbers": numbers, "pids": pids, "place": places[0], "seconds": seconds}), flush=True
-        )
+        answer = {"number": number, "numbers": numbers, "pids": pids, "place": places[0], "seconds": seconds}
+        print(json.dumps(answer), flush=True)
         sys.stdin.readline()
 
 

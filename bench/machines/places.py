@@ -15,27 +15,16 @@ from typing import Any, Final
 
 import labkit as lab
 
-__all__ = ["PLACES", "Place", "place"]
-
 ROOT: Final = Path(__file__).resolve().parents[2]
 HELPERS: Final = ROOT / "tests" / "helpers"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where ranks run.
+    """Where ranks run."""
 
-    Args:
-        on: what the group gets as `on`.
-        lose: makes the second machine disappear; None if that is not possible here.
-        address: of a Ray cluster; "" for the other engines.
-        machines: those of namespaces, whose names peers must know; None for the other engines.
-    """
-
-    on: Any
-    lose: Callable[[], object] | None = None
-    address: str = ""
-    machines: Any = None
+    on: Any  # what the group gets as `on`
+    lose: Callable[[], object] | None = None  # makes the second machine disappear; None if that is not possible here
 
 
 def _helper(name: str) -> Any:
@@ -72,18 +61,7 @@ def _here(_: Path) -> Iterator[Place]:
 @contextlib.contextmanager
 def _ssh(folder: Path) -> Iterator[Place]:
     with _helper("two_machines").two_machines(folder) as machines, _variables(PATH=f"{machines.bin}:{os.environ['PATH']}"):
-        _know_each_other(machines, folder)
-        yield Place(lab.SSH("pc1", "pc2", python=_python(folder)), lambda: machines.cut("pc2"), machines=machines)
-
-
-def _know_each_other(machines: Any, folder: Path) -> None:
-    """Let the machines find each other's addresses by their names, as torchrunx does."""
-    hosts = folder / "hosts"
-    hosts.write_text(
-        "".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *machines.addresses.items()])
-    )
-    for name in machines.addresses:
-        subprocess.run(machines.command(name, "mount", "--bind", str(hosts), "/etc/hosts"), check=True)
+        yield Place(lab.SSH("pc1", "pc2", python=_python(folder)), lambda: machines.cut("pc2"))
 
 
 @contextlib.contextmanager
@@ -106,7 +84,7 @@ def _ray(folder: Path) -> Iterator[Place]:
             stdin.flush()
 
         try:
-            yield Place(lab.Ray(address), remove, address)
+            yield Place(lab.Ray(address), remove)
         finally:
             stdin.close()
 

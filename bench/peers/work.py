@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Final
 
+import numpy as np
 import psutil
-
-__all__ = [
-    "ARRAY_BYTES", "LOOPBACK", "RANKS", "Tool", "children_pss", "free_port", "own_store", "seconds", "summed", "torch_worker",
-    "wait_until_children_rest",
-]  # fmt: skip
 
 RANKS: Final = 4
 ARRAY_BYTES: Final = 64 << 20
@@ -22,26 +20,63 @@ TIMEOUT_S: Final = 60
 LOOPBACK: Final = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class Tool(Protocol):
-    """One way to start ranks, as the benchmarks drive it; results are in seconds, or in bytes for memory."""
+class Tool(ABC):
+    """One way to start ranks, in a kernel of its own.
 
-    def ready(self) -> float:
-        """From nothing to four ranks with a process group and the received sum of one all_reduce."""
+    Attributes:
+        times: how often a task is measured in a kernel.
+        calls: the same for an empty function.
+        array: what is moved.
+    """
 
-    def call(self) -> float:
-        """One call of an empty function on four ranks; the median of several."""
+    times = 3
+    calls = 200
 
-    def move(self) -> float:
-        """An array of `ARRAY_BYTES` to each of four ranks and back."""
+    def __init__(self) -> None:
+        self.array = np.ones(ARRAY_BYTES, np.uint8)
+
+    @abstractmethod
+    def ready(self) -> list[float]:
+        """From nothing to four ranks with a process group: the sum that each has received in one all_reduce."""
+
+    @abstractmethod
+    def call(self) -> object:
+        """An empty function on four ranks."""
+
+    @abstractmethod
+    def move(self) -> object:
+        """The array to each of four ranks and back."""
 
     def memory(self) -> float:
-        """Proportional set size of all descendants, with four idle ranks that have made one all_reduce."""
+        """Proportional set size of all descendants, in bytes, with ranks that are ready."""
+        return children_pss()
 
+    @abstractmethod
     def close(self) -> None:
-        """End all processes."""
+        """End all ranks."""
+
+    def prepare(self) -> None:  # noqa: B027  # most tools do nothing
+        """Do what a tool does beforehand, before a later group is made."""
 
 
-def seconds(action: Callable[[], Any]) -> float:
+def measure(tool: Tool) -> dict[str, float]:
+    """In a kernel in which the tool's first group is ready: seconds of its tasks, and bytes of memory; medians."""
+
+    def later() -> float:
+        tool.close()
+        tool.prepare()
+        return seconds(tool.ready)
+
+    found = {"later": statistics.median(later() for _ in range(tool.times))}
+    found["call"] = statistics.median(seconds(tool.call) for _ in range(tool.calls))
+    found["move"] = statistics.median(seconds(tool.move) for _ in range(tool.times))
+    later()
+    found["memory"] = tool.memory()
+    tool.close()
+    return found
+
+
+def seconds(action: Callable[[], object]) -> float:
     """The duration of an action."""
     start = time.perf_counter()
     action()
@@ -66,32 +101,18 @@ def wait_until_children_rest() -> None:
     raise TimeoutError(f"processes still compute after {TIMEOUT_S} s")
 
 
-def summed(rank: int, size: int, port: int, *, store_here: bool = False) -> float:
-    """Join a gloo process group by the store on that port, and sum a one from each rank.
-
-    Args:
-        rank: this process's number.
-        size: how many there are.
-        port: of the store.
-        store_here: whether this process keeps the store.
-    """
+def summed(rank: int, port: int) -> float:
+    """In a rank: join a gloo group by the store on that port, which rank 0 keeps, and sum a one from each rank."""
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=store_here, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     total = torch.ones(1)
     dist.all_reduce(total)
     return float(total)
-
-
-def own_store() -> Any:
-    """A rendezvous store on a free port. Its thread holds locks at times: do not fork beside it."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def free_port() -> int:
@@ -99,17 +120,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def torch_worker(rank: int, task: str, port: int, answers: Any, release: Any, given: Any, results: Any) -> None:
-    """The single task of a `torch.multiprocessing` process."""
-    import torch
-
-    torch.set_num_threads(1)  # OpenMP, which the parent may have used, hangs in a fork
-    answer = 0.0
-    if task in ("ready", "memory"):
-        answer = summed(rank, RANKS, port, store_here=rank == 0)
-    elif task == "move":
-        results[rank].copy_(given)
-    answers.put(answer)
-    release.wait(TIMEOUT_S)  # idle until the others have been measured, too

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 from bench.kernel import Kernel
 
-__all__ = ["measure"]
-
-ROUNDS: Final = 5
+ROUNDS: Final = 3
 
 PREPARE: Final = """
 import time
@@ -53,18 +49,17 @@ group.run(nothing)
 FIRST_CAUSE: Final = re.compile(r"raised at (\d+)")
 
 
-def measure() -> dict[str, float]:
-    """Medians in seconds: "raise" and "kill" until the error, "stop blocked" and "stop computing" until the prompt."""
-    samples: dict[str, list[float]] = {"raise": [], "kill": [], "stop blocked": [], "stop computing": []}
-    with Kernel(sys.executable) as kernel:
-        kernel.run(PREPARE)
-        for _ in range(ROUNDS):
-            samples["raise"].append(_until_error(kernel, "group.run(raise_alone)"))
-            samples["kill"].append(_until_error(kernel, "group.run(die_alone)"))
-            samples["stop blocked"].append(_until_prompt(kernel, "group.run(wait_for_nobody)"))
-            samples["stop computing"].append(_until_prompt(kernel, "group.run(compute_for_ever)"))
-        kernel.run("group.close()")
-    return {name: statistics.median(values) for name, values in samples.items()}
+def measure(kernel: Kernel) -> dict[str, float]:
+    """Medians in seconds: "raise" and "kill" until the error, "blocked" and "computing" until the prompt after Stop."""
+    kernel.run(PREPARE)
+    errors, stops = {"raise": "raise_alone", "kill": "die_alone"}, {"blocked": "wait_for_nobody", "computing": "compute_for_ever"}
+    found = {}
+    for name, function in errors.items():
+        found[name] = statistics.median(_until_error(kernel, f"group.run({function})") for _ in range(ROUNDS))
+    for name, function in stops.items():
+        found[name] = statistics.median(_until_prompt(kernel, f"group.run({function})") for _ in range(ROUNDS))
+    kernel.run("group.close()")
+    return found
 
 
 def _until_error(kernel: Kernel, source: str) -> float:
@@ -87,7 +82,7 @@ def _until_prompt(kernel: Kernel, source: str) -> float:
     """From Stop, pressed while all ranks are inside, until the kernel is idle; then the next run must work."""
     kernel.run("group.run(nothing)")
     cell = kernel.begin(source)
-    kernel.until(cell, _says("inside"))
+    kernel.until(cell, lambda kind, content: kind != "execute_input" and "inside" in str(content))
     time.sleep(0.2)  # a person's reaction time: by then all ranks are where they will stay
     start_ns = time.perf_counter_ns()
     kernel.interrupt()
@@ -98,7 +93,3 @@ def _until_prompt(kernel: Kernel, source: str) -> float:
 
 def _is_idle(kind: str, content: dict[str, Any]) -> bool:
     return kind == "status" and content["execution_state"] == "idle"
-
-
-def _says(text: str) -> Callable[[str, dict[str, Any]], bool]:
-    return lambda kind, content: kind != "execute_input" and text in str(content)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import labkit as lab
-from bench import machine
+from bench.page import about, load_afterwards, options, publish, say, table
 from bench.speed import slow_programs
-from bench.table import table
 from labkit.errors.exceptions import LabError
 from labkit.tracing.patterns import pipeline_of
 from labkit.tracing.replaying.gains import gains_of
 
-SECTION: Final = "## Causes that `explain` says"
-NEXT: Final = "## In the lessons"
-TRIES: Final = 5
 GBIT: Final = lab.Link(gbit_per_s=1, latency_us=50)
 SLOW: Final = lab.Link(gbit_per_s=0.1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=2000)
@@ -33,27 +24,16 @@ STAGES: Final = lab.Link(gbit_per_s=1, latency_us=500)
 
 @dataclass(frozen=True)
 class Case:
-    """A slow program and its cure.
+    """A slow program and its cure."""
 
-    Args:
-        name: the program in words.
-        program: takes whether it is cured.
-        cure: the cure in words.
-        change: the change of `lab.what_helps` that is this cure; "" if none is.
-        ranks: how many ranks; if they are named, the program calls functions remotely.
-        link: their link.
-        threads: of each rank.
-        better: the link of the cured program, if that is the cure.
-    """
-
-    name: str
-    program: Callable[[bool], Any]
-    cure: str
-    change: str = ""
-    ranks: int | tuple[str, ...] = 2
-    link: lab.Link | None = GBIT
-    threads: int | None = 1
-    better: lab.Link | None = None
+    name: str  # the program in words
+    program: Callable[[bool], Any]  # takes whether it is cured
+    cure: str  # the cure in words
+    change: str = ""  # the change of `lab.what_helps` that is this cure; "" if none is
+    ranks: int | tuple[str, ...] = 2  # how many ranks; if they are named, the program calls functions remotely
+    link: lab.Link | None = GBIT  # their link
+    threads: int | None = 1  # of each rank
+    better: lab.Link | None = None  # the link of the cured program, if that is the cure
 
 
 def cases() -> Iterator[Case]:
@@ -95,7 +75,7 @@ def rows(only: str, count: int) -> Iterator[list[str]]:
     for case in cases():
         if only not in case.name:
             continue
-        print(case.name, file=sys.stderr, flush=True)
+        say(case.name)
         runtime = "tensorflow" if case.threads is None else "torch" if isinstance(case.ranks, int) else "rpc"
         options: dict[str, Any] = {"runtime": runtime, "devices": "cpu"} | ({"threads": case.threads} if case.threads else {})
         slow, fast, said = [], [], []
@@ -110,11 +90,11 @@ def rows(only: str, count: int) -> Iterator[list[str]]:
                 said.append(_said(run, case.change))
         middle = sorted(slow, key=_ms)[count // 2]
         text = lab.explain(middle).text
-        print(text, file=sys.stderr, flush=True)
+        say(text)
         gained = [_ms(run) - ms for run, ms in zip(slow, fast, strict=True)]
         known = [one for one in said if one is not None]
         predicted = _rounded(statistics.median(known)) if known else "–"
-        print(f"gains measured: {min(gained):.3g} to {max(gained):.3g} ms", file=sys.stderr, flush=True)
+        say(f"gains measured: {min(gained):.3g} to {max(gained):.3g} ms")
         yield [case.name, _rounded(_ms(middle)), _cause(text), case.cure, predicted, _rounded(statistics.median(gained))]
 
 
@@ -139,7 +119,7 @@ def _said(run: lab.Run, change: str) -> float | None:
     try:
         gains = gains_of(run.trace, "what_helps").gains
     except LabError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return None
     return next((gain.saved_ns / 1e6 for gain in gains if gain.change == change), None)
 
@@ -152,25 +132,15 @@ def _cause(text: str) -> str:
 
 
 def main() -> None:
-    """Measure and print; optionally keep the table in a file."""
-    parser = argparse.ArgumentParser("python -m bench.speed.explained", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the section in this file")
-    parser.add_argument("--tries", type=int, default=TRIES, help="of each program")
-    parser.add_argument("--only", default="", help="the programs whose names contain this")
-    arguments = parser.parse_args()
-    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
+    """Measure and print; optionally keep the table in a page."""
+    arguments, machine = options("bench.speed.explained", __doc__, tries=5), about()
     head = ["program", "step [ms]", "cause said", "cure", "gain said [ms]", "gain measured [ms]"]
     cells = table(head, list(rows(arguments.only, arguments.tries)))
-    load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
-    lines = [SECTION, "", INTRODUCTION.strip().format(tries=arguments.tries), "", *about, load, "", cells, ""]
-    print("\n".join(lines))
-    if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8")
-        before, after = page.partition(SECTION)[0].partition(NEXT)[0].rstrip(), page.partition(NEXT)[2]
-        arguments.write.write_text("\n".join([before, "", *lines, NEXT + after]), encoding="utf-8")
+    publish([INTRODUCTION.format(tries=arguments.tries), *machine, load_afterwards(), "", cells], arguments.write)
 
 
-INTRODUCTION: Final = """
+INTRODUCTION: Final = """## Causes that `explain` says
+
 What `lab.explain` says about programs that are slow for a known reason, and what the cure really gains. "Gain said" is
 what `lab.what_helps` says of the same change, or `lab.schedule` of more micro-batches, where they know it. Each program
 of `bench/speed/slow_programs.py` runs in turns with its cure, {tries} times each; times are medians of `lab.step_ms`.

@@ -1,18 +1,17 @@
 """A short benchmark for machines with GPUs, a stage of `make gpu`: `python -m bench.speed.gpu FOLDER`.
 
-labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison.
-Predictions come from measurements of other sizes in the same run. FOLDER gets `benchmark.json` and the figures.
+labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison. FOLDER gets figures.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import math
 import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,20 +20,18 @@ import torch
 from torch import nn
 
 import labkit as lab
-from bench import machine
+from bench.page import about
 
 REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
 DEVICES: Final = "cpu" if REHEARSAL else "cuda"
 MIB: Final = 1 << 20
-REPEATS: Final = 9
 WARM_UP_STEPS: Final = 5
-COPIED: Final = (1, 4, 16) if REHEARSAL else (4, 64, 256)  # MiB: the smallest and the largest predict the one between
-WIDTHS: Final = (128, 256, 512) if REHEARSAL else (2048, 4096, 8192)  # sizes of the matrices: the middle one predicts the others
+WIDTH: Final = 256 if REHEARSAL else 4096
 WATCH_LIMIT_S: Final = 15.0  # of the stage's 90; it comes last, so that what is measured before it is kept in any case
 DPI: Final = 110
 
 
-def step_in_a_picture(folder: Path) -> dict[str, Any]:
+def step_in_a_picture(folder: Path) -> list[str]:
     """Two ranks train with DistributedDataParallel: the timeline of two steps, its parts, and memory."""
     with lab.Group(2, devices=DEVICES) as group:
         run = group.run(train, 20 if REHEARSAL else 40)
@@ -43,13 +40,15 @@ def step_in_a_picture(folder: Path) -> dict[str, Any]:
     save(lab.traffic(run), folder / "traffic.png")
     with lab.Group(1, devices=DEVICES) as group:
         save(lab.memory(group.run(fill_memory)), folder / "memory.png")
-    lengths = run.trace.step_bounds()[WARM_UP_STEPS:]
-    return {
-        "step_ms": statistics.median((lengths[:, 1] - lengths[:, 0]).tolist()) / 1e6,
-        "spans_on_gpu": sum(s.device == "cuda" for s in run.trace),
-        "spans": len(run.trace),
-        "gradients_mib": sum(s.nbytes for s in run.trace.filter(rank=0, name="all_reduce")) / len(run.trace.step_bounds()) / MIB,
-    }
+    bounds = run.trace.step_bounds()
+    lengths = bounds[WARM_UP_STEPS:]
+    step_ms = statistics.median((lengths[:, 1] - lengths[:, 0]).tolist()) / 1e6
+    gradients = sum(s.nbytes for s in run.trace.filter(rank=0, name="all_reduce")) / len(bounds) / MIB
+    on_gpu = sum(s.device == "cuda" for s in run.trace)
+    return [
+        f"A step of two ranks: {step_ms:.1f} ms, with {gradients:.0f} MiB of gradients all-reduced.",
+        f"{on_gpu} of {len(run.trace)} spans were timed by the GPU.",
+    ]
 
 
 def train(steps: int) -> None:
@@ -76,13 +75,12 @@ def train(steps: int) -> None:
 def fill_memory() -> None:
     """In a rank."""
     device = lab.device()
-    width = 256 if REHEARSAL else 4096
-    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU())]).to(device)
+    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     with lab.track_memory(model, optimizer):
         for _ in lab.steps(range(2)):
             optimizer.zero_grad()
-            model(torch.randn(1024, width, device=device)).square().mean().backward()
+            model(torch.randn(1024, WIDTH, device=device)).square().mean().backward()
             optimizer.step()
 
 
@@ -99,115 +97,63 @@ def save(axes: Any, path: Path) -> None:
     axes.figure.savefig(path, dpi=DPI, bbox_inches="tight")
 
 
-def copies_and_kernels() -> None:
-    """In a rank: each copy and kernel `REPEATS` times, a span each."""
-    device = lab.device()
-    pinned = device.type == "cuda"
-    for mib in COPIED:
-        n = mib * MIB
-        host, there = torch.empty(n, dtype=torch.uint8, pin_memory=pinned), torch.empty(n, dtype=torch.uint8, device=device)
-        pageable, other = torch.ones(n, dtype=torch.uint8), torch.empty_like(there)
-        repeat(f"to the device, pinned {mib}", lambda a=there, b=host: a.copy_(b, non_blocking=True))
-        repeat(f"to the device, pageable {mib}", lambda a=there, b=pageable: a.copy_(b))
-        repeat(f"from the device, pinned {mib}", lambda a=host, b=there: a.copy_(b, non_blocking=True))
-        repeat(f"on the device {mib}", lambda a=other, b=there: a.copy_(b))
-    for width in WIDTHS:
-        x = torch.randn(width, width, device=device)
-        repeat(f"matrix product {width}", lambda x=x: x @ x)
-
-
-def repeat(name: str, work: Any) -> None:
-    """In a rank: work once to warm up, then `REPEATS` times inside a span, with nothing else running."""
-    work()
-    for _ in range(REPEATS):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        with lab.span(name):
-            work()
-
-
-def predictions() -> list[dict[str, Any]]:
-    """Copies predicted by latency and bandwidth, matrix products by the rate of another size, and measured."""
-    with lab.Group(1, devices=DEVICES) as group:
-        trace = group.run(copies_and_kernels).trace
-    median_s: dict[str, float] = {}
-    for name in sorted({s.name for s in trace.filter(kind="compute")}):
-        median_s[name] = statistics.median((s.end_ns - s.start_ns) / 1e9 for s in trace.filter(name=name))
-    rows = []
-    small, middle, large = COPIED
-    for kind in ("to the device, pinned", "to the device, pageable", "from the device, pinned", "on the device"):
-        at_small, measured, at_large = (median_s[f"{kind} {mib}"] for mib in COPIED)
-        bytes_per_s = (large - small) * MIB / max(at_large - at_small, 1e-12)
-        predicted = max(at_small - small * MIB / bytes_per_s, 0.0) + middle * MIB / bytes_per_s
-        rows.append(row(f"copy {kind}, {middle} MiB", predicted, measured, f"{bytes_per_s / 1e9:.0f} GB/s"))
-    flop_per_s = 2 * WIDTHS[1] ** 3 / median_s[f"matrix product {WIDTHS[1]}"]
-    for width in (WIDTHS[0], WIDTHS[2]):
-        rate = f"{flop_per_s / 1e12:.2g} TFLOP/s"
-        rows.append(row(f"float32 product, {width}²", 2 * width**3 / flop_per_s, median_s[f"matrix product {width}"], rate))
-    return rows
-
-
-def row(case: str, predicted_s: float, measured_s: float, rate: str) -> dict[str, Any]:
-    """One line of the page's table of predictions."""
-    return {"case": case, "predicted_s": predicted_s, "measured_s": measured_s, "rate": rate}
-
-
-def events_beside_profiler() -> dict[str, float]:
+def events_beside_profiler() -> list[str]:
     """Durations of kernels by labkit's events and by the timestamps of torch's profiler."""
     with lab.Group(1, devices=DEVICES) as group, lab.profile(group):
         run = group.run(products)
     spans = list(run.trace.filter(name="products"))
     kernels = [e for e in run.trace.profile if e.category == "kernel"]
     within = [e for e in kernels if any(s.start_ns <= (e.start_ns + e.end_ns) / 2 <= s.end_ns for s in spans)]
-    return {
-        "by_events_ms": sum(s.end_ns - s.start_ns for s in spans) / 1e6,
-        "by_profiler_ms": sum(e.end_ns - e.start_ns for e in within) / 1e6,
-        "kernels": len(kernels),
-        "kernels_within": len(within),
-    }
+    if not kernels:
+        return ["torch's profiler saw no kernels."]
+    by_events_ms = sum(s.end_ns - s.start_ns for s in spans) / 1e6
+    by_profiler_ms = sum(e.end_ns - e.start_ns for e in within) / 1e6
+    return [
+        f"The same kernels took {by_events_ms:.2f} ms by labkit's CUDA events and {by_profiler_ms:.2f} ms by torch's profiler:",
+        f"{by_events_ms / (by_profiler_ms or math.nan):.3f} times as long.",
+        f"{len(within)} of {len(kernels)} kernels are inside their spans.",
+    ]
 
 
 def products() -> None:
     """In a rank."""
-    x = torch.ones(WIDTHS[1], WIDTHS[1], device=lab.device())
+    x = torch.ones(WIDTH, WIDTH, device=lab.device())
     for _ in range(10):
         with lab.span("products"):
             for _ in range(10):
                 x = x @ x / len(x)
 
 
-def watch_beside_run() -> dict[str, float] | None:
-    """The cost of the live picture for a training run; None if there is no kernel to show it in."""
+def watch_beside_run() -> list[str]:
+    """The cost of the live picture for a training run."""
     if importlib.util.find_spec("ipykernel") is None or importlib.util.find_spec("jupyter_client") is None:
-        return None
+        return ["`watch` beside `run` was not measured: there is no ipykernel."]
     from bench.kernel import Kernel
     from bench.speed import live_picture
 
-    with Kernel(sys.executable) as kernel:
+    with Kernel() as kernel:
         run_s, ratio = live_picture.compare(kernel, 5 if REHEARSAL else 100, rounds=5, limit_s=WATCH_LIMIT_S)
-    return {"run_s": run_s, "ratio": ratio}
+    return [f"Training takes {ratio:.2f} times as long with `watch` as with `run` ({run_s:.2f} s)."]
 
 
 def main(folder: Path) -> int:
-    """Measure, store the results, and draw; returns how many parts failed."""
+    """Measure, print and draw; returns how many parts failed, and says at the end which."""
     mpl.use("agg")
-    found: dict[str, Any] = {"machine": machine.describe()}
-    parts: dict[str, Callable[[], Any]] = {
+    print(*about(), sep="\n")
+    parts: dict[str, Callable[[], Iterable[str]]] = {
         "step": lambda: step_in_a_picture(folder),
-        "predictions": predictions,
         "clocks": events_beside_profiler,
         "watch": watch_beside_run,
     }
-    failed = 0
+    failed = []
     for name, part in parts.items():
-        print(name, flush=True)
         try:
-            found[name] = part()
-        except Exception:  # noqa: BLE001  # whatever it is, the other parts are measured
+            print(*part(), sep="\n", flush=True)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
             traceback.print_exc()
-            failed += 1
-        (folder / "benchmark.json").write_text(json.dumps(found, indent=1))  # after each one, in case the total time runs out
-    return failed
+            failed.append(f"{name} failed: {type(error).__name__}: {error}")
+    print(*failed, sep="\n")
+    return len(failed)
 
 
 if __name__ == "__main__":

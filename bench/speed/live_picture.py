@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
-from dataclasses import dataclass
 from typing import Final
 
 from bench.kernel import Kernel
 
-__all__ = ["Cost", "compare", "measure"]
-
-ROUNDS: Final = 9
+ROUNDS: Final = 3
 SPANS: Final = 1_000_000
 
 PREPARE: Final = """
@@ -85,46 +81,26 @@ def draw(spans):
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The measurements.
+def measure(kernel: Kernel, steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> dict[str, float]:
+    """Seconds of training with "run" and "watch"; the kernel's processor time per second while two ranks train ("run
+    share", "watch share") and while they write spans as fast as they can ("spans share", of which a part is "lost");
+    and the time to "draw" as many spans.
 
     Args:
-        run_s: training with `run`, a median.
-        ratio: of `watch` to `run`, the median of neighbouring pairs.
-        run_share: the kernel's processor time per second while two ranks train with `run`.
-        watch_share: the same with `watch`.
-        spans_share: the same while they write a million spans each, as fast as they can.
-        dropped: the lost share of these, from 0 to 1.
-        draw_s: time to draw a million spans.
-    """
-
-    run_s: float
-    ratio: float
-    run_share: float
-    watch_share: float
-    spans_share: float
-    dropped: float
-    draw_s: float
-
-
-def measure(steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> Cost:
-    """Measure in one kernel.
-
-    Args:
+        kernel: a fresh one.
         steps: of the training run.
         rounds: number of pairs of `run` and `watch`.
-        spans: number of spans that each rank writes as fast as it can.
-    """
-    with Kernel(sys.executable) as kernel:
-        run_s, ratio = compare(kernel, steps, rounds)
-        run_share = kernel.run("", value=f"share_of_run(train, {steps})")
-        watch_share, _, _ = kernel.run("", value=f"share_of(train, {steps})")
-        spans_share, kept, dropped = kernel.run("", value=f"share_of(write, {spans})")
-        draw_s = kernel.run("", value=f"draw({spans // 2})")
-        kernel.run("group.close()")
-    lost = dropped / max(kept + dropped, 1)
-    return Cost(run_s, ratio, run_share, watch_share, spans_share, lost, draw_s)
+        spans: number of spans that each rank writes.
+    """  # noqa: D205
+    run_s, ratio = compare(kernel, steps, rounds)
+    found = {"run": run_s, "watch": run_s * ratio}
+    found["run share"] = kernel.run("", value=f"share_of_run(train, {steps})")
+    found["watch share"], _, _ = kernel.run("", value=f"share_of(train, {steps})")
+    found["spans share"], kept, dropped = kernel.run("", value=f"share_of(write, {spans})")
+    found["lost"] = dropped / max(kept + dropped, 1)
+    found["draw"] = kernel.run("", value=f"draw({spans // 2})")
+    kernel.run("group.close()")
+    return found
 
 
 def compare(kernel: Kernel, steps: int, rounds: int, limit_s: float = math.inf) -> tuple[float, float]:

@@ -15,29 +15,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import labkit as lab
 
-__all__ = ["LLAMA_8B", "Shape", "train"]
-
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model; the defaults are those of Llama 3.1 8B.
 
-    Args:
-        width: of the residual stream.
-        layers: the number of blocks.
+    Attributes:
         heads, key_heads: of attention; several heads share a key.
-        hidden: of the feed-forward network.
-        tokens: in the vocabulary.
-        length: of a sequence, in tokens.
     """
 
-    width: int = 4096
-    layers: int = 32
+    width: int = 4096  # of the residual stream
+    layers: int = 32  # the number of blocks
     heads: int = 32
     key_heads: int = 8
-    hidden: int = 14336
-    tokens: int = 128256
-    length: int = 8192
+    hidden: int = 14336  # of the feed-forward network
+    tokens: int = 128256  # in the vocabulary
+    length: int = 8192  # of a sequence, in tokens
 
 
 LLAMA_8B = Shape()

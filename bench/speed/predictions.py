@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,11 +13,10 @@ from torch import nn
 from torch.distributed import rpc
 
 import labkit as lab
-from bench import machine
+from bench.page import about, duration, options, publish, say, table
 from bench.speed import sharded_models
 from bench.speed.repetitions import REPEATS, Times, in_turns, repeated, seconds
 from bench.speed.two_levels import two_levels
-from bench.table import duration, table
 from labkit.errors.units import in_words
 from labkit.recording.cores import usable_cores
 
@@ -29,30 +24,22 @@ LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 FAR: Final = lab.Link(gbit_per_s=1, latency_us=5000)  # where latency dominates
 LARGE: Final = 1_000_000  # bytes
 SMALL: Final = 4_000
-SECTIONS: Final = "## "  # the page's other sections, by bench/speed/explained.py and tools/lesson_predictions.py
 Row = tuple[str, float, float]  # the case; seconds or bytes, predicted and measured
 
 
 def main() -> None:
-    """Measure and print all cases; optionally keep a summary in a file."""
-    parser = argparse.ArgumentParser("python -m bench.speed.predictions", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="keep a row for each kind of case in this file")
-    arguments = parser.parse_args()
-    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
-    measured: dict[str, list[Row]] = {}
-    for kind, part in PARTS.items():
-        print(kind, file=sys.stderr, flush=True)
-        measured[kind] = list(part())
-    print("\n".join([*about, "", table(["case", "predicted", "measured", "ratio"], all_cases(measured))]))
-    lines = [*about, "", table(["what", "cases", "predicted", "ratio, median", "ratios"], kinds_of_cases(measured)), ""]
+    """Measure and print all cases; optionally keep a row for each kind of case in a page."""
+    arguments = options("bench.speed.predictions", __doc__)
+    machine, measured = about(), dict[str, list[Row]]()
+    for kind in (kind for kind in PARTS if arguments.only in kind):
+        say(kind)
+        measured[kind] = list(PARTS[kind]())
+    print(table(["case", "predicted", "measured", "ratio"], all_cases(measured)), end="\n\n")
+    rows = table(["what", "cases", "predicted", "ratio, median", "ratios"], kinds_of_cases(measured))
     ratios = [ratio for rows in measured.values() for ratio in _ratios(rows)]
     inside = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
-    lines += [f"{inside} of {len(ratios)} ratios of measured to predicted are between 0.8 and 1.25."]
-    print("\n".join(["", *lines]))
-    if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8") if arguments.write.exists() else ""
-        others = page[page.find(SECTIONS) :] if SECTIONS in page else ""
-        arguments.write.write_text("\n".join([INTRODUCTION, *lines, "", others]).rstrip() + "\n", encoding="utf-8")
+    said = f"{inside} of {len(ratios)} ratios of measured to predicted are between 0.8 and 1.25."
+    publish([INTRODUCTION, *machine, "", rows, "", said], arguments.write)
 
 
 def all_cases(measured: dict[str, list[Row]]) -> list[list[str]]:

@@ -29,17 +29,14 @@ PAUSE_S: Final = 0.004  # of a layer's forward pass, where layers sleep; the bac
 class Work:
     """What layers do.
 
-    Args:
+    Attributes:
         sleeps: whether they sleep, which other ranks do not disturb, however few cores there are; else they compute.
-        forward: how many times as long as usual a forward pass takes.
-        backward: the same for the backward pass, where they sleep.
-        straggler: how many times as long as the others rank 1 takes.
     """
 
     sleeps: bool = True
-    forward: int = 1
-    backward: int = 1
-    straggler: int = 1
+    forward: int = 1  # how many times as long as usual a forward pass takes
+    backward: int = 1  # the same for the backward pass, where they sleep
+    straggler: int = 1  # how many times as long as the others rank 1 takes
 
     def __post_init__(self) -> None:
         if not self.sleeps and self.backward != 1:

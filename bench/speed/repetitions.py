@@ -9,8 +9,6 @@ from typing import Final
 
 import torch.distributed as dist
 
-__all__ = ["REPEATS", "Times", "in_turns", "repeated", "seconds"]
-
 REPEATS: Final = 9
 Times = list[tuple[int, int]]  # begin and end of each, in ns
 

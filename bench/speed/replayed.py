@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,13 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import labkit as lab
-from bench import machine
+from bench.page import about, load_afterwards, options, publish, say, table
 from bench.speed import programs
 from bench.speed.programs import Work
-from bench.table import table
 from labkit.recording.cores import usable_cores
 
-SECTION: Final = "## Measured"  # the last section of the page
 TRIES: Final = 5
 FAST: Final = lab.Link(gbit_per_s=1, latency_us=50)
 SLOW: Final = lab.Link(gbit_per_s=0.1, latency_us=50)
@@ -30,38 +25,23 @@ Program = Callable[..., None]
 
 @dataclass(frozen=True)
 class Run:
-    """A program and the group that runs it.
+    """A program and the group that runs it."""
 
-    Args:
-        program: the program.
-        arguments: its arguments.
-        ranks: how many ranks; if they are named, the program calls functions remotely.
-        link: their link.
-        one_core: whether all ranks are kept on one core.
-    """
-
-    program: Program
-    arguments: tuple[Any, ...]
-    ranks: int | tuple[str, ...]
-    link: lab.Link | None = FAST
-    one_core: bool = False
+    program: Program  # the program
+    arguments: tuple[Any, ...]  # its arguments
+    ranks: int | tuple[str, ...]  # how many ranks; if they are named, the program calls functions remotely
+    link: lab.Link | None = FAST  # their link
+    one_core: bool = False  # whether all ranks are kept on one core
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run, the same run after a change, and the arguments of `lab.replay` that predict it.
+    """A run, the same run after a change, and the arguments of `lab.replay` that predict it."""
 
-    Args:
-        name: program and change.
-        base: what is recorded.
-        changed: what is predicted.
-        change: the arguments.
-    """
-
-    name: str
-    base: Run
-    changed: Run
-    change: dict[str, Any] = field(default_factory=dict)
+    name: str  # program and change
+    base: Run  # what is recorded
+    changed: Run  # what is predicted
+    change: dict[str, Any] = field(default_factory=dict)  # the arguments
 
 
 def _named() -> dict[str, tuple[Program, tuple[Any, ...]]]:
@@ -155,7 +135,7 @@ def _on_one_core(program: Program, *arguments: Any) -> None:
 def rows(cases: Iterator[Case], groups: Groups, tries: int) -> Iterator[tuple[list[str], float, float]]:
     """For each case: the cells of its row, its ratio, and how far an unchanged replay is from the recorded run."""
     for case in cases:
-        print(case.name, file=sys.stderr, flush=True)
+        say(case.name)
         recorded, predicted, real, same = [], [], [], []
         for _ in range(tries):
             base = groups.run(case.base)
@@ -189,49 +169,36 @@ def errors_in_words(ratios: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure and print all cases; optionally keep a summary in a file."""
-    parser = argparse.ArgumentParser("python -m bench.speed.replayed", description=__doc__)
-    parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="replace the last section of this file by a row for each change"
-    )
-    parser.add_argument("--tries", type=int, default=TRIES, help="of each program")
-    arguments = parser.parse_args()
-    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
+    """Measure and print all cases; optionally keep a row for each change in a page."""
+    arguments, machine = options("bench.speed.replayed", __doc__, TRIES), about()
     lines, unchanged = [], 0.0
     for words, part in ((UNDISTURBED, undisturbed), (COMPUTING, computing), (SHARING, sharing)):
         if part is computing and usable_cores() < 2:
             break
         with ExitStack() as stack:
-            found = list(rows(part(), Groups(stack), arguments.tries))
+            cases = (case for case in part() if arguments.only in case.name)
+            found = list(rows(cases, Groups(stack), arguments.tries))
+        if not found:
+            continue
         unchanged = max(unchanged, *(same for *_, same in found))
         print(table(ALL_HEADINGS, [cells for cells, *_ in found]), end="\n\n")
         ratios = {cells[0]: ratio for cells, ratio, _ in found}
-        lines += [words.strip(), "", table(HEADINGS, changes(ratios)), "", errors_in_words([*ratios.values()]), ""]
-    load = f"- load afterwards (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
+        lines += [words, "", table(HEADINGS, changes(ratios)), "", errors_in_words([*ratios.values()]), ""]
     said = f"Without a change, a replay's steps differ by at most {unchanged:.2%} from the recorded ones."
-    lines = [SECTION, "", INTRODUCTION.strip(), "", *about, load, "", *lines, said]
-    print("\n".join(lines))
-    if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
-        arguments.write.write_text("\n".join([page, "", *lines]) + "\n", encoding="utf-8")
+    publish([INTRODUCTION, *machine, load_afterwards(), "", *lines, said], arguments.write)
 
 
 ALL_HEADINGS: Final = ("change", "recorded [ms]", "predicted [ms]", "really run [ms]", "all tries [ms]", "ratio")
 HEADINGS: Final = ("change", "programs", "predicted ÷ really run, median", "all programs")
-INTRODUCTION: Final = f"""
+INTRODUCTION: Final = f"""## Measured
+
 DDP, FSDP2, tensor parallelism, GPipe, 1F1B and remote calls were recorded, changed and run again, in turns, {TRIES} times
 each. Times are medians of `lab.step_ms`; the link is one of {FAST} unless another one is named.
 `python -m bench.speed.replayed --write docs/replay.md` writes this section and prints each program's times.
 """
-UNDISTURBED: Final = """
-Layers that sleep, so that ranks do not disturb one another; four ranks, for remote calls three:
-"""
-COMPUTING: Final = """
-Layers that compute, two ranks, a core for each:
-"""
-SHARING: Final = """
-Two ranks that compute on one core, replayed with `own_cores=True`, beside the same ranks on two cores:
-"""
+UNDISTURBED: Final = "Layers that sleep, so that ranks do not disturb one another; four ranks, for remote calls three:"
+COMPUTING: Final = "Layers that compute, two ranks, a core for each:"
+SHARING: Final = "Two ranks that compute on one core, replayed with `own_cores=True`, beside the same ranks on two cores:"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from bench.speed.repetitions import Times, in_turns, seconds
 from labkit.plots.memory import memory_uses
 from labkit.recording.schema import MEMORY_KINDS
 
-__all__ = ["memory", "tensor_parallel"]
-
 BATCH, SEQUENCE, HIDDEN, HEAD = 4, 128, 512, 64
 FLOAT: Final = 4  # bytes
 KEPT: Final = ("parameters", "gradients", "optimizer state")

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 import labkit as lab
-from bench import machine
+from bench.page import about, load_afterwards, options, publish, say, table
 from bench.speed import llama, programs
-from bench.table import table
 
-SECTION: Final = "## Measured"  # the last section of the page
 LINK: Final = lab.Link(gbit_per_s=1, latency_us=50)
 TRIES: Final = 5
-STEPS: Final = 6
-WIDTH: Final = 256
-ROWS: Final = 512
-PARTS: Final = 8  # micro-batches
-PAUSE_S: Final = 0.004  # of a layer's forward pass, where layers sleep; the backward pass takes twice as long
+KINDS: Final = [f"{size} ranks, {layers}" for size in (2, 4) for layers in ("sleeping", "computing")]
 
 # torchtitan, llama3_h100_202412_torchtitan.md: ranks; tokens/s of a GPU, eager and compiled; GiB, eager.
 PUBLISHED: Final = ((8, 5762, 6667, 82.4), (128, 5605, 6514, 67.0))
 THEIR_CARD: Final = lab.Device(tflop_per_s=0.70 * 989, gbyte_per_s=0.85 * 2400, name="with 2.4 TB/s")
 PER_NODE: Final = 8
 BATCH: Final = 2  # sequences of a GPU
+PROGRAMS: Final[dict[str, Callable[..., None]]] = {
+    "data parallel": programs.data_parallel, "shards": programs.shards, "tensor parallel": programs.tensor_parallel,
+    "pipeline": programs.pipeline,
+}  # fmt: skip
 
 
-PROGRAMS: Final[tuple[Callable[..., None], ...]] = (
-    programs.data_parallel,
-    programs.shards,
-    programs.tensor_parallel,
-    programs.pipeline,
-)
-
-
-def real_groups(sizes: tuple[int, ...]) -> Iterator[tuple[list[str], float]]:
+def real_groups(only: str, tries: int) -> Iterator[tuple[list[str], float]]:
     """For each program: a row of the times of real groups and simulations in turns, medians; and the ratio."""
-    for size in sizes:
+    for size in (2, 4):
         with lab.Group(size, devices="cpu", threads=1, link=LINK) as group:
             for sleeps in (True, False):
                 work = programs.Work(sleeps=sleeps)
-                for program in PROGRAMS:
-                    name = f"{program.__name__.replace('_', ' ')}, {size} ranks, {'sleeping' if sleeps else 'computing'}"
-                    print(name, file=sys.stderr, flush=True)
+                for title, program in PROGRAMS.items():
+                    if only not in title:
+                        continue
+                    name = f"{title}, {size} ranks, {'sleeping' if sleeps else 'computing'}"
+                    say(name)
                     runs, simulated = [], []
-                    for _ in range(TRIES):
+                    for _ in range(tries):
                         runs.append(group.run(program, work))
                         simulated.append(lab.simulate(program, work, ranks=size, link=LINK, measured=True).step_ms)
                     real = [lab.step_ms(run) for run in runs]
@@ -87,31 +74,22 @@ def published() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Measure and print all times; optionally keep a summary in a file."""
-    parser = argparse.ArgumentParser("python -m bench.speed.simulated", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the last section of this file")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[2, 4], help="of the real groups")
-    arguments = parser.parse_args()
-    about = [f"- {line}" for line in [*machine.describe(), f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"]]
-    groups = list(real_groups(tuple(arguments.sizes)))
+    """Measure and print all times; optionally keep a summary in a page."""
+    arguments, machine = options("bench.speed.simulated", __doc__, TRIES), about()
+    groups = list(real_groups(arguments.only, arguments.tries))
     print(table(ALL_HEADINGS, [cells for cells, _ in groups]), end="\n\n")
-    load = f"- load after the groups (1, 5, 15 min): {', '.join(f'{x:.1f}' for x in os.getloadavg())}"
+    load = load_afterwards()
     ratios = {cells[0]: ratio for cells, ratio in groups}
     errors = sorted(abs(ratio - 1) for ratio in ratios.values())
-    kinds = [f"{size} ranks, {layers}" for size in arguments.sizes for layers in ("sleeping", "computing")]
-    lines = [SECTION, "", GROUPS.strip(), "", *about, load, ""]
-    lines += [table(["simulated ÷ real", *kinds], ratios_by_program(ratios)), ""]
-    lines += [f"Median error: {statistics.median(errors):.0%}; the largest: {errors[-1]:.0%}.", ""] if errors else []
+    lines = [INTRODUCTION, *machine, load, "", table(["simulated ÷ real", *KINDS], ratios_by_program(ratios)), ""]
+    lines += [f"Median error: {statistics.median(errors):.0%}; the largest: {errors[-1]:.0%}.", "", RUNS.lstrip()]
     heads = ["run", "simulated tokens/s", "published, eager / compiled", "error", "simulated GiB", "published GiB", "took [s]"]
-    lines += [RUNS.strip(), "", table(heads, list(published()))]
-    print("\n".join(lines))
-    if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
-        arguments.write.write_text("\n".join([page, "", *lines]) + "\n", encoding="utf-8")
+    publish([*lines, table(heads, list(published()))], arguments.write)
 
 
 ALL_HEADINGS: Final = ("program", "simulated [ms]", "real [ms]", "own cores [ms]", "real, all tries [ms]", "ratio")
-GROUPS: Final = f"""
+INTRODUCTION: Final = f"""## Measured
+
 `python -m bench.speed.simulated --write docs/simulate.md` writes this section and prints each program's times. First,
 `measured=True` beside real groups over a link of {LINK}: {TRIES} of each in turns, medians of `step_ms`. Where
 ranks outnumber cores, the real run is replayed as if each had its own (`lab.replay(run, own_cores=True)`). Layers that

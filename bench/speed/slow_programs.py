@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -61,12 +62,24 @@ def _model(layers: int = 6, seconds: float = 0.002) -> nn.Sequential:
     return nn.Sequential(*[Layer(seconds) for _ in range(layers)])
 
 
-def _train(model: nn.Module, rows: int = 16) -> None:
+def _nothing(_: int) -> None:
+    pass
+
+
+def _train(
+    model: nn.Module, *, rows: int = 16, steps: int = STEPS, before: Callable[[int], object] = _nothing,
+    reduce: Callable[[], object] | None = None, after: Callable[[int], object] = _nothing,
+) -> None:  # fmt: skip
+    """Steps of training, each between what the program does before and after it, given the step's number."""
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(rows, WIDTH)
-    for _ in lab.steps(range(STEPS)):
+    for step in lab.steps(range(steps)):
+        before(step)
         optimizer.zero_grad()
         model(batch).square().mean().backward()
+        if reduce:
+            reduce()
         optimizer.step()
+        after(step)
 
 
 # ------------------------------------------------------------------------------------------------------- data parallel
@@ -79,14 +92,12 @@ def small_batches(_cured: bool) -> None:
 
 def straggler(cured: bool) -> None:
     """One rank does more before each step."""
-    model = DistributedDataParallel(_model())
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(16, WIDTH)
-    for _ in lab.steps(range(STEPS)):
+
+    def augment(_: int) -> None:
         with lab.span("augment"):
             time.sleep(0.04 if dist.get_rank() == 1 and not cured else 0.004)
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+
+    _train(DistributedDataParallel(_model()), before=augment)
 
 
 def tiny_buckets(cured: bool) -> None:
@@ -129,19 +140,18 @@ def logged(cured: bool) -> None:
 
 def by_hand(cured: bool) -> None:
     """An all-reduce for each parameter, after the backward pass."""
-    if cured:
-        return _train(DistributedDataParallel(_model(), bucket_cap_mb=0.3))
     model = _model()
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(16, WIDTH)
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
+
+    def average() -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
-        optimizer.step()
-    return None
+
+    if cured:
+        _train(DistributedDataParallel(model, bucket_cap_mb=0.3))
+    else:
+        _train(model, reduce=average)
 
 
 def local_sgd(cured: bool) -> None:
@@ -178,59 +188,53 @@ def few_small(_cured: bool) -> None:
 
 def uneven(cured: bool) -> None:
     """Sentences of different lengths, of which each rank gets others."""
-    model = DistributedDataParallel(_model())
-    optimizer, rank = torch.optim.SGD(model.parameters(), lr=0.01), dist.get_rank()
-    for step in lab.steps(range(2 * STEPS)):
+    model, rank = DistributedDataParallel(_model()), dist.get_rank()
+
+    def take(step: int) -> None:
         for layer in model.module:
             layer.seconds = 0.004 if cured else (0.001, 0.007)[step % 2 == rank]
-        optimizer.zero_grad()
-        model(torch.randn(16, WIDTH)).square().mean().backward()
-        optimizer.step()
+
+    _train(model, steps=2 * STEPS, before=take)
 
 
 def checkpoint(cured: bool) -> None:
     """The model is saved while the others wait at a barrier."""
-    model, rank = DistributedDataParallel(_model()), dist.get_rank()
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(16, WIDTH)
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        if cured or rank == 0:
+
+    def save(_: int) -> None:
+        if cured or dist.get_rank() == 0:
             time.sleep(0.02 if cured else 0.04)  # a slow disk
         dist.barrier()
+
+    _train(DistributedDataParallel(_model()), after=save)
 
 
 def evaluation(cured: bool) -> None:
     """One rank evaluates all samples."""
-    model, rank = DistributedDataParallel(_model()), dist.get_rank()
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(16, WIDTH)
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        if cured or rank == 0:
+    model = DistributedDataParallel(_model())
+
+    def evaluate(_: int) -> None:
+        if cured or dist.get_rank() == 0:
             with torch.no_grad():
                 for _ in range(3 if cured else 6):
                     model.module(torch.randn(16, WIDTH))
         dist.barrier()
 
+    _train(model, after=evaluate)
+
 
 def objects(cured: bool) -> None:
     """Numbers of each rank for a report."""
-    model, gathered = DistributedDataParallel(_model(2)), [None] * dist.get_world_size()
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(16, WIDTH)
-    numbers = torch.zeros(dist.get_world_size(), 2)
-    for step in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
+    ranks = dist.get_world_size()
+    numbers, gathered = torch.zeros(ranks, 2), [None] * ranks
+
+    def report(step: int) -> None:
         if cured:
-            numbers[dist.get_rank()] = torch.tensor([step, loss.item()])
+            numbers[dist.get_rank()] = torch.tensor([step, 1.0])
             dist.all_reduce(numbers)
         else:
-            dist.all_gather_object(gathered, {"step": step, "loss": loss.item()})
+            dist.all_gather_object(gathered, {"step": step, "loss": 1.0})
+
+    _train(DistributedDataParallel(_model(2)), after=report)
 
 
 # --------------------------------------------------------------------------------------------- shards, layers, stages

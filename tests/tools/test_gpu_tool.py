@@ -18,6 +18,7 @@ import pytest
 from tests import test_docs
 from tools import gpu, gpu_lessons, gpu_machine, gpu_report, gpu_smoke, versions
 from tools.gpu_machine import Machine
+from tools.gpu_report import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 H = Machine(
@@ -35,18 +36,18 @@ def answering(folder: Path, answer: str) -> str:
 
 
 def said(**changes: Any) -> str:
-    found = {"python": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "gpus": [["NVIDIA X", 1 << 30, "9.0"]], "missing": []}
+    found = {"version": "3.12.3", "torch": "2.11.0+cu130", "cuda": "13.0", "gpus": [["NVIDIA X", 1 << 30, "9.0"]], "missing": []}
     return json.dumps(found | changes)
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (said(torch="2.13.0+cpu", cuda=None, gpus=[]), r"torch 2.13.0\+cpu is a build without CUDA"),
+        (said(torch="2.13.0+cpu", cuda="", gpus=[]), r"torch 2.13.0\+cpu is a build without CUDA"),
         (said(gpus=[]), r"torch 2.11.0\+cu130 \(CUDA 13.0\) sees no GPU"),
         (said(torch="2.9.1"), "torch 2.9.1 is older than 2.10"),
-        ('{"python": "3.12.3", "gpus": [], "missing": [], "error": "No module named \'torch\'"}', "not installed"),
-        ('{"python": "3.12.3", "gpus": [], "missing": [], "error": "OSError: libcudart.so.13"}', "does not load .*libcudart"),
+        ('{"version": "3.12.3", "gpus": [], "missing": []}', "not installed"),
+        ('{"version": "3.12.3", "gpus": [], "missing": [], "error": "OSError: libcudart.so.13"}', "does not load .*libcudart"),
         ("Segmentation fault", "does not load"),
     ],
 )  # fmt: skip
@@ -62,7 +63,7 @@ def test_a_python_that_can_run_on_a_gpu(tmp_path: Path) -> None:
     machine, reasons = gpu_machine.find(answering(tmp_path, said(missing=["nbclient", "sklearn"])))
     assert machine is not None
     assert reasons == []
-    assert machine.gpus == [("NVIDIA X", 1 << 30, "9.0")]
+    assert machine.gpus == [["NVIDIA X", 1 << 30, "9.0"]]
     assert machine.lacks("tests") == []
     assert machine.lacks("lessons") == ["nbclient", "scikit-learn"]
 
@@ -114,7 +115,7 @@ def test_a_hanging_stage_is_ended_with_all_its_processes(build: Path) -> None:
 
 
 def test_a_stage_that_lacks_a_package_is_not_run(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = gpu.run_stage("lessons", [], machine_here(missing=frozenset({"nbclient"})), rehearsal=True, limit_s=60)
+    outcome = gpu.run_stage("lessons", [], machine_here(missing=["nbclient"]), rehearsal=True, limit_s=60)
     assert (outcome.state, outcome.missing) == ("not run", ("nbclient",))
     assert "pip install nbclient" in capsys.readouterr().out
 
@@ -201,8 +202,9 @@ def test_a_lesson_is_run_to_its_end_and_its_figures_are_saved(tmp_path: Path) ->
     out = tmp_path / "out"
     out.mkdir()
     found = gpu_lessons.execute(tmp_path / "00_x.ipynb", out)
-    assert found["failed"] == ["cell 1: ZeroDivisionError: division by zero", "cell 3 was expected to raise, and did not"]
-    assert found["figures"] == ["00_x_cell04.png"]
+    assert found[0] == "00_x"
+    assert re.fullmatch(r"\d+ s, 4 cells, 1 figures", found[1])
+    assert found[2] == ["cell 1: ZeroDivisionError: division by zero", "cell 3 was expected to raise, and did not"]
     assert (out / "00_x_cell04.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -217,29 +219,31 @@ def test_a_lesson_that_stops_early_has_no_stored_figures_and_says_what_did_not_r
     out = tmp_path / "out"
     out.mkdir()
     found = gpu_lessons.execute(tmp_path / "00_x.ipynb", out)
-    assert found["failed"] == ["cell 2: DeadKernelError: Kernel died", "cells 3 to 4 did not run"]
-    assert found["figures"] == []
+    assert found[1].endswith(" 0 figures")
+    assert found[2] == ["cell 2: DeadKernelError: Kernel died", "cells 3 to 4 did not run"]
     written = nbformat.read(out / "00_x.ipynb", as_version=4).cells
     assert [cell.execution_count for cell in written[2:]] == [None, None]
     assert [bool(cell.outputs) for cell in written] == [True, False, False, False]
 
 
-def test_lessons_run_at_a_time_and_are_stored_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both_run, begun, stored = threading.Barrier(2, timeout=60), [], []
+def test_lessons_run_at_a_time_and_what_failed_is_said_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both_run, begun = threading.Barrier(2, timeout=60), []
 
-    def execute(path: Path, folder: Path) -> dict[str, Any]:
+    def execute(path: Path, _: Path) -> tuple[str, str, list[str]]:
         begun.append(path.stem)
         both_run.wait()
-        stored.append((folder / "lessons.json").read_text())
-        return {"lesson": path.stem, "seconds": 1.0, "cells": 1, "failed": [], "figures": []}
+        return path.stem, "1 s", ["cell 2: E: e"] if path.stem.startswith("02") else []
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(gpu_lessons, "execute", execute)
-    assert gpu_lessons.main(tmp_path, ["02", "00"]) == 0
+    assert gpu_lessons.main(tmp_path, ["02", "00"]) == 1
     assert begun == ["02_data_parallel", "00_start_here"]  # the later ones take longer
-    assert [lesson["failed"] for lesson in json.loads(stored[0])] == [[gpu_lessons.UNFINISHED]] * 2
-    found = json.loads((tmp_path / "lessons.json").read_text())
-    assert [(lesson["lesson"], lesson["failed"]) for lesson in found] == [("00_start_here", []), ("02_data_parallel", [])]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 lessons: 00_start_here 02_data_parallel"
+    assert sorted(lines[1:3]) == ["00_start_here: 1 s, no failures", "02_data_parallel: 1 s, 1 failures"]
+    assert lines[3:] == ["02_data_parallel failed:", "  cell 2: E: e"]
 
 
 def test_a_lesson_that_does_not_exist(tmp_path: Path) -> None:
@@ -249,14 +253,18 @@ def test_a_lesson_that_does_not_exist(tmp_path: Path) -> None:
 # The benchmark
 
 
-def test_a_part_of_the_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_benchmark_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from bench.speed import gpu as benchmark
 
-    for part in ("step_in_a_picture", "predictions", "events_beside_profiler", "watch_beside_run"):
-        monkeypatch.setattr(benchmark, part, lambda *_: "measured")
-    monkeypatch.setattr(benchmark, "predictions", lambda: 1 // 0)
+    for part in ("step_in_a_picture", "watch_beside_run"):
+        monkeypatch.setattr(benchmark, part, lambda *_, part=part: [part])
+    monkeypatch.setattr(benchmark, "events_beside_profiler", lambda: 1 // 0)
     assert benchmark.main(tmp_path) == 1
-    assert [*json.loads((tmp_path / "benchmark.json").read_text())] == ["machine", "step", "clocks", "watch"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:-1] == ["step_in_a_picture", "watch_beside_run"]
+    assert lines[-1].startswith("clocks failed: ZeroDivisionError: ")
 
 
 @pytest.mark.parametrize(("limit_s", "pairs"), [(0.0, 1), (60.0, 5)])
@@ -277,23 +285,6 @@ def test_the_comparison_of_watch_with_run_keeps_its_time(limit_s: float, pairs: 
 
 # The page
 
-XML = """<testsuites><testsuite>
-<testcase classname="tests.test_gpu_groups" name="test_a"/>
-<testcase classname="tests.test_gpu_groups" name="test_b"><failure message="AssertionError: 1 | 2&#10;────&#10;more"/></testcase>
-<testcase classname="tests.test_gpu_groups" name="test_c"><skipped message="needs two GPUs"/></testcase>
-<testcase classname="tests.test_gpu_groups" name="test_d"><skipped message="needs two GPUs"/></testcase>
-</testsuite></testsuites>"""
-
-
-LOG = """collected 4 items
-
-tests/gpu/test_gpu_groups.py::test_a PASSED                              [ 25%]
-tests/gpu/test_gpu_groups.py::test_b[cpu] FAILED                         [ 50%]
-tests/gpu/test_gpu_groups.py::test_c SKIPPED (needs two GPUs, one for...) [ 75%]
-tests/gpu/test_gpu_groups.py::test_d Timeout (0:00:45)!
-  File "/home/ada/x.py", line 3 in `wait.py`
-"""
-
 
 def check_as_docs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of tests/test_docs.py on a page that `make gpu` has written."""
@@ -305,58 +296,36 @@ def check_as_docs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tests.xml").write_text(XML)
-    (tmp_path / "tests.log").write_text(LOG)
+    (tmp_path / "doctor.log").write_text("  GPU to GPU  1 of 1 pair of GPUs have peer access\n")
+    (tmp_path / "tests.log").write_text('collected 4 items\n  File "/home/ada/x.py" in `wait.py`\nFAILED a|b [1](2)\n')
     (tmp_path / "timeline.png").write_bytes(b"png")
-    results = {
-        "doctor": "  GPU to GPU  1 of 1 pair of GPUs have peer access",
-        "smoke": "ok      pidfd    0.00 s",
-        "tests": gpu_report.read_tests(tmp_path),
-        "lessons": [
-            {"lesson": "00", "seconds": 9.6, "cells": 3, "failed": ["cell 2: E: a|b [1](2)"], "figures": ["x.png"]}
-        ],
-        "benchmark": {
-            "step": {"step_ms": 12.34, "spans_on_gpu": 30, "spans": 40, "gradients_mib": 64.0},
-            "clocks": {"by_events_ms": 11.0, "by_profiler_ms": 10.0, "kernels": 200, "kernels_within": 198},
-            "watch": {"run_s": 1.5, "ratio": 1.02},
-            "predictions": [{"case": "copy", "rate": "50 GB/s", "predicted_s": 0.001, "measured_s": 0.0012}],
-        },
-    }  # fmt: skip
     outcomes = [
-        {"stage": "tests", "state": "failed", "seconds": 61.2, "missing": ()},
-        {"stage": "lessons", "state": "timed out", "seconds": 120, "missing": ()},
-        {"stage": "benchmark", "state": "not run", "seconds": 0, "missing": ("numpy",)},
+        Outcome("doctor", tmp_path / "doctor.log", "ran", 3.4),
+        Outcome("tests", tmp_path / "tests.log", "failed", 61.2),
+        Outcome("lessons", tmp_path / "lessons.log", "timed out", 120),
+        Outcome("benchmark", tmp_path / "benchmark.log", "not run", missing=("numpy",)),
     ]
     page = tmp_path / "docs" / "gpu.md"
-    gpu_report.write(page, H, outcomes, results, tmp_path, rehearsal=False)
+    gpu_report.write(page, H, outcomes, tmp_path, rehearsal=False)
     text = page.read_text()
     check_as_docs(page, monkeypatch)
     for words in (
         "2 × NVIDIA X, 141 GiB",
         "groups of up to 2 ranks use NCCL between GPUs",
         "NCCL 2.28.9",
-        "```text\n  GPU to GPU  1 of 1 pair of GPUs have peer access\n```",
+        "## Doctor\n\n```text\n  GPU to GPU  1 of 1 pair of GPUs have peer access\n```",
         "| tests | failed | 61 |",
         "| benchmark | not run | 0 |",
         "### benchmark: not run\n\n```text\npip install numpy\n",
-        "### tests: failed after 61 s\n\n```text\ntest_gpu_groups::test_b: AssertionError: 1 | 2 | more\n",
-        "The last lines of build/gpu/tests.log:\n  collected 4 items",
+        "### tests: failed after 61 s\n\n```text\nThe last lines of build/gpu/tests.log:\n  collected 4 items",
+        "\n  FAILED a|b [1] (2)\n```",
         "~/ada/x.py",
-        "### lessons: timed out after 120 s\n\n```text\n00: cell 2: E: a|b [1] (2)\nbuild/gpu/lessons.log is empty",
-        "```text\nok      pidfd    0.00 s\n```",
-        "1 of 2 tests passed",
-        "skipped, 2: needs two GPUs",
-        "| 00 | 10 | 3 | 1 | 1 |",
-        "12.3 ms",
-        "30 of 40 spans",
-        "1.100 times as long",
-        "takes 1.02 times as long with `watch`",
-        "| copy | 50 GB/s | 1.000 ms | 1.200 ms | 1.20 |",
+        "### lessons: timed out after 120 s\n",
+        "## Tests\n\n```text\ncollected 4 items\n",
         "(pictures/gpu_timeline.png)",
     ):
         assert words in text, words
-    assert re.findall(r"^## (.*)", text, re.MULTILINE)[:2] == ["What failed", "Stages"]
-    assert any(len(line) > 100 for _, line in test_docs.prose("gpu.md"))
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["What failed", "Stages", "Doctor", "Tests", "Lessons", "Pictures"]
     assert (tmp_path / "docs" / "pictures" / "gpu_timeline.png").exists()
 
 
@@ -370,35 +339,17 @@ def test_the_page_reports_stages_and_machine(tmp_path: Path, monkeypatch: pytest
 )  # fmt: skip
 def test_the_page_says_what_the_machine_cannot_show(tmp_path: Path, gpus: int, rehearsal: bool, words: str) -> None:
     machine = Machine("python3", gpus=[("NVIDIA X", 1 << 30, "9.0")] * gpus)
-    gpu_report.write(tmp_path / "gpu.md", machine, [], {}, tmp_path, rehearsal=rehearsal)
+    gpu_report.write(tmp_path / "gpu.md", machine, [], tmp_path, rehearsal=rehearsal)
     assert words in (tmp_path / "gpu.md").read_text()
 
 
 def test_a_page_of_stages_without_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "gpu.md"
-    outcomes = [{"stage": stage, "state": "timed out", "seconds": 210, "missing": ()} for stage in gpu.LIMITS_S]
-    gpu_report.write(page, H, outcomes, dict.fromkeys(gpu.LIMITS_S), tmp_path, rehearsal=True)
+    outcomes = [Outcome(stage, tmp_path / f"{stage}.log", "timed out", 210) for stage in gpu.LIMITS_S]
+    gpu_report.write(page, H, outcomes, tmp_path, rehearsal=True)
     assert "| tests | timed out | 210 |" in page.read_text()
     assert page.read_text().startswith("# A rehearsal")
     check_as_docs(page, monkeypatch)
-
-
-def test_if_pytest_was_ended_its_log_has_the_results(tmp_path: Path) -> None:
-    assert gpu_report.read_tests(tmp_path) is None
-    (tmp_path / "tests.xml").write_text(XML[:100])
-    (tmp_path / "tests.log").write_text(LOG)
-    found = gpu_report.read_tests(tmp_path)
-    assert found == {
-        "passed": 1,
-        "failed": [["gpu/test_gpu_groups.py::test_b[cpu]", "see the log"]],
-        "skipped": [],
-        "running": "gpu/test_gpu_groups.py::test_d",
-    }
-    outcomes = [{"stage": "tests", "state": "timed out", "seconds": 165, "missing": ()}]
-    gpu_report.write(tmp_path / "gpu.md", H, outcomes, {"tests": found}, tmp_path, rehearsal=False)
-    text = (tmp_path / "gpu.md").read_text()
-    assert "1 of 2 tests passed before the time of the stage was over" in text
-    assert "gpu/test_gpu_groups.py::test_d: had not ended" in text
 
 
 # A rehearsal

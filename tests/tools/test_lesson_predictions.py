@@ -8,10 +8,11 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 
+from bench.page import with_section
 from labkit.plots.guess_charts import Outcome, draw_outcome
 from labkit.plots.predictions import Predictions, Quantity
 from tools.lesson_numbers import NOTEBOOKS
-from tools.lesson_predictions import PAGE, predictions_in, section, with_section
+from tools.lesson_predictions import PAGE, predictions_in, section
 
 STEP = Predictions((Quantity("step", 10.0, 11.0), Quantity("message", 4.0, 8.0)), "ms")
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, SHARES, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import SHARES, Diagram, diagram
 
 
-def cluster() -> Diagram:
-    """Two nodes with two devices each, and their two kinds of link."""
-    picture = Diagram(
-        660, 222, "two nodes with two devices each",
-        "Two nodes. Each has two devices with 50 megabytes of memory, joined by a link of 0.2 gigabits per second. "
-        "One connection of 0.1 gigabits per second joins the nodes, and both devices of a node share it. Each link has a latency "
-        "of 4 milliseconds.",
-    )  # fmt: skip
+@diagram("14_cluster", 660, 222, "two nodes with two devices each")
+def cluster(picture: Diagram) -> None:
+    """Two nodes. Each has two devices with 50 megabytes of memory, joined by a link of 0.2 gigabits per second. One
+    connection of 0.1 gigabits per second joins the nodes, and both devices of a node share it. Each link has a latency
+    of 4 milliseconds."""
     for node in range(2):
         left = 12.0 + 360 * node
         picture.box(left, 30, 276, 128, dashed=True)
@@ -22,24 +17,20 @@ def cluster() -> Diagram:
         for place in range(2):
             rank = 2 * node + place
             picture.box(left + 14 + 160 * place, 54, 88, 80, f"rank {rank}\n50 MB", fill=SHARES[rank])
-        _both_ways(picture, (left + 106, 94), (left + 170, 94))
+        picture.both_ways((left + 106, 94), (left + 170, 94))
         picture.text(left + 138, 72, "inside", size=13)
         picture.text(left + 138, 178, "inside: 0.2 Gbit/s, 4 ms", size=13)
-    _both_ways(picture, (290, 94), (370, 94), width=4)
+    picture.both_ways((290, 94), (370, 94), width=4)
     picture.text(330, 72, "between", size=13)
     picture.text(330, 208, "between: 0.1 Gbit/s, 4 ms, shared by the ranks of a node", size=13)
-    return picture
 
 
-def questions() -> Diagram:
-    """The questions, what each decides, and the plan that follows."""
-    picture = Diagram(
-        760, 262, "from questions to a plan",
-        "Four questions in a column. How large is the model, and how much memory has a device? This decides what fits. How much "
-        "data belongs to a step? This decides the computing of a rank. How are the devices connected? This decides what "
-        "communication costs. How is the model built? This decides where it can be cut. All four lead to a plan, which is then "
-        "measured.",
-    )  # fmt: skip
+@diagram("14_questions", 760, 262, "from questions to a plan")
+def questions(picture: Diagram) -> None:
+    """Four questions in a column. How large is the model, and how much memory has a device? This decides what fits. How
+    much data belongs to a step? This decides the computing of a rank. How are the devices connected? This decides what
+    communication costs. How is the model built? This decides where it can be cut. All four lead to a plan, which is
+    then measured."""
     rows = (
         ("model and memory", "what fits: bytes per rank, by kind"),
         ("data: samples per step", "how long a rank computes"),
@@ -55,14 +46,3 @@ def questions() -> Diagram:
     picture.box(576, 88, 84, 74, "plan", bold=True)
     picture.arrow((664, 125), (690, 125))
     picture.box(694, 88, 62, 74, "run", bold=True)
-    return picture
-
-
-def _both_ways(picture: Diagram, start: tuple[float, float], end: tuple[float, float], *, width: float = 2) -> None:
-    picture.arrow(start, end, color=COMMUNICATION, width=width)
-    picture.arrow(end, start, color=COMMUNICATION, width=width)
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The diagrams of this lesson by the names of their files."""
-    return {"14_cluster": cluster(), "14_questions": questions()}

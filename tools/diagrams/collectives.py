@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tools.diagrams.kit import COMMUNICATION, PART_OF_SUM, SHARES, SUM, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, DIAGRAMS, PART_OF_SUM, SHARES, SUM, Diagram, diagram
 
 RANKS: Final = 4
 CELL: Final = 30
@@ -48,6 +46,7 @@ def at(place: int, cell: Cell) -> list[Cell]:
 
 
 def whole(rank: int) -> list[Cell]:
+    """All that a rank has."""
     return [own(rank, part) for part in range(RANKS)]
 
 
@@ -76,10 +75,9 @@ COLLECTIVES: Final[dict[str, tuple[State, State, str]]] = {
 
 
 def collective(name: str) -> Diagram:
-    """One collective: two panels, before and after, with a row for each rank."""
+    """Return two panels, before and after, with a row for each rank."""
     before, after, sentence = COLLECTIVES[name]
-    left, between = 70.0, 110.0
-    right = left + PANEL + between
+    left, right = 70.0, 180.0 + PANEL
     picture = Diagram(right + PANEL + 12, TOP + RANKS * ROW + 4, name, f"{name} on four ranks, before and after. {sentence}")
     picture.text(left, 14, name, anchor="start", size=16, bold=True)
     for x, title, state in ((left, "before", before), (right, "after", after)):
@@ -97,8 +95,14 @@ def collective(name: str) -> Diagram:
     return picture
 
 
-def ring() -> Diagram:
-    """A ring all-reduce of three ranks: the sums travel round, then the results do."""
+DIAGRAMS.update({f"01_{name}": collective(name) for name in COLLECTIVES})
+
+
+@diagram("01_ring_all_reduce", 864, 236, "ring all-reduce")
+def ring(picture: Diagram) -> None:
+    """Ring all-reduce on three ranks in four rounds. In the first two rounds each rank sends one part to the next rank,
+    which adds it; then each rank has one complete sum. In the last two rounds the complete sums travel round the
+    ring."""
     names, parts = ["rank 0", "rank 1", "rank 2"], 3
     # What each rank holds of each part after each round, as the ranks whose values are in it.
     holds = [[{rank} for _ in range(parts)] for rank in range(3)]
@@ -113,11 +117,6 @@ def ring() -> Diagram:
         states.append([[set(p) for p in rank] for rank in holds])
     cell, panel, space = 34.0, 3 * 38.0, 56.0
     left = 62.0
-    picture = Diagram(
-        left + 5 * panel + 4 * space + 8, 236, "ring all-reduce",
-        "Ring all-reduce on three ranks in four rounds. In the first two rounds each rank sends one part to the next rank, which "
-        "adds it; then each rank has one complete sum. In the last two rounds the complete sums travel round the ring.",
-    )  # fmt: skip
     titles = ["start", "round 1", "round 2", "round 3", "round 4"]
     for number, state in enumerate(states):
         x = left + number * (panel + space)
@@ -143,9 +142,3 @@ def ring() -> Diagram:
     width = 2 * panel + 2 * space
     for middle, words in ((left + panel / 2, "add: reduce-scatter"), (left + panel / 2 + width, "copy: all-gather")):
         picture.text(middle + width / 2 + 20, 14, words, size=14, bold=True, color=COMMUNICATION)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 01, by the name of their file."""
-    return {f"01_{name}": collective(name) for name in COLLECTIVES} | {"01_ring_all_reduce": ring()}

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, GOLD, OLIVE, OPTIMIZER, PINK, SUM, VIOLET, Diagram
-
-__all__ = ["diagrams"]
-
-MEAN: Final = SUM
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, OLIVE, OPTIMIZER, PINK, SHARES, SUM, Diagram, diagram
 
 
-def replicas() -> Diagram:
-    """A batch divided among two ranks, each with a whole model."""
-    picture = Diagram(
-        640, 240, "replicas",
-        "A batch of 64 digits is divided: rank 0 gets 32 of them, rank 1 the other 32. Each rank has a whole copy of the model.",
-    )  # fmt: skip
+@diagram("02_replicas", 640, 240, "replicas")
+def replicas(picture: Diagram) -> None:
+    """A batch of 64 digits is divided: rank 0 gets 32 of them, rank 1 the other 32. Each rank has a whole copy of the
+    model."""
     picture.text(80, 20, "batch: 64 digits", size=14, bold=True)
     for row in range(2):
-        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=(VIOLET, GOLD)[row], radius=3)
+        picture.box(30, 40 + row * 92, 100, 88, "32 digits", fill=SHARES[row], radius=3)
     for row in range(2):
         y = 34 + row * 104
         picture.box(250, y, 370, 92, radius=8)
@@ -28,39 +20,32 @@ def replicas() -> Diagram:
             picture.box(270 + place * 86, y + 34, 76, 40, layer, fill=PINK, size=13)
         picture.arrow((138, 84 + row * 92), (242, y + 54), color=COMMUNICATION)
     picture.text(435, 14, "the same weights on both", size=13)
-    return picture
 
 
-def average() -> Diagram:
-    """Gradients of two halves, their sum on both ranks, and the mean."""
-    picture = Diagram(
-        700, 190, "averaging gradients",
-        "Rank 0 has gradient g0 of its 32 digits, rank 1 has g1. After an all-reduce both have the sum g0 + g1. Divided by 2 it "
-        "is the gradient of all 64 digits.",
-    )  # fmt: skip
+@diagram("02_average", 700, 190, "averaging gradients")
+def average(picture: Diagram) -> None:
+    """Rank 0 has gradient g0 of its 32 digits, rank 1 has g1. After an all-reduce both have the sum g0 + g1. Divided by
+    2 it is the gradient of all 64 digits."""
     for x, title in ((155, "after backward"), (375, "after all_reduce"), (595, "divided by p = 2")):
         picture.text(x, 16, title, size=14, bold=True)
-    for row, (letter, colour) in enumerate((("g₀", VIOLET), ("g₁", GOLD))):
+    for row, (letter, colour) in enumerate((("g₀", SHARES[0]), ("g₁", SHARES[1]))):
         y = 42 + row * 76
         picture.text(52, y + 26, f"rank {row}", anchor="end", size=14)
         picture.box(90, y, 130, 52, f"{letter}\nof 32 digits", fill=colour)
         picture.box(310, y, 130, 52, "g₀ + g₁\nthe sum", fill=SUM)
-        picture.box(530, y, 130, 52, "(g₀ + g₁) / 2\nof all 64 digits", fill=MEAN, size=13)
+        picture.box(530, y, 130, 52, "(g₀ + g₁) / 2\nof all 64 digits", fill=SUM, size=13)
         picture.arrow((448, y + 26), (522, y + 26))
     for start in (0, 1):
         for end in (0, 1):
             picture.arrow((228, 68 + start * 76), (302, 68 + end * 76), color=COMMUNICATION)
-    return picture
 
 
-def buckets() -> Diagram:
-    """One rank's step with two buckets; lengths of bars stand for time."""
-    picture = Diagram(
-        760, 236, "buckets and overlap",
-        "A step of one rank, from left to right. Backward computes fc2, fc1, conv2 and conv1. The gradients of fc2 and fc1 fill "
-        "bucket 1; its all-reduce runs while backward computes conv2 and conv1. Bucket 2, with the gradients of conv2 and conv1, "
-        "is complete at the end of backward; nothing is left to compute beside its all-reduce. The optimizer follows.",
-    )  # fmt: skip
+@diagram("02_buckets", 760, 236, "buckets and overlap")
+def buckets(picture: Diagram) -> None:
+    """A step of one rank, from left to right. Backward computes fc2, fc1, conv2 and conv1. The gradients of fc2 and fc1
+    fill bucket 1; its all-reduce runs while backward computes conv2 and conv1. Bucket 2, with the gradients of conv2
+    and conv1, is complete at the end of backward; nothing is left to compute beside its all-reduce. The optimizer
+    follows."""
     top, height = 56.0, 46.0
     picture.text(14, 20, "compute", anchor="start", size=14, bold=True)
     bars = (("forward", 14, 130, FORWARD), ("fc2", 148, 60, BACKWARD), ("fc1", 212, 90, BACKWARD), ("conv2", 306, 160, BACKWARD))
@@ -75,36 +60,28 @@ def buckets() -> Diagram:
     picture.box(564, 166, 86, 40, "bucket 2", fill=COMMUNICATION, size=13, radius=3)
     picture.text(381, 222, "hidden behind backward", size=13)
     picture.text(607, 222, "exposed", size=13)
-    return picture
 
 
-def nn_dataparallel() -> Diagram:
-    """One process that copies the model from the first GPU to the others in every forward pass."""
-    picture = Diagram(
-        700, 270, "nn.DataParallel",
-        "One process with four GPUs. In every forward pass GPU 0 sends the whole model and a part of the batch to GPUs 1 to 3. "
-        "Their outputs and gradients come back to GPU 0.",
-    )  # fmt: skip
+@diagram("02_nn_dataparallel", 700, 270, "nn.DataParallel")
+def nn_dataparallel(picture: Diagram) -> None:
+    """One process with four GPUs. In every forward pass GPU 0 sends the whole model and a part of the batch to GPUs 1
+    to 3. Their outputs and gradients come back to GPU 0."""
     picture.box(8, 8, 684, 254, radius=10, dashed=True)
     picture.text(24, 28, "one process, one interpreter lock", anchor="start", size=13)
-    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=VIOLET, size=13)
+    picture.box(40, 98, 150, 84, "GPU 0\nmodel, all outputs,\nsum of gradients", fill=SHARES[0], size=13)
     for number in (1, 2, 3):
         y = 40 + (number - 1) * 74
-        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=GOLD, size=13)
+        picture.box(530, y, 140, 60, f"GPU {number}\ncopy of the model", fill=SHARES[1], size=13)
         picture.arrow((198, 98 + number * 11), (522, y + 20), color=COMMUNICATION, bend=6)
         picture.arrow((522, y + 42), (198, 138 + number * 11), color=OLIVE, bend=6)
     picture.text(360, 54, "whole model, part of the batch", size=13, color=COMMUNICATION)
     picture.text(360, 234, "outputs, gradients", size=13, color=OLIVE)
-    return picture
 
 
-def link_cost() -> Diagram:
-    """The time of a message by its size: latency, then a straight line."""
-    picture = Diagram(
-        620, 270, "what a message costs",
-        "Time of a message by its size n: a straight line that begins at the latency alpha for an empty message and rises by one "
-        "second for every B bytes. Small messages cost the latency, large ones the bandwidth.",
-    )  # fmt: skip
+@diagram("02b_link_cost", 620, 270, "what a message costs")
+def link_cost(picture: Diagram) -> None:
+    """Time of a message by its size n: a straight line that begins at the latency alpha for an empty message and rises
+    by one second for every B bytes. Small messages cost the latency, large ones the bandwidth."""
     left, bottom = 90.0, 220.0
     picture.arrow((left, bottom), (left, 24))
     picture.arrow((left, bottom), (590, bottom))
@@ -120,16 +97,12 @@ def link_cost() -> Diagram:
     picture.text(200, 198, "small: mostly latency", size=13)
     picture.text(452, 198, "large: mostly bandwidth", size=13)
     picture.box(200, 44, 150, 36, "T = α + n / B", fill=COMMUNICATION, size=16, bold=True)
-    return picture
 
 
-def break_even() -> Diagram:
-    """A step alone beside shared steps over a fast and a slow link."""
-    picture = Diagram(
-        700, 220, "when sharing pays",
-        "Three bars. One process computes the whole batch. Two ranks compute half each, then an all-reduce follows: over a fast "
-        "link the step is shorter than that of one process, over a slow link longer.",
-    )  # fmt: skip
+@diagram("02b_break_even", 700, 220, "when sharing pays")
+def break_even(picture: Diagram) -> None:
+    """Three bars. One process computes the whole batch. Two ranks compute half each, then an all-reduce follows: over a
+    fast link the step is shorter than that of one process, over a slow link longer."""
     left, whole = 170.0, 330.0
     rows = (
         ("one process", whole, 0),
@@ -147,12 +120,3 @@ def break_even() -> Diagram:
     picture.text(left + whole, 10, "must end before this", size=13)
     picture.arrow((left, 208), (left + 300, 208))
     picture.text(left + 316, 208, "time", anchor="start", size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lessons 02 and 02b, by the name of their file."""
-    return {
-        "02_replicas": replicas(), "02_average": average(), "02_buckets": buckets(), "02_nn_dataparallel": nn_dataparallel(),
-        "02b_link_cost": link_cost(), "02b_break_even": break_even(),
-    }  # fmt: skip

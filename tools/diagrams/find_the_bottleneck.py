@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, INK, OPTIMIZER, STRIPES, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, COMPUTE, FORWARD, INK, OPTIMIZER, STRIPES, Diagram, diagram
 
 HIGH = 40.0
 
 
-def path() -> Diagram:
-    """A step of two ranks, with the line of what its end had to wait for."""
-    picture = Diagram(
-        640, 226, "the critical path of a step",
-        "Two ranks. Rank 0 runs forward and backward quickly, and waits in an all-reduce. Rank 1 takes longer. When it arrives, "
-        "the all-reduce is carried out, then each rank's optimizer runs. A line marks what the end of the step had to wait for: "
-        "forward and backward of rank 1, the all-reduce, and the optimizer of rank 0. What rank 0 did before is not on it.",
-    )  # fmt: skip
+@diagram("13_path", 640, 226, "the critical path of a step")
+def path(picture: Diagram) -> None:
+    """Two ranks. Rank 0 runs forward and backward quickly, and waits in an all-reduce. Rank 1 takes longer. When it
+    arrives, the all-reduce is carried out, then each rank's optimizer runs. A line marks what the end of the step had
+    to wait for: forward and backward of rank 1, the all-reduce, and the optimizer of rank 0. What rank 0 did before is
+    not on it."""
     rows = (
         (40.0, "rank 0", ((0, 70, "forward", FORWARD), (70, 90, "backward", BACKWARD), (160, 120, "waits", STRIPES))),
         (120.0, "rank 1", ((0, 120, "forward", FORWARD), (120, 160, "backward", BACKWARD))),
@@ -33,16 +29,12 @@ def path() -> Diagram:
     picture.text(540, 16, "critical path", size=13, bold=True)
     picture.line((90, 206), (570, 206))
     picture.text(580, 206, "time", anchor="start", size=13)
-    return picture
 
 
-def slowed() -> Diagram:
-    """A phase twice as fast, beside all other phases twice as slow."""
-    picture = Diagram(
-        640, 216, "a virtual speed-up",
-        "Above, a step of a phase A and a phase B. In the middle, A is twice as fast and the step is shorter. Below, B is twice "
-        "as slow instead. Its step is exactly twice as long as that in the middle.",
-    )  # fmt: skip
+@diagram("13_slowed", 640, 216, "a virtual speed-up")
+def slowed(picture: Diagram) -> None:
+    """Above, a step of a phase A and a phase B. In the middle, A is twice as fast and the step is shorter. Below, B is
+    twice as slow instead. Its step is exactly twice as long as that in the middle."""
     rows = (("as it is", 120, 160), ("A twice as fast", 60, 160), ("B twice as slow", 120, 320))
     for number, (name, a, b) in enumerate(rows):
         y = 20 + 64 * number
@@ -52,9 +44,3 @@ def slowed() -> Diagram:
     picture.text(374, 104, "half of the step below", anchor="start", size=13)
     picture.line((146, 204), (586, 204))
     picture.text(594, 204, "time", anchor="start", size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 13, by the name of their file."""
-    return {"13_path": path(), "13_slowed": slowed()}

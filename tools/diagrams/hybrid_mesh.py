@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, SHARES, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, SHARES, Diagram, diagram
 
 WIDE, HIGH = 120.0, 48.0
 
 
-def mesh() -> Diagram:
-    """Four ranks as a mesh of two rows and two columns, with their coordinates."""
-    picture = Diagram(
-        640, 236, "a mesh with the axes dp and tp",
-        "Four ranks in two rows and two columns. Rank 0 has the coordinates 0, 0, rank 1 has 0, 1, rank 2 has 1, 0 and rank 3 "
-        "has 1, 1. A row is a tensor-parallel group: its ranks share one model and the same data. A column is a data-parallel "
-        "group: its ranks hold the same weights and different data.",
-    )  # fmt: skip
+def _axis(picture: Diagram, start: tuple[float, float], end: tuple[float, float], text: str, width: float = 2) -> None:
+    """Draw arrows in both directions, with the name of the axis beside them."""
+    picture.both_ways(start, end, width=width)
+    (x, y), (x2, y2) = start, end
+    if x == x2:
+        picture.text(x + 10, (y + y2) / 2, text, anchor="start", size=13, bold=True)
+    else:
+        picture.text((x + x2) / 2, y - 13, text, size=13, bold=True)
+
+
+@diagram("09_mesh", 640, 236, "a mesh with the axes dp and tp")
+def mesh(picture: Diagram) -> None:
+    """Four ranks in two rows and two columns. Rank 0 has the coordinates 0, 0, rank 1 has 0, 1, rank 2 has 1, 0 and
+    rank 3 has 1, 1. A row is a tensor-parallel group: its ranks share one model and the same data. A column is a
+    data-parallel group: its ranks hold the same weights and different data."""
     for rank in range(4):
         row, column = divmod(rank, 2)
         picture.box(110 + 210 * column, 48 + 110 * row, WIDE, HIGH, f"rank {rank}\n({row}, {column})", fill=SHARES[column])
     for row in range(2):
         y = 72 + 110 * row
-        _both_ways(picture, (234, y), (316, y), "tp")
+        _axis(picture, (234, y), (316, y), "tp")
         picture.text(100, y, f"data {'AB'[row]}", anchor="end", size=14, bold=True)
         picture.text(450, y, "one model in two parts", anchor="start", size=13)
     for column in range(2):
         x = 170 + 210 * column
-        _both_ways(picture, (x, 100), (x, 154), "dp")
+        _axis(picture, (x, 100), (x, 154), "dp")
         picture.text(x, 30, f"weights {'01'[column]}", size=14, bold=True)
         picture.text(x, 222, "the same weights", size=13)
-    return picture
 
 
-def pipeline() -> Diagram:
-    """Two replicas of a pipeline with two stages."""
-    picture = Diagram(
-        640, 236, "a mesh with the axes dp and pp",
-        "Four ranks in two rows and two columns. Each row is a pipeline of two stages, with its own data; activations go to the "
-        "right and gradients come back. Each column holds the same stage twice, and averages its gradients.",
-    )  # fmt: skip
+@diagram("09_pipeline", 640, 236, "a mesh with the axes dp and pp")
+def pipeline(picture: Diagram) -> None:
+    """Four ranks in two rows and two columns. Each row is a pipeline of two stages, with its own data; activations go
+    to the right and gradients come back. Each column holds the same stage twice, and averages its gradients."""
     for rank in range(4):
         row, column = divmod(rank, 2)
         picture.box(110 + 210 * column, 48 + 110 * row, WIDE, HIGH, f"rank {rank}\nstage {column}", fill=SHARES[column])
@@ -53,20 +54,16 @@ def pipeline() -> Diagram:
         picture.text(450, y, "one model in two stages", anchor="start", size=13)
     for column in range(2):
         x = 170 + 210 * column
-        _both_ways(picture, (x, 100), (x, 154), "dp")
+        _axis(picture, (x, 100), (x, 154), "dp")
         picture.text(x, 30, f"stage {column}", size=14, bold=True)
         picture.text(x, 222, "the same weights", size=13)
-    return picture
 
 
-def cube() -> Diagram:
-    """Eight ranks on two nodes, with the axes pp, dp and tp."""
-    picture = Diagram(
-        700, 262, "a mesh with the axes pp, dp and tp on two nodes",
-        "Eight ranks. Ranks 0 to 3 hold stage 0 and are on node 0, ranks 4 to 7 hold stage 1 and are on node 1. In each node, "
-        "ranks of a row share the layers of their stage by tensor parallelism, and the two rows are data-parallel replicas. "
-        "Activations and their gradients alone travel between the nodes.",
-    )  # fmt: skip
+@diagram("09_cube", 700, 262, "a mesh with the axes pp, dp and tp on two nodes")
+def cube(picture: Diagram) -> None:
+    """Eight ranks. Ranks 0 to 3 hold stage 0 and are on node 0, ranks 4 to 7 hold stage 1 and are on node 1. In each
+    node, ranks of a row share the layers of their stage by tensor parallelism, and the two rows are data-parallel
+    replicas. Activations and their gradients alone travel between the nodes."""
     for stage in range(2):
         left = 12.0 + 380 * stage
         picture.box(left, 34, 296, 190, dashed=True)
@@ -76,22 +73,18 @@ def cube() -> Diagram:
                 rank = 4 * stage + 2 * row + column
                 text = f"rank {rank}\n({stage}, {row}, {column})"
                 picture.box(left + 16 + 166 * column, 52 + 106 * row, 98, HIGH, text, fill=SHARES[2 * stage + column], size=13)
-            _both_ways(picture, (left + 118, 76 + 106 * row), (left + 178, 76 + 106 * row), "tp")
+            _axis(picture, (left + 118, 76 + 106 * row), (left + 178, 76 + 106 * row), "tp")
         for column in range(2):
-            _both_ways(picture, (left + 65 + 166 * column, 104), (left + 65 + 166 * column, 154), "dp")
-    _both_ways(picture, (312, 129), (388, 129), "pp", width=4)
+            _axis(picture, (left + 65 + 166 * column, 104), (left + 65 + 166 * column, 154), "dp")
+    _axis(picture, (312, 129), (388, 129), "pp", width=4)
     picture.text(350, 246, "each rank of stage 0 exchanges messages with the rank at its place in stage 1", size=13)
-    return picture
 
 
-def placement() -> Diagram:
-    """The tensor axis inside the nodes, and across them."""
-    picture = Diagram(
-        760, 266, "the tensor axis inside the nodes and across them",
-        "Two nodes with two ranks each. On the left, the mesh has the order dp, tp: tensor-parallel groups are inside a node, "
-        "and gradients cross between the nodes. On the right, the order is tp, dp: gradients stay inside a node, and the "
-        "activations of tensor parallelism cross.",
-    )  # fmt: skip
+@diagram("09_placement", 760, 266, "the tensor axis inside the nodes and across them")
+def placement(picture: Diagram) -> None:
+    """Two nodes with two ranks each. On the left, the mesh has the order dp, tp: tensor-parallel groups are inside a
+    node, and gradients cross between the nodes. On the right, the order is tp, dp: gradients stay inside a node, and
+    the activations of tensor parallelism cross."""
     for side, (inner, outer) in enumerate((("tp", "dp"), ("dp", "tp"))):
         left = 14.0 + 386 * side
         picture.text(left + 173, 14, f"order {outer}, {inner}: tp {'inside' if side == 0 else 'across'}", size=15, bold=True)
@@ -104,29 +97,9 @@ def placement() -> Diagram:
                     left + 66 + 156 * place, y + 22, 94, 44, f"rank {2 * node + place}",
                     fill=SHARES[place if side == 0 else node],
                 )  # fmt: skip
-            _both_ways(picture, (left + 164, y + 44), (left + 218, y + 44), inner)
+            _axis(picture, (left + 164, y + 44), (left + 218, y + 44), inner)
         for place in range(2):
             x = left + 113 + 156 * place
-            _both_ways(picture, (x, 104), (x, 174), outer, width=4)
+            _axis(picture, (x, 104), (x, 174), outer, width=4)
     picture.line((380, 30), (380, 240), dashed=True)
     picture.text(380, 256, "the same colour: the same part of the weights", size=13)
-    return picture
-
-
-def _both_ways(
-    picture: Diagram, start: tuple[float, float], end: tuple[float, float], text: str, *, width: float = 2
-) -> None:  # fmt: skip
-    """Arrows in both directions, with the name of the axis beside them."""
-    picture.arrow(start, end, color=COMMUNICATION, width=width)
-    picture.arrow(end, start, color=COMMUNICATION, width=width)
-    (x, y), (x2, y2) = start, end
-    if x == x2:
-        picture.text(x + 10, (y + y2) / 2, text, anchor="start", size=13, bold=True)
-    else:
-        picture.text((x + x2) / 2, y - 13, text, size=13, bold=True)
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The diagrams of lesson 09 by the names of their files."""
-    drawn = {"mesh": mesh, "pipeline": pipeline, "cube": cube, "placement": placement}
-    return {f"09_{name}": draw() for name, draw in drawn.items()}

@@ -7,17 +7,12 @@ JupyterLab's dark page, so one file serves both themes: a picture in a notebook 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from labkit.plots.bars import STYLES
 from labkit.plots.style import CHIP
-
-__all__ = [
-    "BACKWARD", "COMMUNICATION", "COMPUTE", "EMPTY", "FORWARD", "GOLD", "INK", "OLIVE", "OPTIMIZER", "PART_OF_SUM", "PINK",
-    "SHARES", "STRIPES", "SUM", "VIOLET", "Diagram",
-]  # fmt: skip
 
 INK: Final = "#787878"
 # What is done has the colour that it has in the timelines.
@@ -125,6 +120,13 @@ class Diagram:
             else:
                 self.text(at[0] + 9, at[1], text, anchor="start", size=size, color=color)
 
+    def both_ways(
+        self, start: tuple[float, float], end: tuple[float, float], *, color: str = COMMUNICATION, width: float = 2
+    ) -> None:  # fmt: skip
+        """An arrow in each direction."""
+        self.arrow(start, end, color=color, width=width)
+        self.arrow(end, start, color=color, width=width)
+
     def svg(self) -> str:
         """The picture as the text of an SVG file."""
         stripes = _STRIPES if any(STRIPES in part for part in self._parts) else ""
@@ -143,6 +145,15 @@ class Diagram:
             + "\n</svg>\n"
         )
 
-    def save(self, path: Path) -> None:
-        """Write the file."""
-        path.write_text(self.svg(), encoding="utf-8")
+
+DIAGRAMS: Final[dict[str, Diagram]] = {}  # by the name of the file, without ".svg": those of the imported lessons
+
+
+def diagram(name: str, width: float, height: float, title: str) -> Callable[[Callable[[Diagram], None]], None]:
+    """Decorate a function that draws on a diagram of that size; its docstring is the description."""
+
+    def drawn(draw: Callable[[Diagram], None]) -> None:
+        DIAGRAMS[name] = Diagram(width, height, title, " ".join((draw.__doc__ or "").split()))
+        draw(DIAGRAMS[name])
+
+    return drawn

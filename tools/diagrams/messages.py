@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import COMMUNICATION, INK, SHARES, SUM, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, INK, SHARES, SUM, Diagram, diagram
 
 RANKS: Final = 4
 
 
-def message() -> Diagram:
-    """One message between two ranks: latency, then its bytes."""
-    picture = Diagram(
-        600, 170, "The time of a message",
-        "Time runs from left to right. Rank 0 sends; the first byte reaches rank 1 after the latency alpha, the last one after "
-        "another n divided by B. Rank 1 waits in recv until then.",
-    )  # fmt: skip
+@diagram("01_message", 600, 170, "The time of a message")
+def message(picture: Diagram) -> None:
+    """Time runs from left to right. Rank 0 sends; the first byte reaches rank 1 after the latency alpha, the last one
+    after another n divided by B. Rank 1 waits in recv until then."""
     for rank in range(2):
         y = 40 + 70 * rank
         picture.text(66, y + 13, f"rank {rank}", anchor="end", bold=True)
@@ -32,32 +27,25 @@ def message() -> Diagram:
     picture.text(360, 152, "n / B", size=13)
     picture.line((470, 142), (470, 160), dashed=True)
     picture.text(530, 152, "recv ends", size=13)
-    return picture
 
 
-def shift() -> Diagram:
-    """Each rank sends to the next and receives from the one before."""
-    picture = Diagram(
-        620, 122, "An exchange round a ring",
-        "Four ranks in a ring. Each sends its number to the next rank and receives one from the rank before; rank 3 sends to "
-        "rank 0.",
-    )  # fmt: skip
+@diagram("01_shift", 620, 122, "An exchange round a ring")
+def shift(picture: Diagram) -> None:
+    """Four ranks in a ring. Each sends its number to the next rank and receives one from the rank before; rank 3 sends
+    to rank 0."""
     for rank in range(RANKS):
         picture.box(20 + 155 * rank, 62, 110, 42, f"rank {rank}", fill=SHARES[rank], bold=True)
         if rank + 1 < RANKS:
             picture.arrow((132 + 155 * rank, 83), (173 + 155 * rank, 83), color=COMMUNICATION)
     picture.line((540, 60), (540, 26), (75, 26), color=COMMUNICATION, width=2)
     picture.arrow((75, 26), (75, 60), color=COMMUNICATION)
-    return picture
 
 
-def tree() -> Diagram:
-    """A binomial tree over four ranks on two nodes: add upwards, copy back."""
-    picture = Diagram(
-        640, 236, "A tree all-reduce over two nodes",
-        "Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. Round 1: ranks 1 and 3 send their tensors to ranks 0 and 2, which "
-        "add them. Round 2: rank 2 sends its sum to rank 0, between the nodes. Rounds 3 and 4 send the result back the same way.",
-    )  # fmt: skip
+@diagram("01_tree", 640, 236, "A tree all-reduce over two nodes")
+def tree(picture: Diagram) -> None:
+    """Ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1. Round 1: ranks 1 and 3 send their tensors to ranks 0 and 2,
+    which add them. Round 2: rank 2 sends its sum to rank 0, between the nodes. Rounds 3 and 4 send the result back the
+    same way."""
     for node in range(2):
         y = 26 + 104 * node
         picture.box(70, y, 540, 92, "", outline=INK, dashed=True)
@@ -74,16 +62,13 @@ def tree() -> Diagram:
         picture.text(x + 31, 12, f"{'add' if number < 2 else 'copy'}: round {number + 1}", size=12)
         for start, end in pairs:
             picture.arrow((x + 2, heights[start] + 15), (x + 60, heights[end] + 15), color=COMMUNICATION)
-    return picture
 
 
-def hierarchy() -> Diagram:
-    """A hierarchical all-reduce over two nodes."""
-    picture = Diagram(
-        700, 210, "A hierarchical all-reduce over two nodes",
-        "First, a reduce-scatter inside each node leaves each rank one half of its node's sum. Second, ranks 0 and 2 all-reduce "
-        "the first half between the nodes, ranks 1 and 3 the second half. Third, an all-gather inside each node completes it.",
-    )  # fmt: skip
+@diagram("01_hierarchy", 700, 210, "A hierarchical all-reduce over two nodes")
+def hierarchy(picture: Diagram) -> None:
+    """First, a reduce-scatter inside each node leaves each rank one half of its node's sum. Second, ranks 0 and 2
+    all-reduce the first half between the nodes, ranks 1 and 3 the second half. Third, an all-gather inside each node
+    completes it."""
     titles = ["start", "reduce-scatter inside", "all-reduce between", "all-gather inside"]
     states = [
         [["A", "A"], ["B", "B"], ["C", "C"], ["D", "D"]],
@@ -105,9 +90,3 @@ def hierarchy() -> Diagram:
         if number:
             picture.arrow((x - 78, 112), (x - 12, 112), color=COMMUNICATION)
     picture.line((10, 114), (690, 114), dashed=True, width=0.8)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """Each diagram by its file's name."""
-    return {"01_message": message(), "01_shift": shift(), "01_tree": tree(), "01_hierarchy": hierarchy()}

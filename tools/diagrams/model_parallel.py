@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, INK, OLIVE, PINK, VIOLET, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, INK, OLIVE, PINK, VIOLET, Diagram, diagram
 
 LAYERS: Final = ("conv1", "pool1", "relu1", "conv2", "pool2", "relu2", "flatten", "fc1", "relu3", "fc2")
 
 
-def cut() -> Diagram:
-    """The chain of ten layers on two ranks."""
-    picture = Diagram(
-        908, 168, "a chain of ten layers, cut",
-        "The ten layers in a chain. Rank 0 has conv1 to flatten, rank 1 has fc1, relu3 and fc2. The activation goes from "
-        "rank 0 to rank 1, its gradient comes back. Images enter rank 0; rank 1 computes the loss.",
-    )  # fmt: skip
+@diagram("04_cut", 908, 168, "a chain of ten layers, cut")
+def cut(picture: Diagram) -> None:
+    """The ten layers in a chain. Rank 0 has conv1 to flatten, rank 1 has fc1, relu3 and fc2. The activation goes from
+    rank 0 to rank 1, its gradient comes back. Images enter rank 0; rank 1 computes the loss."""
     width, space, gap, top = 58.0, 10.0, 112.0, 44.0
     x = 78.0
     for rank, layers in enumerate((LAYERS[:7], LAYERS[7:])):
@@ -38,16 +33,13 @@ def cut() -> Diagram:
             picture.line((end + gap / 2, top + 72), (end + gap / 2, top + 92), dashed=True)
             picture.text(end + gap / 2, top + 106, "the cut", size=13)
             x = end + gap
-    return picture
 
 
-def autograd() -> Diagram:
-    """What is done to the activation on both sides of the cut."""
-    picture = Diagram(
-        760, 170, "two graphs, two messages",
-        "Rank 0's graph ends at the activation, which is detached and sent. Rank 1's graph begins at what it receives, which "
-        "requires a gradient, and ends at the loss. That gradient is sent back; rank 0's backward pass starts from it.",
-    )  # fmt: skip
+@diagram("04_autograd", 760, 170, "two graphs, two messages")
+def autograd(picture: Diagram) -> None:
+    """Rank 0's graph ends at the activation, which is detached and sent. Rank 1's graph begins at what it receives,
+    which requires a gradient, and ends at the loss. That gradient is sent back; rank 0's backward pass starts from
+    it."""
     for x, words, fill in ((14.0, "rank 0", VIOLET), (456.0, "rank 1", OLIVE)):
         picture.box(x, 34, 290, 120)
         picture.text(x + 145, 18, words, size=13, bold=True)
@@ -64,16 +56,12 @@ def autograd() -> Diagram:
     picture.text(380, 77, "recv, requires_grad_", size=11, color=COMMUNICATION)
     picture.arrow((462, 123), (298, 123), color=COMMUNICATION, dashed=True)
     picture.text(380, 112, "its gradient", size=13, color=COMMUNICATION)
-    return picture
 
 
-def step() -> Diagram:
-    """One training step: the ranks take turns."""
-    picture = Diagram(
-        700, 156, "one training step",
-        "One training step. Rank 0 computes its forward pass, then rank 1 its forward and backward pass, then rank 0 its "
-        "backward pass. Each is idle while the other computes.",
-    )  # fmt: skip
+@diagram("04_step", 700, 156, "one training step")
+def step(picture: Diagram) -> None:
+    """One training step. Rank 0 computes its forward pass, then rank 1 its forward and backward pass, then rank 0 its
+    backward pass. Each is idle while the other computes."""
     left, top, row, bar, unit = 74.0, 10.0, 50.0, 30.0, 42.0
     for rank in range(2):
         picture.text(left - 12, top + rank * row + bar / 2, f"rank {rank}", anchor="end", size=13)
@@ -96,16 +84,12 @@ def step() -> Diagram:
         picture.line((left + unit * x, y - 14), (left + unit * (x + length) - 2, y - 14))
         picture.text(left + unit * (x + length / 2), y, words, size=13)
     picture.text(left + unit * 7, y + 24, "a step takes T₀ + T₁, plus two messages", size=13, color=INK)
-    return picture
 
 
-def overlap() -> Diagram:
-    """Evaluation: both ranks work at once, on different batches."""
-    picture = Diagram(
-        640, 112, "evaluation on two ranks",
-        "Rank 0 computes batches 0 to 4 one after another. Rank 1 begins batch 0 when rank 0 begins batch 1, and so on: from "
-        "then on both ranks compute at the same time.",
-    )  # fmt: skip
+@diagram("04_overlap", 640, 112, "evaluation on two ranks")
+def overlap(picture: Diagram) -> None:
+    """Rank 0 computes batches 0 to 4 one after another. Rank 1 begins batch 0 when rank 0 begins batch 1, and so on:
+    from then on both ranks compute at the same time."""
     left, top, row, bar, unit = 74.0, 10.0, 46.0, 30.0, 88.0
     for rank in range(2):
         picture.text(left - 12, top + rank * row + bar / 2, f"rank {rank}", anchor="end", size=13)
@@ -114,9 +98,3 @@ def overlap() -> Diagram:
             picture.box(x, top + rank * row, unit - 8, bar, f"batch {batch}", fill=FORWARD, size=13, radius=2)
             if rank == 0:
                 picture.arrow((x + unit - 6, top + bar - 4), (x + unit + 8, top + row - 2), color=COMMUNICATION)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 04, by the name of their file."""
-    return {"04_cut": cut(), "04_autograd": autograd(), "04_step": step(), "04_overlap": overlap()}

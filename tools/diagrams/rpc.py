@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, COMPUTE, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, GOLD, INK, OLIVE, PINK, VIOLET, Diagram, diagram
 
 
-def call() -> Diagram:
-    """One call: the request goes to the worker, the function runs there, the reply comes back."""
-    picture = Diagram(
-        700, 216, "a remote procedure call",
-        "A remote procedure call. The master sends the function's name and the arguments to worker1, which takes the latency "
-        "alpha. Worker1 finds the function by its name, runs it, and sends the result back, which takes alpha again. "
-        "The master waits the whole time.",
-    )  # fmt: skip
+@diagram("07_call", 700, 216, "a remote procedure call")
+def call(picture: Diagram) -> None:
+    """A remote procedure call. The master sends the function's name and the arguments to worker1, which takes the
+    latency alpha. Worker1 finds the function by its name, runs it, and sends the result back, which takes alpha again.
+    The master waits the whole time."""
     picture.text(20, 50, "master", anchor="start", bold=True)
     picture.text(20, 170, "worker1", anchor="start", bold=True)
     picture.line((100, 50), (184, 50))
@@ -36,16 +31,12 @@ def call() -> Diagram:
         for x in (x1, x2):
             picture.line((x, 188), (x, 196), width=1)
     picture.text(680, 14, "time →", anchor="end", size=12)
-    return picture
 
 
-def sync_async() -> Diagram:
-    """Four calls: one after another, and all sent before the first reply."""
-    picture = Diagram(
-        720, 284, "synchronous and asynchronous calls",
-        "Four calls of the master to worker1. With rpc_sync, each call is sent when the reply to the one before has arrived, so "
-        "there are four round trips. With rpc_async, all four are sent at once, and the round trips overlap.",
-    )  # fmt: skip
+@diagram("07_sync_async", 720, 284, "synchronous and asynchronous calls")
+def sync_async(picture: Diagram) -> None:
+    """Four calls of the master to worker1. With rpc_sync, each call is sent when the reply to the one before has
+    arrived, so there are four round trips. With rpc_async, all four are sent at once, and the round trips overlap."""
     rows = (
         (14, "rpc_sync", [0, 130, 260, 390], "4 · (2α + t)"),
         (160, "rpc_async, then wait_all", [0, 12, 24, 36], "about 2α + t"),
@@ -62,16 +53,12 @@ def sync_async() -> Diagram:
             picture.arrow((x, top + 52), (x + 55, top + 112), color=COMMUNICATION, width=1.6)
             picture.arrow((x + 65, top + 112), (x + 120, top + 52), color=COMMUNICATION, width=1.6, dashed=True)
         picture.box(left + 10, top + 16, starts[-1] + 120, 24, time, fill=OLIVE, size=13)
-    return picture
 
 
-def reference() -> Diagram:
-    """An object on its owner, and references to it in other processes."""
-    picture = Diagram(
-        700, 220, "a remote reference",
-        "A tensor lives in worker1, its owner. The master and worker2 each hold an RRef, a small card that says where the "
-        "object is. Calling through the reference runs a method on worker1; to_here brings a copy to the caller.",
-    )  # fmt: skip
+@diagram("07_reference", 700, 220, "a remote reference")
+def reference(picture: Diagram) -> None:
+    """A tensor lives in worker1, its owner. The master and worker2 each hold an RRef, a small card that says where the
+    object is. Calling through the reference runs a method on worker1; to_here brings a copy to the caller."""
     for x, name in ((10, "master"), (260, "worker1, the owner"), (510, "worker2")):
         picture.box(x, 40, 180, 170)
         picture.text(x + 90, 24, name, bold=True)
@@ -85,17 +72,13 @@ def reference() -> Diagram:
     picture.box(40, 150, 80, 40, "copy", outline=OLIVE, dashed=True)
     picture.arrow((304, 138), (122, 170), color=OLIVE)
     picture.text(225, 176, "to_here()", color=OLIVE, size=13)
-    return picture
 
 
-def server() -> Diagram:
-    """A parameter server that collects the gradients of all trainers before it takes a step."""
-    picture = Diagram(
-        720, 250, "a parameter server with batched updates",
-        "A parameter server with batched updates. Each of two trainers computes a gradient on its own data and sends it to "
-        "the server. When both gradients are there, the server takes one step with their mean and answers both calls with the "
-        "new weights.",
-    )  # fmt: skip
+@diagram("07_server", 720, 250, "a parameter server with batched updates")
+def server(picture: Diagram) -> None:
+    """A parameter server with batched updates. Each of two trainers computes a gradient on its own data and sends it to
+    the server. When both gradients are there, the server takes one step with their mean and answers both calls with the
+    new weights."""
     for y, number in ((40, 1), (170, 2)):
         picture.box(10, y, 170, 62, f"worker{number}: its data,\na copy of the weights", fill=VIOLET, size=13)
         picture.arrow((184, y + 18), (330, 104 if number == 1 else 130), color=COMMUNICATION)
@@ -110,16 +93,12 @@ def server() -> Diagram:
     picture.box(460, 100, 116, 52, "one step with\n(g₁ + g₂) / 2", fill=GOLD, size=13)
     picture.arrow((578, 126), (612, 126), color=INK)
     picture.box(618, 100, 82, 52, "weights", fill=OLIVE, size=13)
-    return picture
 
 
-def lost_update() -> Diagram:
-    """Two read-modify-write sequences that overlap."""
-    picture = Diagram(
-        720, 250, "a lost update",
-        "A lost update. Worker1 and worker2 both read the counter while it is 5. Each adds 1 and writes 6. Two additions were "
-        "made, and the counter is 6 instead of 7.",
-    )  # fmt: skip
+@diagram("07_lost_update", 720, 250, "a lost update")
+def lost_update(picture: Diagram) -> None:
+    """A lost update. Worker1 and worker2 both read the counter while it is 5. Each adds 1 and writes 6. Two additions
+    were made, and the counter is 6 instead of 7."""
     for y, name in ((40, "worker1"), (126, "counter"), (212, "worker2")):
         picture.text(16, y, name, anchor="start", bold=True)
         picture.line((90, y), (710, y))
@@ -136,12 +115,3 @@ def lost_update() -> Diagram:
     picture.box(396, 112, 44, 28, "6", fill=OLIVE)
     picture.box(516, 112, 44, 28, "6", fill=OLIVE)
     picture.text(640, 112, "should be 7", size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 07, by the name of their file."""
-    return {
-        "07_call": call(), "07_sync_async": sync_async(), "07_reference": reference(), "07_server": server(),
-        "07_lost_update": lost_update(),
-    }  # fmt: skip

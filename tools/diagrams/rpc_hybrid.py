@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, GOLD, INK, OLIVE, PINK, VIOLET, Diagram, diagram
 
 
-def hybrid() -> Diagram:
-    """The master and the two shards, on three devices."""
-    picture = Diagram(
-        740, 230, "the RPC hybrid",
-        "Three processes. The master has the images, the labels and the training loop. Worker1 has NetShard1, the "
-        "convolutions, on one device. Worker2 has NetShard2 on two devices: linear and ReLU on the first, linear on the "
-        "second. Images go from the master to worker1, features from worker1 to worker2, scores from worker2 to the master.",
-    )  # fmt: skip
+@diagram("08_hybrid", 740, 230, "the RPC hybrid")
+def hybrid(picture: Diagram) -> None:
+    """Three processes. The master has the images, the labels and the training loop. Worker1 has NetShard1, the
+    convolutions, on one device. Worker2 has NetShard2 on two devices: linear and ReLU on the first, linear on the
+    second. Images go from the master to worker1, features from worker1 to worker2, scores from worker2 to the
+    master."""
     for x, width, title in ((10, 160, "master"), (270, 150, "worker1: NetShard1"), (520, 210, "worker2: NetShard2")):
         picture.box(x, 40, width, 130)
         picture.text(x + width / 2, 24, title, bold=True)
@@ -27,17 +23,13 @@ def hybrid() -> Diagram:
     picture.line((625, 172), (625, 204), (90, 204), color=COMMUNICATION, width=2)
     picture.arrow((90, 204), (90, 174), color=COMMUNICATION)
     picture.text(345, 190, "scores", color=COMMUNICATION, size=13)
-    return picture
 
 
-def overlap() -> Diagram:
-    """Two halves of a batch, one by one and overlapped, on two links and two workers."""
-    picture = Diagram(
-        740, 340, "two halves of a batch, one by one and overlapped",
-        "Two time diagrams with four rows each: the link to worker1, worker1, the link to worker2, worker2. One by one, the "
-        "second half of the batch starts when the first has passed all four. Overlapped, each row takes the second half as "
-        "soon as it has passed the first on, so the second half ends later by only the longest of the four times.",
-    )  # fmt: skip
+@diagram("08_overlap", 740, 340, "two halves of a batch, one by one and overlapped")
+def overlap(picture: Diagram) -> None:
+    """Two time diagrams with four rows each: the link to worker1, worker1, the link to worker2, worker2. One by one,
+    the second half of the batch starts when the first has passed all four. Overlapped, each row takes the second half
+    as soon as it has passed the first on, so the second half ends later by only the longest of the four times."""
     lanes = ("link to worker1", "worker1", "link to worker2", "worker2")
     lengths = (90, 60, 96, 22)
     for top, title, overlapped in ((14, "one by one", False), (178, "overlapped", True)):
@@ -56,18 +48,14 @@ def overlap() -> Diagram:
                 free[row] = now
             last = now
     picture.text(730, 14, "time →", anchor="end", size=12)
-    return picture
 
 
-def backward() -> Diagram:
-    """Forward pass, gradients in a context, and the optimizer's step at the owners."""
-    picture = Diagram(
-        740, 250, "gradients across processes",
-        "Master, worker1 and worker2 in a row. On top, the forward pass: images, features, and scores back to the master. In "
-        "the middle, the backward pass: the gradient of the scores goes from the master to worker2, that of the features from "
-        "worker2 to worker1. Each worker keeps the gradients of its parameters in the context. Below, the optimizer's step "
-        "runs on each worker.",
-    )  # fmt: skip
+@diagram("08_backward", 740, 250, "gradients across processes")
+def backward(picture: Diagram) -> None:
+    """Master, worker1 and worker2 in a row. On top, the forward pass: images, features, and scores back to the master.
+    In the middle, the backward pass: the gradient of the scores goes from the master to worker2, that of the features
+    from worker2 to worker1. Each worker keeps the gradients of its parameters in the context. Below, the optimizer's
+    step runs on each worker."""
     for x, title in ((10, "master"), (280, "worker1"), (550, "worker2")):
         picture.box(x, 36, 180, 160)
         picture.text(x + 90, 20, title, bold=True)
@@ -83,17 +71,13 @@ def backward() -> Diagram:
     picture.line((100, 198), (100, 228), (640, 228), color=PINK, width=2)
     picture.arrow((640, 228), (640, 200), color=PINK)
     picture.text(360, 215, "gradient of the scores", color=PINK, size=13)
-    return picture
 
 
-def text() -> Diagram:
-    """The recurrent text classifier: embedding, GRU, output."""
-    picture = Diagram(
-        740, 190, "a text classifier on three processes",
-        "The master is in the middle. It sends word numbers to worker1, whose embedding returns a vector for each word. The "
-        "GRU on the master reads the vectors. The master sends the state after the last word to worker2, whose linear layer "
-        "returns four scores.",
-    )  # fmt: skip
+@diagram("08_text", 740, 190, "a text classifier on three processes")
+def text(picture: Diagram) -> None:
+    """The master is in the middle. It sends word numbers to worker1, whose embedding returns a vector for each word.
+    The GRU on the master reads the vectors. The master sends the state after the last word to worker2, whose linear
+    layer returns four scores."""
     parts = (
         (10, "worker1", "embedding:\na vector for\neach word", OLIVE),
         (290, "master", "GRU: reads the\nvectors, word\nby word", VIOLET),
@@ -107,9 +91,3 @@ def text() -> Diagram:
     picture.arrow((174, 132), (286, 132), "vectors", color=COMMUNICATION)
     picture.arrow((454, 80), (566, 80), "last state", color=COMMUNICATION)
     picture.arrow((566, 132), (454, 132), "scores", color=COMMUNICATION)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 08, by the name of their file."""
-    return {"08_hybrid": hybrid(), "08_overlap": overlap(), "08_backward": backward(), "08_text": text()}

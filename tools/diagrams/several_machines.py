@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import COMMUNICATION, PART_OF_SUM, SHARES, SUM, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, PART_OF_SUM, SHARES, SUM, Diagram, diagram
 
 FAST, SLOW = 2.0, 5.0  # widths of the arrows
 WIDE: Final = 84.0
 HIGH: Final = 42.0
 
 
-def machines() -> Diagram:
-    """The notebook's machine, and two machines with two ranks each."""
-    picture = Diagram(
-        720, 262, "a group on two machines",
-        "The notebook's machine is joined by a network with the machines pc1 and pc2. Ranks 0 and 1 are on pc1, ranks 2 and 3 "
-        "on pc2. On each machine, an agent has started the ranks. Messages between ranks of a machine are fast; those between "
-        "pc1 and pc2 take the cables.",
-    )  # fmt: skip
+def _two_machines(picture: Diagram) -> None:
+    for number in range(2):
+        left = 14.0 + 320 * number
+        picture.box(left, 46, 284, 90, dashed=True)
+        picture.text(left + 8, 30, f"pc{number + 1}", anchor="start", bold=True)
+        for local in range(2):
+            rank = 2 * number + local
+            picture.box(left + 20 + 160 * local, 70, WIDE, HIGH, f"rank {rank}", fill=SHARES[rank])
+
+
+@diagram("09b_machines", 720, 262, "a group on two machines")
+def machines(picture: Diagram) -> None:
+    """The notebook's machine is joined by a network with the machines pc1 and pc2. Ranks 0 and 1 are on pc1, ranks 2
+    and 3 on pc2. On each machine, an agent has started the ranks. Messages between ranks of a machine are fast; those
+    between pc1 and pc2 take the cables."""
     picture.box(14, 66, 150, 112, dashed=True)
     picture.text(89, 50, "your machine", bold=True)
     picture.box(32, 100, 114, HIGH, "notebook")
@@ -33,23 +38,18 @@ def machines() -> Diagram:
             rank = 2 * number + local
             picture.box(456 + 150 * local, top + 25, WIDE, HIGH, f"rank {rank}", fill=SHARES[rank])
         y = top + 25 + HIGH / 2
-        picture.arrow((544, y), (602, y), color=COMMUNICATION)
-        picture.arrow((602, y), (544, y), color=COMMUNICATION)
+        picture.both_ways((544, y), (602, y))
         picture.text(573, y - 15, "fast", size=13)
         picture.line((330, y), (247, 122), color=COMMUNICATION, width=SLOW)
     picture.line((164, 122), (247, 122), color=COMMUNICATION, width=SLOW)
     picture.box(215, 102, 64, 40, "switch", fill=SUM)
     picture.text(204, 156, "slow cables", size=13)
-    return picture
 
 
-def ring() -> Diagram:
-    """A ring over four ranks of two machines."""
-    picture = Diagram(
-        640, 210, "a ring over two machines",
-        "Ranks 0 and 1 are on pc1, ranks 2 and 3 on pc2. Each rank sends to the next one: 0 to 1 and 2 to 3 inside a machine, "
-        "1 to 2 and 3 to 0 between the machines.",
-    )  # fmt: skip
+@diagram("09b_ring", 640, 210, "a ring over two machines")
+def ring(picture: Diagram) -> None:
+    """Ranks 0 and 1 are on pc1, ranks 2 and 3 on pc2. Each rank sends to the next one: 0 to 1 and 2 to 3 inside a
+    machine, 1 to 2 and 3 to 0 between the machines."""
     _two_machines(picture)
     for left in (34, 354):
         picture.arrow((left + WIDE + 4, 91), (left + 160 - 4, 91), color=COMMUNICATION, width=FAST)
@@ -57,17 +57,13 @@ def ring() -> Diagram:
     picture.line((556, 114), (556, 182), (76, 182), color=COMMUNICATION, width=SLOW)
     picture.arrow((76, 182), (76, 118), color=COMMUNICATION, width=SLOW)
     picture.text(316, 196, "wide: over the cables", size=13)
-    return picture
 
 
-def two_levels() -> Diagram:
-    """The three phases of an all-reduce of two levels."""
-    picture = Diagram(
-        760, 300, "an all-reduce of two levels",
-        "Three phases. First, a reduce-scatter inside each machine: each rank has one half of its machine's sum. Second, an "
-        "all-reduce between the machines, of ranks with the same half: each rank has one half of the whole sum. Third, an "
-        "all-gather inside each machine: every rank has the whole sum.",
-    )  # fmt: skip
+@diagram("09b_two_levels", 760, 300, "an all-reduce of two levels")
+def two_levels(picture: Diagram) -> None:
+    """Three phases. First, a reduce-scatter inside each machine: each rank has one half of its machine's sum. Second,
+    an all-reduce between the machines, of ranks with the same half: each rank has one half of the whole sum. Third, an
+    all-gather inside each machine: every rank has the whole sum."""
     phases = ("1 reduce-scatter inside", "2 all-reduce between", "3 all-gather inside")
     halves = (("A", "B"), ("A", "B"), ("A B", "A B"))
     for number, (phase, texts) in enumerate(zip(phases, halves, strict=True)):
@@ -84,27 +80,9 @@ def two_levels() -> Diagram:
                 picture.box(x, top + 18, 96, HIGH, f"{texts[local]}\n{holds}", fill=fill, size=13)
             if number != 1:
                 y = top + 18 + HIGH / 2
-                picture.arrow((left + 108, y), (left + 128, y), color=COMMUNICATION, width=FAST)
-                picture.arrow((left + 128, y), (left + 108, y), color=COMMUNICATION, width=FAST)
+                picture.both_ways((left + 108, y), (left + 128, y), width=FAST)
         if number == 1:
             for local in range(2):
                 x = left + 60 + 116 * local
-                picture.arrow((x, 116), (x, 186), color=COMMUNICATION, width=SLOW)
-                picture.arrow((x, 186), (x, 116), color=COMMUNICATION, width=SLOW)
+                picture.both_ways((x, 116), (x, 186), width=SLOW)
     picture.text(380, 278, "A and B: the halves of the tensor; in each box, what a rank has after the phase", size=13)
-    return picture
-
-
-def _two_machines(picture: Diagram) -> None:
-    for number in range(2):
-        left = 14.0 + 320 * number
-        picture.box(left, 46, 284, 90, dashed=True)
-        picture.text(left + 8, 30, f"pc{number + 1}", anchor="start", bold=True)
-        for local in range(2):
-            rank = 2 * number + local
-            picture.box(left + 20 + 160 * local, 70, WIDE, HIGH, f"rank {rank}", fill=SHARES[rank])
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The diagrams of lesson 09b by the names of their files."""
-    return {f"09b_{name}": draw() for name, draw in (("machines", machines), ("ring", ring), ("two_levels", two_levels))}

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.diagrams.kit import COMMUNICATION, COMPUTE, SHARES, STRIPES, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, SHARES, STRIPES, Diagram, diagram
 
 RANKS: Final = 4
 
 
-def group() -> Diagram:
-    """The notebook sends one function to four ranks and gets four results."""
-    picture = Diagram(
-        640, 246, "A group of four ranks",
-        "The notebook sends a function to four processes, ranks 0 to 3 of world size 4. Each process calls it in its own memory. "
-        "The notebook gets one result from each rank.",
-    )  # fmt: skip
+@diagram("00_group", 640, 246, "A group of four ranks")
+def group(picture: Diagram) -> None:
+    """The notebook sends a function to four processes, ranks 0 to 3 of world size 4. Each process calls it in its own
+    memory. The notebook gets one result from each rank."""
     picture.box(12, 80, 120, 76, "")
     picture.text(72, 103, "notebook", bold=True)
     picture.text(72, 132, "hello", size=13)
@@ -32,16 +27,13 @@ def group() -> Diagram:
     picture.text(128, 44, "the function and copies", size=12)
     picture.text(128, 60, "of what it uses", size=12)
     picture.text(520, 56, "one result per rank", size=12)
-    return picture
 
 
-def timeline() -> Diagram:
-    """Two ranks as a timeline draws them."""
-    picture = Diagram(
-        700, 216, "How to read a timeline",
-        "Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what it "
-        "sends and receives. Rank 1 finishes computing first and waits, striped, until rank 0 arrives; then the data moves.",
-    )  # fmt: skip
+@diagram("00_timeline", 700, 216, "How to read a timeline")
+def timeline(picture: Diagram) -> None:
+    """Two rows, one for each rank, on one clock. The upper half of a row is what the rank computes, the lower half what
+    it sends and receives. Rank 1 finishes computing first and waits, striped, until rank 0 arrives; then the data
+    moves."""
     left, end = 78.0, 590.0
     for rank, busy in enumerate((430.0, 270.0)):
         y = 30 + 72 * rank
@@ -56,16 +48,12 @@ def timeline() -> Diagram:
     picture.text(430, 10, "all ranks have arrived", size=12)
     picture.arrow((left, 180), (end - 80, 180), "")
     picture.text((left + end - 80) / 2, 198, "time, on one clock for all ranks", size=12)
-    return picture
 
 
-def shares() -> Diagram:
-    """Eight items dealt to four ranks in turn."""
-    picture = Diagram(
-        620, 150, "Dealing items to ranks",
-        "Items 0 to 10 are dealt to four ranks in turn: rank 0 gets items 0, 4 and 8, rank 1 items 1, 5 and 9, rank 2 items 2, 6 "
-        "and 10, rank 3 items 3 and 7.",
-    )  # fmt: skip
+@diagram("00_shares", 620, 150, "Dealing items to ranks")
+def shares(picture: Diagram) -> None:
+    """Items 0 to 10 are dealt to four ranks in turn: rank 0 gets items 0, 4 and 8, rank 1 items 1, 5 and 9, rank 2
+    items 2, 6 and 10, rank 3 items 3 and 7."""
     picture.text(12, 26, "items", anchor="start", size=13)
     for item in range(11):
         picture.box(70 + 38 * item, 10, 34, 32, str(item), fill=SHARES[item % RANKS])
@@ -75,16 +63,12 @@ def shares() -> Diagram:
         own = range(rank, 11, RANKS)
         for place, item in enumerate(own):
             picture.box(x + 38 * place, 92, 34, 32, str(item), fill=SHARES[rank])
-    return picture
 
 
-def memories() -> Diagram:
-    """Each rank appends to its own copy of a list."""
-    picture = Diagram(
-        620, 130, "Separate memories",
-        "The notebook has a list called seen, which is empty. Each of the four ranks has a list called seen in its own memory, "
-        "with its own number.",
-    )  # fmt: skip
+@diagram("00_memories", 620, 130, "Separate memories")
+def memories(picture: Diagram) -> None:
+    """The notebook has a list called seen, which is empty. Each of the four ranks has a list called seen in its own
+    memory, with its own number."""
     picture.box(12, 30, 110, 76, "")
     picture.text(67, 50, "notebook", bold=True, size=13)
     picture.text(67, 82, "seen = []", size=13)
@@ -93,9 +77,3 @@ def memories() -> Diagram:
         picture.box(x, 30, 106, 76, "", outline=SHARES[rank])
         picture.box(x + 8, 38, 90, 24, f"rank {rank}", fill=SHARES[rank], bold=True, size=13)
         picture.text(x + 53, 82, f"seen = [{rank}]", size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """Each diagram by its file's name."""
-    return {"00_group": group(), "00_memories": memories(), "00_shares": shares(), "00_timeline": timeline()}

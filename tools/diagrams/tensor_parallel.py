@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, INK, OLIVE, SHARES, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, INK, OLIVE, SHARES, Diagram, diagram
 
 WHOLE = OLIVE  # what every rank has in full
 
 
-def splits() -> Diagram:
-    """The matrices of a column split and of a row split, with what each rank computes."""
-    picture = Diagram(
-        760, 250, "column split and row split",
-        "On the left, the matrix A is split by columns: each rank multiplies the whole input by its columns and has some "
-        "columns of the output. On the right, A is split by rows: each rank multiplies its columns of the input by its rows "
-        "of A, and the output is the sum of the ranks' products.",
-    )  # fmt: skip
+@diagram("06_splits", 760, 250, "column split and row split")
+def splits(picture: Diagram) -> None:
+    """On the left, the matrix A is split by columns: each rank multiplies the whole input by its columns and has some
+    columns of the output. On the right, A is split by rows: each rank multiplies its columns of the input by its rows
+    of A, and the output is the sum of the ranks' products."""
     picture.text(185, 16, "split by columns", size=16, bold=True)
     picture.box(20, 80, 90, 54, "X", fill=WHOLE)
     picture.text(126, 107, "×", size=20)
@@ -45,31 +40,16 @@ def splits() -> Diagram:
         picture.text(x + 20, 241, f"rank {rank}", anchor="start", size=12)
     picture.box(430, 234, 14, 14, fill=WHOLE, radius=2)
     picture.text(450, 241, "both", anchor="start", size=12)
-    return picture
 
 
-def _lanes(
-    title: str, description: str, stages: tuple[tuple[str, str], ...], begin: str, end: str, gates: tuple[str, str]
-) -> Diagram:
-    """Two ranks between f and g: a row for each rank, a column for each stage.
-
-    Args:
-        title: of the picture.
-        description: of the picture.
-        stages: of each stage, the text on rank 0 and on rank 1.
-        begin: what both ranks have before f.
-        end: what both ranks have after g.
-        gates: what f and g do in the forward pass.
-    """
-    wide, gap = 118, 22
-    left = 120.0
-    lanes = left + 64 + len(stages) * (wide + gap)
-    picture = Diagram(lanes + 64 + 110, 206, title, description)
+def _lanes(picture: Diagram, *stages: tuple[str, str]) -> None:
+    """Draw two ranks between f and g: a row for each rank, a column for each stage, with its text on both ranks."""
+    wide, gap, left = 118, 22, 120.0
     after = left + 88 + (len(stages) - 1) * (wide + gap) + wide - 4
     for rank in range(2):
         y = 34.0 + 84 * rank
         picture.text(8, y + 28, f"rank {rank}", anchor="start", size=13)
-        picture.box(62, y + 4, 62, 48, begin, fill=WHOLE)
+        picture.box(62, y + 4, 62, 48, "x", fill=WHOLE)
         picture.arrow((126, y + 28), (left + 38, y + 28))
         picture.arrow((left + 62, y + 28), (left + 86, y + 28))
         for number, texts in enumerate(stages):
@@ -79,52 +59,36 @@ def _lanes(
                 picture.arrow((x - gap - 2, y + 28), (x, y + 28))
         picture.arrow((after, y + 28), (after + 18, y + 28))
         picture.arrow((after + 42, y + 28), (after + 58, y + 28))
-        picture.box(after + 60, y + 4, 46, 48, end, fill=WHOLE)
+        picture.box(after + 60, y + 4, 46, 48, "y", fill=WHOLE)
     for name, x in (("f", left + 50), ("g", after + 30)):
         picture.box(x - 11, 30, 22, 150, name, outline=COMMUNICATION, size=16, bold=True)
-    for number, (x, words) in enumerate(zip((left + 50, after + 30), gates, strict=True)):
-        anchor = "start" if number == 0 else "end"
-        for line, text in enumerate(words.split("\n")):
-            picture.text(x + (-60 if number == 0 else 72), 194 + 16 * line, text, anchor=anchor, size=13, color=COMMUNICATION)
-    return picture
+    picture.text(left - 10, 194, "forward: nothing", anchor="start", size=13, color=COMMUNICATION)
+    picture.text(after + 102, 194, "forward: all_reduce", anchor="end", size=13, color=COMMUNICATION)
 
 
-def pair() -> Diagram:
-    """An MLP as a column split followed by a row split."""
-    return _lanes(
-        "the MLP on two ranks",
-        "Both ranks have the whole input x. f passes it on unchanged. Each rank "
-        "multiplies x by its columns of A, applies GELU to its part, and multiplies that by its rows of B. g adds the products "
-        "with an all_reduce. Then both ranks have the whole output y.",
-        (("columns A₀", "columns A₁"), ("GELU", "GELU"), ("rows B₀", "rows B₁")),
-        "x", "y", ("forward: nothing", "forward: all_reduce"),
-    )  # fmt: skip
+@diagram("06_pair", 778, 206, "the MLP on two ranks")
+def pair(picture: Diagram) -> None:
+    """Both ranks have the whole input x. f passes it on unchanged. Each rank multiplies x by its columns of A, applies
+    GELU to its part, and multiplies that by its rows of B. g adds the products with an all_reduce. Then both ranks have
+    the whole output y."""
+    _lanes(picture, ("columns A₀", "columns A₁"), ("GELU", "GELU"), ("rows B₀", "rows B₁"))
 
 
-def heads() -> Diagram:
-    """An attention block of four heads on two ranks."""
-    return _lanes(
-        "attention on two ranks",
-        "Both ranks have the whole input x, which f passes on. Rank 0 computes queries, keys and values of heads 0 and 1, "
-        "rank 1 of heads 2 and 3: columns of the three matrices. Each rank computes the attention of its heads alone and "
-        "multiplies the result by its rows of the output matrix. g adds the products with an all_reduce.",
-        (
-            ("q, k, v of\nheads 0 and 1", "q, k, v of\nheads 2 and 3"),
-            ("attention of\nheads 0 and 1", "attention of\nheads 2 and 3"),
-            ("rows O₀", "rows O₁"),
-        ),
-        "x", "y", ("forward: nothing", "forward: all_reduce"),
-    )  # fmt: skip
+@diagram("06_heads", 778, 206, "attention on two ranks")
+def heads(picture: Diagram) -> None:
+    """Both ranks have the whole input x, which f passes on. Rank 0 computes queries, keys and values of heads 0 and 1,
+    rank 1 of heads 2 and 3: columns of the three matrices. Each rank computes the attention of its heads alone and
+    multiplies the result by its rows of the output matrix. g adds the products with an all_reduce."""
+    queries = "q, k, v of\nheads 0 and 1", "q, k, v of\nheads 2 and 3"
+    attention = "attention of\nheads 0 and 1", "attention of\nheads 2 and 3"
+    _lanes(picture, queries, attention, ("rows O₀", "rows O₁"))
 
 
-def sequence() -> Diagram:
-    """Where the sequence is split, and which collective changes between the two kinds of split."""
-    picture = Diagram(
-        770, 214, "sequence parallel",
-        "Between the split layers, rank 0 has the first half of the tokens and rank 1 the second half, so that LayerNorm and "
-        "the residual sum are computed once. An all_gather gives both ranks all tokens before the split layers; a "
-        "reduce_scatter adds their products and leaves each rank its half of the tokens.",
-    )  # fmt: skip
+@diagram("06_sequence", 770, 214, "sequence parallel")
+def sequence(picture: Diagram) -> None:
+    """Between the split layers, rank 0 has the first half of the tokens and rank 1 the second half, so that LayerNorm
+    and the residual sum are computed once. An all_gather gives both ranks all tokens before the split layers; a
+    reduce_scatter adds their products and leaves each rank its half of the tokens."""
     picture.text(143, 14, "split by tokens", size=13, bold=True)
     picture.text(393, 14, "split by columns and rows", size=13, bold=True)
     picture.text(668, 14, "split by tokens", size=13, bold=True)
@@ -142,16 +106,13 @@ def sequence() -> Diagram:
         picture.box(x - 11, 28, 22, 132, outline=COMMUNICATION)
         picture.text(x, 176, f"forward: {down}", size=13, color=COMMUNICATION)
         picture.text(x, 196, f"backward: {back}", size=13, color=COMMUNICATION)
-    return picture
 
 
-def loss() -> Diagram:
-    """The cross-entropy of split logits."""
-    picture = Diagram(
-        700, 176, "loss parallel",
-        "The head is split by columns, so each rank has the scores of half of the words. The ranks exchange only the largest "
-        "score, the sum of the exponentials and the score of the right word: three numbers per token instead of all scores.",
-    )  # fmt: skip
+@diagram("06_loss", 700, 176, "loss parallel")
+def loss(picture: Diagram) -> None:
+    """The head is split by columns, so each rank has the scores of half of the words. The ranks exchange only the
+    largest score, the sum of the exponentials and the score of the right word: three numbers per token instead of all
+    scores."""
     for rank, words in enumerate(("scores of words\n0–4095", "scores of words\n4096–8191")):
         y = 26.0 + 76 * rank
         picture.text(8, y + 26, f"rank {rank}", anchor="start", size=13)
@@ -163,11 +124,3 @@ def loss() -> Diagram:
     picture.text(346, 38, "all_reduce, per token:", size=13, color=COMMUNICATION, bold=True)
     for line, text in enumerate(("largest score", "sum of exp(score − largest)", "score of the right word")):
         picture.text(346, 70 + 30 * line, text, size=13, color=INK)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 06, by the name of their file."""
-    return {
-        "06_splits": splits(), "06_pair": pair(), "06_heads": heads(), "06_sequence": sequence(), "06_loss": loss(),
-    }  # fmt: skip

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, GOLD, OLIVE, OPTIMIZER, PINK, VIOLET, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import COMMUNICATION, GOLD, OLIVE, OPTIMIZER, PINK, VIOLET, Diagram, diagram
 
 SHARES = (VIOLET, GOLD)  # of replicas and ranks 0 and 1
 
 
-def strategy() -> Diagram:
-    """One step: the global batch is divided, the gradients are summed, every replica makes the same update."""
-    picture = Diagram(
-        760, 220, "a step of MirroredStrategy with two replicas",
-        "The pipeline gives a global batch of 64 images. Replica 0 on CPU:0 and replica 1 on CPU:1 get 32 each and compute "
-        "gradients with their copies of the weights. An all-reduce sums the gradients. Both replicas make the same update.",
-    )  # fmt: skip
+@diagram("10_strategy", 760, 220, "a step of MirroredStrategy with two replicas")
+def strategy(picture: Diagram) -> None:
+    """The pipeline gives a global batch of 64 images. Replica 0 on CPU:0 and replica 1 on CPU:1 get 32 each and compute
+    gradients with their copies of the weights. An all-reduce sums the gradients. Both replicas make the same update."""
     picture.text(69, 62, "global batch", size=13)
     picture.box(14, 80, 110, 30, "32 images", fill=VIOLET, size=13, radius=0)
     picture.box(14, 110, 110, 30, "32 images", fill=GOLD, size=13, radius=0)
@@ -29,16 +24,13 @@ def strategy() -> Diagram:
         picture.arrow((364, y + 25), (426, 96 + 28 * device), color=COMMUNICATION)
         picture.arrow((524, 96 + 28 * device), (586, y + 25), color=COMMUNICATION)
     picture.box(430, 80, 90, 60, "all-reduce:\nsum", outline=COMMUNICATION, size=13)
-    return picture
 
 
-def loss() -> Diagram:
-    """The same four losses, divided by the global batch and by the replica's own number of examples."""
-    picture = Diagram(
-        700, 190, "what to divide a replica's loss by",
-        "Replica 0 has the losses 1 and 2, replica 1 has 3 and 6; the mean of all four is 3. Divided by the global batch "
-        "of 4, the replicas have 0.75 and 2.25, with the sum 3. Divided by their own 2 examples, they have 1.5 and 4.5, sum 6.",
-    )  # fmt: skip
+@diagram("10_loss", 700, 190, "what to divide a replica's loss by")
+def loss(picture: Diagram) -> None:
+    """Replica 0 has the losses 1 and 2, replica 1 has 3 and 6; the mean of all four is 3. Divided by the global batch
+    of 4, the replicas have 0.75 and 2.25, with the sum 3. Divided by their own 2 examples, they have 1.5 and 4.5, sum
+    6."""
     picture.text(130, 16, "losses", size=13, bold=True)
     picture.text(320, 16, "sum ÷ global batch", size=13, bold=True)
     picture.text(560, 16, "mean of the replica's own", size=13, bold=True)
@@ -53,16 +45,13 @@ def loss() -> Diagram:
     picture.text(130, 162, "mean of all: 3", size=14)
     picture.text(320, 162, "sum: 3, right", size=14, bold=True)
     picture.text(560, 162, "sum: 6, twice too large", size=14, bold=True)
-    return picture
 
 
-def shards() -> Diagram:
-    """What two ranks read of two files under three policies."""
-    picture = Diagram(
-        760, 230, "sharding policies",
-        "Two files with six blocks each. DATA: both ranks read both files, rank 0 keeps the first half of every batch, rank 1 "
-        "the second half. FILE: rank 0 reads file 0 only, rank 1 reads file 1 only. OFF: both ranks keep everything.",
-    )  # fmt: skip
+@diagram("10_shards", 760, 230, "sharding policies")
+def shards(picture: Diagram) -> None:
+    """Two files with six blocks each. DATA: both ranks read both files, rank 0 keeps the first half of every batch,
+    rank 1 the second half. FILE: rank 0 reads file 0 only, rank 1 reads file 1 only. OFF: both ranks keep
+    everything."""
     kept = {
         "DATA": [[i % 4 < 2 for i in range(12)], [i % 4 >= 2 for i in range(12)]],
         "FILE": [[i < 6 for i in range(12)], [i >= 6 for i in range(12)]],
@@ -87,9 +76,3 @@ def shards() -> Diagram:
     for rank in (0, 1):
         picture.text(6, 96 + 72 * rank, f"rank {rank}", anchor="start", size=13)
     picture.text(380, 212, "filled: trained on · dashed: read and dropped · empty: not read", size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 10, by the name of their file."""
-    return {"10_strategy": strategy(), "10_loss": loss(), "10_shards": shards()}

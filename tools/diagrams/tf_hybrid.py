@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, COMPUTE, EMPTY, GOLD, OLIVE, PINK, SHARES, VIOLET, Diagram
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, EMPTY, GOLD, OLIVE, PINK, SHARES, VIOLET, Diagram, diagram
 
 
-def hybrid() -> Diagram:
-    """Two workers with two devices each, and one all-reduce over all four replicas."""
-    picture = Diagram(
-        720, 250, "four replicas in two processes",
-        "Worker 0 and worker 1 are processes with two devices each. Every device holds a replica, a copy of the whole model, and "
-        "gets a quarter of the batch. One all-reduce joins the four replicas, inside and between the processes.",
-    )  # fmt: skip
+@diagram("12_hybrid", 720, 250, "four replicas in two processes")
+def hybrid(picture: Diagram) -> None:
+    """Worker 0 and worker 1 are processes with two devices each. Every device holds a replica, a copy of the whole
+    model, and gets a quarter of the batch. One all-reduce joins the four replicas, inside and between the processes."""
     for worker in (0, 1):
         left = 10 + 370 * worker
         picture.box(left, 34, 330, 160)
@@ -24,17 +21,13 @@ def hybrid() -> Diagram:
             picture.line((x + 72, 152), (x + 72, 220), color=COMMUNICATION, width=2)
     picture.line((97, 220), (622, 220), color=COMMUNICATION, width=2)
     picture.text(360, 236, "all-reduce of the gradients", color=COMMUNICATION, size=13)
-    return picture
 
 
-def mesh() -> Diagram:
-    """A mesh of two processes times two devices: which axis lies on which connection."""
-    picture = Diagram(
-        720, 280, "a mesh of processes and devices",
-        "A 2 by 2 mesh. Its rows, the batch axis, are processes: each gets half of the examples. The columns, the model axis, "
-        "are the devices of a process: each holds half of the weights. Scores are summed along a row, inside a process; "
-        "gradients along a column, between processes.",
-    )  # fmt: skip
+@diagram("12_mesh", 720, 280, "a mesh of processes and devices")
+def mesh(picture: Diagram) -> None:
+    """A 2 by 2 mesh. Its rows, the batch axis, are processes: each gets half of the examples. The columns, the model
+    axis, are the devices of a process: each holds half of the weights. Scores are summed along a row, inside a process;
+    gradients along a column, between processes."""
     picture.text(350, 16, "model axis: halves of the weights →", size=13)
     for row in (0, 1):
         top = 40 + 130 * row
@@ -42,15 +35,8 @@ def mesh() -> Diagram:
         picture.text(60, top + 34, f"process {row}", bold=True, size=13)
         picture.text(60, top + 54, f"examples {32 * row}–{32 * row + 31}", size=12)
         for column in (0, 1):
-            picture.box(
-                140 + 240 * column,
-                top + 16,
-                180,
-                58,
-                f"CPU:{column}\nweights, half {column}",
-                fill=(VIOLET, GOLD)[column],
-                size=13,
-            )
+            words = f"CPU:{column}\nweights, half {column}"
+            picture.box(140 + 240 * column, top + 16, 180, 58, words, fill=(VIOLET, GOLD)[column], size=13)
         picture.arrow((324, top + 38), (376, top + 38), color=PINK)
         picture.arrow((376, top + 54), (324, top + 54), color=PINK)
     for column in (0, 1):
@@ -62,16 +48,12 @@ def mesh() -> Diagram:
     picture.text(650, 96, "in each process", color=PINK, size=13)
     picture.text(650, 141, "gradients: summed", color=COMMUNICATION, size=13)
     picture.text(650, 159, "between them", color=COMMUNICATION, size=13)
-    return picture
 
 
-def server() -> Diagram:
-    """A chief with its queue, two workers, and the server with the weights."""
-    picture = Diagram(
-        720, 250, "TensorFlow's parameter server strategy",
-        "The chief puts functions into a queue with schedule. Two workers take them out, one at a time. Each reads the weights "
-        "from the ps task, computes a gradient and updates the weights there, without waiting for the other.",
-    )  # fmt: skip
+@diagram("12_server", 720, 250, "TensorFlow's parameter server strategy")
+def server(picture: Diagram) -> None:
+    """The chief puts functions into a queue with schedule. Two workers take them out, one at a time. Each reads the
+    weights from the ps task, computes a gradient and updates the weights there, without waiting for the other."""
     picture.box(10, 90, 110, 66, "chief:\nyour program", fill=PINK, size=13)
     picture.text(185, 74, "queue", size=13)
     for number in range(3):
@@ -87,17 +69,13 @@ def server() -> Diagram:
     picture.box(590, 84, 120, 80, "ps:\nthe weights", fill=OLIVE, size=14)
     picture.text(560, 46, "weights", color=OLIVE, size=13)
     picture.text(560, 212, "gradients", color=COMMUNICATION, size=13)
-    return picture
 
 
-def stale() -> Diagram:
-    """Two workers that read and update without waiting: one gradient is late by two updates."""
-    picture = Diagram(
-        720, 236, "a stale gradient",
-        "Three rows over time: worker 0, the weights on the server, worker 1. Worker 0 reads version 3 and computes for a long "
-        "time. Meanwhile worker 1 updates the weights twice, to versions 4 and 5. Then worker 0 updates: its gradient belongs "
-        "to version 3, two updates ago.",
-    )  # fmt: skip
+@diagram("12_stale", 720, 236, "a stale gradient")
+def stale(picture: Diagram) -> None:
+    """Three rows over time: worker 0, the weights on the server, worker 1. Worker 0 reads version 3 and computes for a
+    long time. Meanwhile worker 1 updates the weights twice, to versions 4 and 5. Then worker 0 updates: its gradient
+    belongs to version 3, two updates ago."""
     for name, y in {"worker 0": 40, "the weights": 118, "worker 1": 196}.items():
         picture.text(12, y, name, anchor="start", bold=True, size=13)
         picture.line((110, y), (710, y))
@@ -115,38 +93,18 @@ def stale() -> Diagram:
     picture.text(148, 158, "reads", anchor="start", color=OLIVE, size=13)
     picture.text(474, 164, "updates", anchor="start", color=COMMUNICATION, size=13)
     picture.text(586, 76, "late by 2 updates", anchor="start", color=COMMUNICATION, size=12)
-    return picture
 
 
-def resume() -> Diagram:
-    """A training with a backup after each epoch, killed in its third."""
-    picture = Diagram(
-        720, 110, "backups, and a death",
-        "A training of four epochs with eight batches each writes a backup after each epoch. In the middle of epoch 3, after "
-        "20 batches, worker 1 is killed.",
-    )  # fmt: skip
+@diagram("12_resume", 720, 110, "backups, and a death")
+def resume(picture: Diagram) -> None:
+    """A training of four epochs with eight batches each writes a backup after each epoch. In the middle of epoch 3,
+    after 20 batches, worker 1 is killed."""
     for epoch in range(4):
         x = 10 + 176 * epoch
         done = epoch < 2
-        picture.box(
-            x,
-            30,
-            168,
-            34,
-            "" if epoch == 2 else f"epoch {epoch + 1}: 8 batches",
-            fill=VIOLET if done else EMPTY,
-            dashed=not done,
-            size=13,
-        )
+        words = "" if epoch == 2 else f"epoch {epoch + 1}: 8 batches"
+        picture.box(x, 30, 168, 34, words, fill=VIOLET if done else EMPTY, dashed=not done, size=13)
         if done:
             picture.box(x + 172, 74, 60, 26, "backup", fill=OLIVE, size=12)
     picture.box(362, 30, 84, 34, "epoch 3:\n4 batches", fill=GOLD, size=12)
     picture.text(446, 14, "✗ worker 1 is killed", color=COMMUNICATION, size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 12, by the name of their file."""
-    return {
-        "12_hybrid": hybrid(), "12_mesh": mesh(), "12_server": server(), "12_stale": stale(), "12_resume": resume(),
-    }  # fmt: skip

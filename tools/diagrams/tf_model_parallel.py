@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, GOLD, INK, OLIVE, PINK, VIOLET, Diagram
-
-__all__ = ["diagrams"]
+from tools.diagrams.kit import BACKWARD, COMMUNICATION, FORWARD, GOLD, INK, OLIVE, PINK, VIOLET, Diagram, diagram
 
 MATRICES = ("784 × 256", "256 × 1024", "1024 × 256", "256 × 10")
 COLORS = (OLIVE, VIOLET, GOLD, PINK)
 
 
-def three_ways() -> Diagram:
-    """What each of two devices holds under MirroredStrategy, placement and DTensor."""
-    picture = Diagram(
-        780, 250, "three ways to use two devices",
-        "MirroredStrategy: CPU:0 and CPU:1 each hold all four matrices. Placement with tf.device: CPU:0 holds the first two, "
-        "CPU:1 the last two. DTensor: each device holds the whole first and last matrix, half of the columns of the second and "
-        "half of the rows of the third.",
-    )  # fmt: skip
+@diagram("11_three_ways", 780, 250, "three ways to use two devices")
+def three_ways(picture: Diagram) -> None:
+    """MirroredStrategy: CPU:0 and CPU:1 each hold all four matrices. Placement with tf.device: CPU:0 holds the first
+    two, CPU:1 the last two. DTensor: each device holds the whole first and last matrix, half of the columns of the
+    second and half of the rows of the third."""
     for number, (title, words) in enumerate(
         (("MirroredStrategy", "copies"), ("tf.device", "whole layers"), ("DTensor", "parts of layers"))
     ):
@@ -43,17 +38,13 @@ def three_ways() -> Diagram:
             picture.line((left - 15, 10), (left - 15, 240), dashed=True)
     for row in range(4):
         picture.text(8, 72 + 44 * row, f"matrix {row + 1}", anchor="start", size=12)
-    return picture
 
 
-def placed() -> Diagram:
-    """Forward and backward of a placed model over time, with its two messages."""
-    picture = Diagram(
-        720, 190, "a placed model takes turns",
-        "Time runs to the right. CPU:0 computes the forward pass of matrices 1 and 2 and sends h to CPU:1. CPU:1 computes the "
-        "rest of the forward pass and its own backward pass, and sends the gradient of h to CPU:0, which computes the backward "
-        "pass of matrices 2 and 1. While one computes, the other waits.",
-    )  # fmt: skip
+@diagram("11_placed", 720, 190, "a placed model takes turns")
+def placed(picture: Diagram) -> None:
+    """Time runs to the right. CPU:0 computes the forward pass of matrices 1 and 2 and sends h to CPU:1. CPU:1 computes
+    the rest of the forward pass and its own backward pass, and sends the gradient of h to CPU:0, which computes the
+    backward pass of matrices 2 and 1. While one computes, the other waits."""
     for device in range(2):
         picture.text(8, 52 + 80 * device, f"CPU:{device}", anchor="start", size=14)
     picture.box(70, 28, 150, 48, "forward\nmatrices 1, 2", fill=FORWARD, size=13)
@@ -69,16 +60,13 @@ def placed() -> Diagram:
     picture.text(610, 92, "gradient of h", size=13, color=COMMUNICATION, bold=True)
     picture.arrow((70, 174), (710, 174), color=INK)
     picture.text(390, 184, "time", size=12)
-    return picture
 
 
-def layouts() -> Diagram:
-    """What three layouts of a matrix give to two devices of a mesh."""
-    picture = Diagram(
-        740, 190, "layouts of a matrix on a mesh of two devices",
-        "Layout unsharded, model: CPU:0 holds the left half of the columns, CPU:1 the right half. Layout model, unsharded: CPU:0 "
-        "holds the upper half of the rows, CPU:1 the lower half. Layout unsharded, unsharded: both hold the whole matrix.",
-    )  # fmt: skip
+@diagram("11_layouts", 740, 190, "layouts of a matrix on a mesh of two devices")
+def layouts(picture: Diagram) -> None:
+    """Layout unsharded, model: CPU:0 holds the left half of the columns, CPU:1 the right half. Layout model, unsharded:
+    CPU:0 holds the upper half of the rows, CPU:1 the lower half. Layout unsharded, unsharded: both hold the whole
+    matrix."""
     cases = (
         ('["unsharded", "model"]', "columns are divided"),
         ('["model", "unsharded"]', "rows are divided"),
@@ -98,9 +86,3 @@ def layouts() -> Diagram:
                 picture.box(x, 36, 100, 90, "whole", fill=OLIVE, size=13)
             picture.text(x + 50, 144, f"CPU:{device}", size=13)
         picture.text(left + 106, 172, words, size=13)
-    return picture
-
-
-def diagrams() -> dict[str, Diagram]:
-    """The pictures of lesson 11, by the name of their file."""
-    return {"11_three_ways": three_ways(), "11_placed": placed(), "11_layouts": layouts()}

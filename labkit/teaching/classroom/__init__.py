@@ -8,6 +8,5 @@ What to open for which change:
   test_confined_process.py
 - which statements an answer needs: statements.py; how answers reach ranks, which pickles are read: packed_answer.py
 - hand out in another form: a function in a file like for_otter.py, for_nbgrader.py or for_hosted.py, in `FORMS` of
-  assign.py; what students get: handout.py; which cells graders execute: grader_plugins.py; tests test_assign.py. With
-  30 submissions: `python -m bench.classroom`
+  assign.py; what students get: handout.py; which cells graders execute: grader_plugins.py; tests test_assign.py
 """

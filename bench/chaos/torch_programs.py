@@ -1,23 +1,74 @@
-"""Healthy programs with slow ranks or several activities at once: none may be reported as a deadlock.
+"""What ranks of torch do in a round of `make chaos`: a step of work, faults between ranks, and healthy programs.
 
-Each is called on every rank with the number of ranks and the slow one. It returns 1.
+The healthy ones have slow ranks, or several activities at once: none may be reported as a deadlock. Each is called on
+every rank with the number of ranks and the slow one. It returns 1.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, Final
 
-__all__ = ["HEALTHY"]
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+
+def step(size: int) -> float:
+    """A step of work, which a missing or stuck rank delays."""
+    total = torch.ones(8, 8) @ torch.ones(8, 8)
+    dist.all_reduce(total)
+    return float(total[0, 0]) / size
+
+
+def rpc_step(size: int) -> int:
+    """The same with a remote call."""
+    to = (int(os.environ["RANK"]) + 1) % size
+    answer: int = rpc.rpc_sync(f"worker{to}", _served, args=(to,))
+    return answer
+
+
+def _served(number: int) -> int:
+    return number + sum(range(1000)) * 0
+
+
+def fault_between(fault: str, victim: int, pair: tuple[int, int]) -> object:
+    """Do what the victim does otherwise than the other ranks; `pair` is the victim and its counterpart."""
+    me, mine = int(os.environ["RANK"]), int(os.environ["RANK"]) == victim
+    if fault == "another order":
+        calls = [lambda: dist.all_reduce(torch.ones(3)), lambda: dist.broadcast(torch.ones(3), 0)]
+        for call in reversed(calls) if mine else calls:
+            call()
+    elif fault == "another shape":
+        dist.all_reduce(torch.ones(5 if mine else 4))
+    elif fault == "another dtype":
+        dist.all_reduce(torch.ones(4, dtype=torch.float64 if mine else torch.float32))
+    elif fault == "another root":
+        dist.broadcast(torch.ones(4), victim if mine else pair[1])
+    elif fault == "calls without a thread left":
+        return _call_back(1 - me, 60) if me < 2 else 0
+    elif me in pair:  # "two send" or "two receive"
+        peer = sum(pair) - me
+        first, second = (dist.send, dist.recv) if fault == "two send" else (dist.recv, dist.send)
+        first(torch.ones(5), peer)
+        second(torch.ones(5), peer)
+    return None
+
+
+def _call_back(to: int, depth: int) -> int:
+    return depth and 1 + int(rpc.rpc_sync(f"worker{to}", _call_back, args=(1 - to, depth - 1)))
 
 
 def _total(size: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     total = torch.ones(1)
     dist.all_reduce(total)
     return float(total) / size
@@ -29,9 +80,6 @@ def _delay(slow: int, seconds: float = 1.3) -> None:
 
 
 def _asynchronous(size: int, slow: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     tensors = [torch.ones(1 << 16) for _ in range(200)]  # more at a time than a rank can record
     works = [dist.all_reduce(t, async_op=True) for t in tensors[:100]]
     _delay(slow)
@@ -42,9 +90,6 @@ def _asynchronous(size: int, slow: int) -> float:
 
 
 def _groups(size: int, slow: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     me = dist.get_rank()
     pairs = {pair: dist.new_group(pair) for pair in ((0, 1), (1, 2), (0, 2))}
     total = torch.ones(2, 2) if me == (slow + 1) % size else torch.ones(4)  # as many elements
@@ -58,9 +103,6 @@ def _groups(size: int, slow: int) -> float:
 
 
 def _messages(size: int, slow: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     me, size = dist.get_rank(), dist.get_world_size()
     outgoing, incoming = [torch.full((5,), float(i)) for i in range(8)], [torch.zeros(5) for _ in range(8)]
     sends = [dist.P2POp(dist.isend, t, (me + 1) % size) for t in outgoing]
@@ -77,9 +119,6 @@ def _messages(size: int, slow: int) -> float:
 
 
 def _large(size: int, slow: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     _delay(slow, 1.0)
     much = torch.ones(1 << 25)
     for _ in range(2):
@@ -89,9 +128,6 @@ def _large(size: int, slow: int) -> float:
 
 
 def _threads(size: int, slow: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     me, got = dist.get_rank(), torch.zeros(1)
     if me == slow:  # one thread waits for a message, and another will send the one that it depends on
         sender = threading.Timer(1.3, dist.send, (torch.ones(1), (slow + 1) % size))
@@ -106,12 +142,6 @@ def _threads(size: int, slow: int) -> float:
 
 def _library_threads(size: int, slow: int) -> float:
     """A message is sent late, from a thread whose stack shows only the standard library until then."""
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    import torch
-    import torch.distributed as dist
-
     me, got, other = dist.get_rank(), torch.zeros(1), (slow + 1) % size
 
     def send() -> None:
@@ -137,11 +167,6 @@ def _library_threads(size: int, slow: int) -> float:
 
 def _time_limit(size: int, slow: int) -> float:
     """A wait that fails by itself, as the program expects."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
     pair = dist.new_group([slow, (slow + 1) % size], timeout=timedelta(seconds=1.3))
     if dist.get_rank() == slow:
         try:
@@ -153,8 +178,6 @@ def _time_limit(size: int, slow: int) -> float:
 
 
 def _train(slow: int, model: Any) -> float:
-    import torch
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(4):
         if number == 2:
@@ -166,21 +189,15 @@ def _train(slow: int, model: Any) -> float:
 
 
 def _model() -> Any:
-    import torch
-
     torch.manual_seed(0)
     return torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())))
 
 
 def _ddp(_: int, slow: int) -> float:
-    import torch
-
     return _train(slow, torch.nn.parallel.DistributedDataParallel(_model(), bucket_cap_mb=1))
 
 
 def _fsdp(_: int, slow: int) -> float:
-    from torch.distributed.fsdp import fully_shard
-
     model = _model()
     for layer in model[::2]:
         fully_shard(layer)
@@ -188,10 +205,6 @@ def _fsdp(_: int, slow: int) -> float:
 
 
 def _dtensor(size: int, slow: int) -> float:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (size,))
     rows: Any = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
     columns = distribute_tensor(torch.ones(6, 6), mesh, [Shard(1)])

@@ -1,5 +1,0 @@
-"""`python -m bench.classroom --by grade`, or nbgrader or otter."""
-
-from bench.classroom.rows import main
-
-main()
