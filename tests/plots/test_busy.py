@@ -21,9 +21,8 @@ def test_each_device_has_its_own_share_and_the_call_around_them_does_not_count()
     book = book_with_steps(2)
     book.compute(0, "train_step", 0, 20)  # the call, which lasts as long as both devices work
     for start in (0, 10):
-        book.compute(0, "forward", start, start + 4, device="CPU:0", measured=True)
-        book.compute(0, "forward", start + 2, start + 5, device="CPU:0", measured=True)  # overlaps: counts once
-        book.compute(0, "forward", start + 5, start + 7, device="CPU:1", measured=True)
+        for begin, end, device in ((0, 4, 0), (2, 5, 0), (5, 7, 1)):  # what overlaps counts once
+            book.compute(0, "forward", start + begin, start + end, device=f"CPU:{device}", measured=True)
     assert busy_shares(book.trace(1)) == {"CPU:0": pytest.approx(0.5), "CPU:1": pytest.approx(0.2)}
 
 
@@ -36,26 +35,22 @@ def test_ranks_without_devices_and_waiting_is_not_computing():
     assert busy_shares(book.trace(2)) == {"rank 0": pytest.approx(0.3), "rank 1": pytest.approx(0.6)}
 
 
-def test_of_three_steps_the_first_does_not_count():
-    book = book_with_steps(3)
-    book.compute(0, "forward", 0, 10)
-    book.compute(0, "forward", 10, 15)
-    assert busy_shares(book.trace(1)) == {"rank 0": pytest.approx(0.25)}
-
-
-def test_a_step_in_which_tensorflows_profiler_is_read_does_not_count():
-    book = book_with_steps(4)
-    for start in (0, 10, 20, 30):
-        book.compute(0, "forward", start, start + 6)
-    book.compute(0, READING, 26, 30)
-    assert busy_shares(book.trace(1)) == {"rank 0": pytest.approx(0.6)}
-
-
-def test_without_steps_the_whole_run_counts():
-    book = Book()
-    book.whole(0, "call", 0, 10)
-    book.compute(0, "forward", 0, 5)
-    assert busy_shares(book.trace(1)) == {"rank 0": pytest.approx(0.5)}
+@pytest.mark.parametrize(
+    ("steps", "forward", "reading", "share"),
+    [
+        (3, [(0, 10), (10, 15)], [], 0.25),  # of three steps the first does not count
+        (4, [(0, 6), (10, 16), (20, 26), (30, 36)], [(26, 30)], 0.6),  # nor one in which TensorFlow's profiler is read
+        (0, [(0, 5)], [], 0.5),  # without steps, the whole run
+    ],
+)
+def test_which_part_of_a_run_counts(steps, forward, reading, share):
+    book = book_with_steps(steps)
+    if not steps:
+        book.whole(0, "call", 0, 10)
+    for name, times in (("forward", forward), (READING, reading)):
+        for start, end in times:
+            book.compute(0, name, start, end)
+    assert busy_shares(book.trace(1)) == {"rank 0": pytest.approx(share)}
 
 
 def test_a_run_that_recorded_nothing():

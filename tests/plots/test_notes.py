@@ -124,25 +124,26 @@ def words_for_waiting(trace: Trace) -> set[str]:
     return found[0]
 
 
-def test_devices_of_one_rank_wait_for_each_other():
-    assert words_for_waiting(of_devices(1, across=False)) == {"waiting for another device"}
-    assert words_for_waiting(of_devices(2, across=False)) == {"waiting for another device"}
-
-
-def test_ranks_with_devices_may_wait_for_either():
-    assert words_for_waiting(of_devices(2, across=True)) == {"waiting for another rank or device"}
-    assert words_for_waiting(of_devices(2, across=False, messages=True)) == {"waiting for another rank or device"}
-
-
-def test_ranks_without_devices_wait_for_ranks():
-    assert words_for_waiting(model_parallel()) == {"waiting for another rank"}
-
-
-def test_a_single_rank_never_waits_for_another():
+def unfinished() -> Trace:
     book = Book()
     book.compute(0, "forward", 0, 1)
     book.travel(0, "all_reduce", 1, 4, wait=(1, 4), group="world", match=1, done=False)
-    assert words_for_waiting(book.trace(1)) == {"waiting"}
+    return book.trace(1)
+
+
+@pytest.mark.parametrize(
+    ("trace", "whom"),
+    [
+        (of_devices(1, across=False), " for another device"),
+        (of_devices(2, across=False), " for another device"),
+        (of_devices(2, across=True), " for another rank or device"),
+        (of_devices(2, across=False, messages=True), " for another rank or device"),
+        (model_parallel(), " for another rank"),
+        (unfinished(), ""),  # of a single rank
+    ],
+)
+def test_for_whom_a_rank_waits(trace: Trace, whom: str):
+    assert words_for_waiting(trace) == {f"waiting{whom}"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
