@@ -41,26 +41,21 @@ def all_reduces(count, nbytes, ms):
     return travel
 
 
-def loading(data_ms, compute_ms, gap=0.0):
-    """Steps of one rank: it waits for data, then computes, then does nothing for a while."""
-    book, at = Book(), 0.0
-    for _ in range(6):
-        computes, ends = at + data_ms, at + data_ms + compute_ms + gap
-        book.compute(0, "data", at, computes)
-        book.compute(0, "forward", computes, computes + compute_ms)
-        book.whole(0, "step", at, ends)
-        at = ends
-    return book.trace(1)
-
-
 @pytest.mark.parametrize(
     ("data_ms", "gap_ms", "limit"),
     [(50, 0, Limit.DATA), (5, 0, Limit.DATA), (1, 0, Limit.COMPUTE), (5, 20, Limit.UNRECORDED), (5, 6, Limit.COMPUTE)],
 )
 def test_a_rank_waits_for_data(data_ms, gap_ms, limit):
-    found = limit_of(loading(data_ms, 10, gap_ms))
+    """In each step it waits for data, computes for 10 ms, then does nothing for a while."""
+    book, length = Book(), data_ms + 10 + gap_ms
+    for step in range(6):
+        at = step * length
+        book.compute(0, "data", at, at + data_ms)
+        book.compute(0, "forward", at + data_ms, at + data_ms + 10)
+        book.whole(0, "step", at, at + length)
+    found = limit_of(book.trace(1))
     assert found.limit is limit
-    assert (found.data, found.compute) == pytest.approx((data_ms / (10 + data_ms + gap_ms), 10 / (10 + data_ms + gap_ms)))
+    assert (found.data, found.compute) == pytest.approx((data_ms / length, 10 / length))
 
 
 @pytest.mark.parametrize(("slow", "limit"), [((0, 1), Limit.DATA), ((1,), Limit.LATE_RANK)], ids=["all ranks", "one rank"])
@@ -222,11 +217,10 @@ def test_messages_that_nobody_computes_for_are_no_calls():
     """The trace of `calls`, with the call's time in a receive."""
     book = Book()
     for number in range(5):
-        book.travel(0, "send", 10 * number + 9, 10 * number + 9.1, nbytes=40, peer=1, group="world", match=number)
-        book.travel(
-            1, "recv", 10 * number, 10 * number + 9.1, wait=(10 * number, 10 * number + 9.1), peer=0, group="world", match=number
-        )
-        book.compute(0, "forward", 10 * number + 9.1, 10 * number + 10)
+        at, key = 10 * number, {"nbytes": 40, "group": "world", "match": number}
+        book.travel(0, "send", at + 9, at + 9.1, peer=1, **key)
+        book.travel(1, "recv", at, at + 9.1, wait=(at, at + 9.1), peer=0, **key)
+        book.compute(0, "forward", at + 9.1, at + 10)
     found = limit_of(book.trace(2))
     assert (found.under_way, found.call_ns) == (0, 0)
     assert found.limit is not Limit.CALLS
@@ -280,17 +274,12 @@ def test_a_rank_that_records_nothing_while_the_others_wait_comes_late(apart_ms):
 @pytest.mark.parametrize("waits_in", ["rpc.shutdown", "dist_autograd.backward"])
 def test_waiting_for_the_end_of_the_other_programs_is_not_waiting_in_a_collective(waits_in):
     """The workers have nothing to do but to serve, and wait for the master in the meantime."""
-    trace = master_and_workers()
-    start_ns, end_ns = trace.start_ns, trace.end_ns
-    waits = [
-        Span(
-            rank, waits_in, "communication", start_ns if rank else end_ns - 1, end_ns, start_ns if rank else end_ns - 1, end_ns,
-            group="shutdown",
-        )
-        for rank in range(len(trace.ranks))
-    ]  # fmt: skip
-    found = limit_of(Trace([*trace, *waits], ranks=trace.ranks))
-    assert (found.limit, found.late_rank) == (limit_of(trace).limit, limit_of(trace).late_rank)
+    trace, waits = master_and_workers(), []
+    for rank in range(len(trace.ranks)):
+        since, until = trace.start_ns if rank else trace.end_ns - 1, trace.end_ns
+        waits.append(Span(rank, waits_in, "communication", since, until, since, until, group="shutdown"))
+    found, usual = limit_of(Trace([*trace, *waits], ranks=trace.ranks)), limit_of(trace)
+    assert (found.limit, found.late_rank) == (usual.limit, usual.late_rank)
     assert found.limit in (Limit.TURNS, Limit.CALLS)
 
 

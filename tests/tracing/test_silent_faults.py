@@ -7,6 +7,7 @@ from synthetic import Book, data_parallel, master_and_workers, model_parallel
 
 from labkit.recording.group_keys import of_ranks, pair_key
 from labkit.recording.schema import COMMUNICATION
+from labkit.tracing.load import load_trace
 from labkit.tracing.silent_faults import FaultKind, faults_in
 
 MB = 1 << 20
@@ -33,10 +34,6 @@ def stepping(*counts, after=()):
     return book.trace(len(counts))
 
 
-def test_ranks_that_step_alike():
-    assert kinds(stepping(5, 5, 5)) == []
-
-
 @pytest.mark.parametrize("counts", [(5, 4), (5, 0), (0, 5), (3, 3, 2)])
 def test_ranks_that_step_differently(counts):
     (fault,) = faults_in(stepping(*counts))
@@ -46,16 +43,19 @@ def test_ranks_that_step_differently(counts):
         assert f"{count} times on rank {rank}" in fault.sentence
 
 
-def test_a_mean_of_losses_makes_nothing_equal():
-    assert kinds(stepping(5, 4, after=[("all_reduce", 8), ("barrier", 0)])) == [FaultKind.OPTIMIZER_STEPS]
-
-
 @pytest.mark.parametrize(
-    ("name", "nbytes"), [("broadcast", MB), ("all_reduce", MB), ("all_gather", MB), ("scatter", MB), ("broadcast", 4)]
+    ("after", "found"),
+    [
+        ([("all_reduce", 8), ("barrier", 0)], True),  # a mean of losses makes nothing equal
+        # Parameters may be made equal later, as at the end of `Join`, even of a model with one weight, or in federated
+        # averaging.
+        *(([(name, MB)], False) for name in ("broadcast", "all_reduce", "all_gather", "scatter")),
+        ([("broadcast", 4)], False),
+    ],
 )
-def test_parameters_may_be_made_equal_later(name, nbytes):
-    """As at the end of `Join`, even of a model with one weight, or in federated averaging."""
-    assert kinds(stepping(5, 4, after=[(name, nbytes)])) == []
+def test_what_makes_parameters_equal_later(after, found):
+    assert kinds(stepping(5, 4, after=after)) == [FaultKind.OPTIMIZER_STEPS] * found
+    assert kinds(stepping(5, 5, 5)) == []
 
 
 def by_hand(*counts, nbytes=MB):
@@ -74,17 +74,9 @@ def test_ranks_that_average_by_hand_may_train_one_model():
     (fault,) = faults_in(by_hand(5, 4).trace(2))
     assert (fault.kind, fault.certain) == (FaultKind.OPTIMIZER_STEPS_BY_HAND, False)
     assert str(fault).startswith("Perhaps: The optimizer")
-
-
-def test_ranks_that_average_only_losses_may_train_their_own_models():
-    """As in a search for the best learning rate."""
-    assert kinds(by_hand(5, 4, nbytes=8).trace(2)) == []
-
-
-def test_an_optimizer_that_one_rank_has_beside_the_common_one():
-    """As for a probe of the features."""
+    assert kinds(by_hand(5, 4, nbytes=8).trace(2)) == [], "they average only losses, as in a search for a learning rate"
     book = by_hand(3, 3)
-    for step in range(7):
+    for step in range(7):  # one rank has another optimizer beside the common one, as for a probe of the features
         book.compute(0, "optimizer", 40 + step, 40.5 + step, line="cell 3, line 9")
     assert kinds(book.trace(2)) == []
 
@@ -134,24 +126,16 @@ def test_an_operation_that_nobody_waits_for():
     assert " on rank" not in all_of_them.sentence
 
 
-def test_it_counts_neither_as_hidden_nor_as_exposed():
+def test_it_counts_neither_as_hidden_nor_as_exposed(tmp_path):
     book = Book()
     book.compute(0, "forward", 0, 10)
-    book.travel(0, "all_reduce", 2, 6, nbytes=MB, group="world", match=1, waited=False)
-    book.travel(0, "all_reduce", 7, 9, nbytes=MB, group="world", match=2)
-    book.travel(0, "all_reduce", 10, 13, nbytes=MB, group="world", match=3, waited=False)
-    (share,) = book.trace(1).shares()
+    for match, (start, end, waited) in enumerate(((2, 6, False), (7, 9, True), (10, 13, False)), 1):
+        book.travel(0, "all_reduce", start, end, nbytes=MB, group="world", match=match, waited=waited)
+    trace = book.trace(1)
+    (share,) = trace.shares()
     assert (share.overlap_ns, share.exposed_ns, share.compute_ns) == (2_000_000, 0, 10_000_000)
-
-
-def test_the_flag_survives_a_file(tmp_path):
-    import labkit as lab
-
-    book = Book()
-    book.travel(0, "all_reduce", 0, 5, nbytes=MB, group="world", match=1, waited=False)
-    book.travel(0, "all_reduce", 6, 9, nbytes=MB, group="world", match=2)
-    loaded = lab.load_trace(book.trace(1).save(tmp_path / "x.json"))
-    assert [span.waited for span in loaded.filter(kind="communication")] == [False, True]
+    loaded = load_trace(trace.save(tmp_path / "x.json"))
+    assert [span.waited for span in loaded.filter(kind="communication")] == [False, True, False]
 
 
 def rooted(*calls):
