@@ -65,7 +65,6 @@ def operations() -> list[Pending]:
 
 
 def pending() -> list[str]:
-    """The names of this rank's operations that have not completed."""
     return [operation.name for operation in operations()]
 
 
@@ -113,7 +112,6 @@ def collectives(group: Any) -> list[Any]:
 
 
 def exchange(group: Any) -> list[torch.Tensor]:
-    """An all-to-all of lists."""
     x = torch.arange(4.0) + 10 * dist.get_rank(group)
     parts = [torch.zeros(2), torch.zeros(2)]
     dist.all_to_all(parts, [x[:2].clone(), x[2:].clone()], group=group)
@@ -359,7 +357,6 @@ def fully_sharded(group: Any) -> list[torch.Tensor]:
 
 
 def tensor_parallel(group: Any) -> list[torch.Tensor]:
-    """A linear layer by columns, one by rows, and a matrix of shards."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     mesh = mesh_of(group, "tp")
@@ -389,7 +386,6 @@ def sharded_optimizer(group: Any) -> list[torch.Tensor]:
 
 
 def pipelined(group: Any, schedule: str) -> list[torch.Tensor]:
-    """A pipeline of two stages, four micro-batches."""
     rank = dist.get_rank(group)
     torch.manual_seed(3)
     stages = [nn.Linear(6, 6), nn.Linear(6, 6)]

@@ -26,9 +26,9 @@ ARGUMENTS = {f.name for f in FIELDS if not isinstance(f.place, Flag)} - {*NOT_WR
 
 
 def different(name: str, default: object) -> Span:
-    """A span that differs from the plain one in this field alone."""
+    """A span that differs from the plain one in this field alone, and has its name."""
     value = OTHER.get(name, not default if isinstance(default, bool) else OTHERS[type(default)])
-    return Span(**{f.name: getattr(PLAIN, f.name) for f in fields(Span)} | {name: value})
+    return Span(**{f.name: getattr(PLAIN, f.name) for f in fields(Span)} | {"name": name, name: value})
 
 
 SPANS = [different(field.name, getattr(PLAIN, field.name)) for field in FIELDS if field.name not in NOT_WRITTEN]
