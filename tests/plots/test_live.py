@@ -176,25 +176,19 @@ def test_every_frame_is_well_formed_and_as_high_as_the_first():
     assert len({drawing(page).get("viewBox") for page in album.pages}) == 1
 
 
-def test_the_first_frame_is_legible_before_anything_has_happened():
+def test_the_first_frame_is_legible_before_anything_has_happened_and_a_stale_one_fades():
+    """In pure SVG, without a script, so that a saved notebook shows it too."""
     album = watched(data_parallel(), [])
     (page,) = album.pages
-    assert {"train on 4 ranks", "0.0 s", "rank 0", "rank 3"} <= set(texts(page))
-    assert "time since the start of the run [ms]" in texts(page)
+    assert {"train on 4 ranks", "0.0 s", "rank 0", "rank 3", "time since the start of the run [ms]"} <= set(texts(page))
     assert album.alt_text == "timeline of train on 4 ranks"
-
-
-def test_a_stale_frame_fades_and_says_why():
-    """In pure SVG, without a script, so that a saved notebook shows it too."""
-    (page,) = watched(data_parallel(), []).pages
     shown, hidden = drawing(page).findall(f"{SVG}g")
     assert "train on 4 ranks" in [t.text for t in shown.iter(f"{SVG}text")]
     assert hidden.get("visibility") == "hidden"
     assert tuple(t.text for t in hidden.iter(f"{SVG}text")) == STILL
     changes = [shown.find(f"{SVG}animate"), hidden.find(f"{SVG}set")]
-    assert [(c.get("attributeName"), c.get("to"), c.get("begin")) for c in changes] == [
-        ("opacity", ".2", "10s"), ("visibility", "visible", "10s"),
-    ]  # fmt: skip
+    said = [(c.get("attributeName"), c.get("to"), c.get("begin")) for c in changes]
+    assert said == [("opacity", ".2", "10s"), ("visibility", "visible", "10s")]
 
 
 def test_the_frame_at_a_debuggers_prompt_stays_and_says_who_is_asked():
@@ -740,21 +734,20 @@ class Terminal(io.StringIO):
 
 
 def test_in_a_terminal_it_is_one_line(monkeypatch):
-    terminal = Terminal()
+    terminal, trace = Terminal(), data_parallel(steps=4)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setitem(sys.modules, "IPython", None)
     monkeypatch.setenv("COLUMNS", "200")
-    trace = data_parallel(steps=4)
     live = Live(clock=lambda: 0)
     live.begin(trace.ranks, "train on 4 ranks", trace.start_ns)
-    for now_ns, new, _ in feed(trace, [50]):
-        live.update(now_ns, new, [[pending("all_reduce", 40, 41)], [], [], []])
+    ((now_ns, new, _),) = feed(trace, [50])
+    live.update(now_ns, new, [[pending("all_reduce", 40, 41)], [], [], []])
     live.end(trace, "")
-    lines = terminal.getvalue().replace("\x1b[K", "").split("\r")[1:]
-    assert lines[0] == "train on 4 ranks  ·  0.0 s"
-    assert lines[1].startswith("train on 4 ranks  ·  2 of 4 steps")
-    assert lines[1].endswith("loss 2.085  ·  rank 0: all_reduce")
-    assert lines[2] == f"train on 4 ranks: {time_in_words(trace.duration_ns)}\n"
+    begun, under_way, ended = terminal.getvalue().replace("\x1b[K", "").split("\r")[1:]
+    assert begun == "train on 4 ranks  ·  0.0 s"
+    assert under_way.startswith("train on 4 ranks  ·  2 of 4 steps")
+    assert under_way.endswith("loss 2.085  ·  rank 0: all_reduce")
+    assert ended == f"train on 4 ranks: {time_in_words(trace.duration_ns)}\n"
 
 
 def test_without_a_display_it_prints_nothing(capsys):

@@ -80,6 +80,7 @@ def test_a_run_with_a_core_for_each_rank_is_not_meant():
     assert f" as run: {NOTE}." in several
     assert f" as run: {NOTE}." in compared
     assert not any("shared" in text for text in alt_texts(own, own))
+    assert "4 ranks shared cores: what" in lab.timeline(sharing(3, cores=0)).figure.alt_text, "their number may be unknown"
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -91,10 +92,6 @@ def test_figures_say_that_communication_includes_copies_to_the_host(told):
     trace = Trace(book.spans, ranks=["rank 0", "rank 1"])
     note = "gloo moved GPU tensors through the host's memory: communication includes these copies."
     assert [note in text for text in alt_texts(trace, trace)] == [told] * 5
-
-
-def test_the_number_of_cores_may_be_unknown():
-    assert "4 ranks shared cores: what" in lab.timeline(sharing(3, cores=0)).figure.alt_text
 
 
 # For whom a rank waits

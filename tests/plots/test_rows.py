@@ -36,13 +36,9 @@ def test_a_micro_batch_has_its_number():
     compute, _ = lanes(trace, 0)
     assert [caption(trace, 10, compute, n) for n in (1, 2, 9, 10)] == ["", "10", "10", "10"]
     assert [t for t in texts(timeline(trace)) if t.isdigit()] == [str(i) for i in range(12)] * 4
-
-
-def test_the_number_is_the_micro_batchs_not_the_stages():
     trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=2)
-    compute, _ = lanes(trace, 1)
-    assert caption(trace, 0, compute, 4) == "0"
-    assert caption(trace, 0, compute, 40) == "forward 0 of stage 1"
+    compute, _ = lanes(trace, 1)  # the number is not the stage's
+    assert [caption(trace, 0, compute, n) for n in (4, 40)] == ["0", "forward 0 of stage 1"]
 
 
 def test_the_title_of_a_pipeline_shows_its_bubble():
@@ -113,19 +109,15 @@ def test_a_step_cut_out_of_a_run_is_one_step_though_its_neighbours_reach_into_it
 
 
 def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
-    trace = gpu_and_cpu()
-    ax = timeline(trace)
+    ax = timeline(gpu_and_cpu())
     assert rows(ax) == ["rank 0 GPU", "CPU", "rank 1 GPU", "CPU"]
     assert bars_of(ax, "forward", 0) == [(3, 9), (33, 39)]
+    assert bars_of(ax, "backward", 0) == [(9, 21), (39, 51)]  # data was loaded from 10 to 13
     assert bars_of(ax, "data", 1) == [(0.5, 2.5), (10, 13), (30.5, 32.5), (40, 43)]
     assert bars_of(ax, "hidden", 0) == [(12, 21), (42, 51)]  # after the GPU's own work
     assert bars_of(ax, "exposed", 1) == [(25, 28), (55, 58)]  # from the arrival of rank 1
     assert bars_of(ax, "waiting", 1) == [(24, 25), (54, 55)]
     assert bars_of(ax, "forward", 1) == bars_of(ax, "data", 0) == []
-
-
-def test_cpu_spans_do_not_cut_concurrent_gpu_spans():
-    assert bars_of(timeline(gpu_and_cpu(1)), "backward", 0) == [(9, 21)]  # data was loaded from 10 to 13
 
 
 def test_a_rank_with_only_cpu_calls_has_one_row():

@@ -10,7 +10,7 @@ from labkit.plots.what_helps import COSTS, SAVES, what_helps
 from labkit.tracing.replaying.replay import replay
 
 from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
-from synthetic import MS, Book, alone  # isort: skip
+from synthetic import Book, alone, in_steps  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -41,13 +41,8 @@ def test_a_change_for_the_worse_points_the_other_way_in_another_colour() -> None
 
 
 def test_what_is_within_the_spread_is_pale_and_says_so() -> None:
-    book, start = Book(), 0.0
-    for forward in (9, 8, 10, 12, 14):
-        end = book.compute(0, "optimizer", start + forward, start + forward + 2)
-        book.compute(0, "forward", start, start + forward)
-        book.whole(0, "step", start, end)
-        start = end
-    axes = what_helps(book.trace(1, end_ns=int(start * MS)))
+    forward = (9, 8, 10, 12, 14)
+    axes = what_helps(in_steps(5, lambda step: ("forward", forward[step]), ("optimizer", 2), ranks=1))
     assert [bar.get_alpha() for bar in axes.patches] == [1.0, 0.35]
     assert [("within the spread" in text.get_text()) for text in axes.texts] == [False, True]
 

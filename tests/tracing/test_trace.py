@@ -339,12 +339,6 @@ def test_the_parts_of_a_trace_add_up_to_the_whole() -> None:
 # When all ranks have arrived.
 
 
-def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
-    """By rank and start."""
-    trace = Trace(spans, ranks=[f"rank {i}" for i in range(ranks)])
-    return {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
-
-
 FINISHED = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
 STILL = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
 READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
@@ -352,18 +346,9 @@ READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
         [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])],
         {(0, 10): 30, (1, 30): 30, (2, 20): 30},
     ),
-    "operations are known by group and number": (
-        [
-            travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
-            travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
-            travel(0, 50, 90, group="pair", match=1), travel(2, 60, 90, group="pair", match=1),
-        ],
-        {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60},
-    ),
     "a number in two groups": (
         [travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)], {(0, 10): 10, (1, 20): 20}
     ),
-    "alone": ([travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)], {(0, 10): 10, (1, 20): 20, (2, 5): 5}),
     "a rank leaves before the last arrives": (
         [travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)], {(0, 10): 15, (1, 30): 30}
     ),
@@ -378,7 +363,9 @@ READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
 @pytest.mark.parametrize("case", READY)
 def test_when_an_operation_is_ready(case: str) -> None:
     spans, expected = READY[case]
-    assert {key: ready for key, ready in ready_of(*spans).items() if key[1] != 1} == expected
+    trace = Trace(spans, ranks=["a", "b", "c"])
+    ready = {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
+    assert {key: ready_ns for key, ready_ns in ready.items() if key[1] != 1} == expected
 
 
 def test_ready_agrees_with_a_search_through_all_spans() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from replayed import sent_afterwards, tensor_parallel
-from synthetic import Book, data_parallel, model_parallel
+from synthetic import Book, data_parallel, in_steps, model_parallel
 
 import labkit as lab
 from labkit.costs.link import Link
@@ -30,24 +30,6 @@ def found_with(**values):
 
 def advice(found, ranks=("rank 0", "rank 1"), *more):
     return module._advice(found, ranks, module._Conditions(), *more)
-
-
-def together(book, step, issued, end, *, nbytes):
-    """An all-reduce of the ranks, in which each waits from its issue on."""
-    for rank, since in enumerate(issued):
-        book.travel(rank, "all_reduce", since, end, wait=(since, end), group="world", match=step, nbytes=nbytes)
-
-
-def with_forward(times, length, steps=4, nbytes=8):
-    """Steps of so many ms, in which each rank computes for its time, then waits in an all-reduce."""
-    book = Book()
-    for step in range(steps):
-        at = length * step
-        for rank, forward in enumerate(times):
-            book.compute(rank, "forward", at, at + forward)
-            book.whole(rank, "step", at, at + length)
-        together(book, step, [at + forward for forward in times], at + length, nbytes=nbytes)
-    return book.trace(len(times))
 
 
 def test_the_paragraph_has_the_numbers_of_the_trace():
@@ -90,17 +72,7 @@ def test_what_tensor_parallelism_would_save():
 
 def small_all_reduces(link: Link | None) -> Trace:
     """Four ranks: after 1 ms of computing, 20 all-reduces of 5 ms in a row, whatever the link."""
-    book = Book()
-    for step in range(4):
-        for rank in range(4):
-            at = 101.0 * step
-            book.compute(rank, "forward", at, at + 1)
-            for number in range(20):
-                since = at + 1 + 5 * number
-                key = {"group": "world", "match": 20 * step + number, "nbytes": 4000, "line": "line 3"}
-                book.travel(rank, "all_reduce", since, since + 5, wait=(since, since + 5), **key)
-            book.whole(rank, "step", at, at + 101)
-    trace = book.trace(4)
+    trace = in_steps(4, ("forward", 1), *[("all_reduce", 5)] * 20, ranks=4, nbytes=4000, line="line 3")
     return Trace(trace.columns, ranks=trace.ranks, link=link)
 
 
@@ -131,15 +103,9 @@ def test_a_link_is_not_blamed_if_a_better_one_saves_nothing():
 
 def test_communication_is_not_blamed_if_steps_differ_by_more():
     """Steps of 4 to 24 ms, in which an all-reduce of 2 ms follows 1 ms of computing and a pause."""
-    book, at = Book(), 0.0
-    for step, pause in enumerate((1, 1, 21, 1, 21, 1, 21)):
-        for rank in range(2):
-            book.compute(rank, "forward", at, at + 1)
-            book.compute(rank, "pause", at + 3, at + 3 + pause / 4)
-            book.whole(rank, "step", at, at + 3 + pause)
-        together(book, step, [at + 1] * 2, at + 3, nbytes=4_000_000)
-        at += 3 + pause
-    trace = book.trace(2)
+    pauses = (1, 1, 21, 1, 21, 1, 21)
+    paused = (lambda step: ("pause", pauses[step] / 4), lambda step: ("", pauses[step] * 3 / 4))
+    trace = in_steps(len(pauses), ("forward", 1), ("all_reduce", 2), *paused, nbytes=4_000_000)
     found = dataclasses.replace(limit_of(trace), limit=Limit.BANDWIDTH)
     gains = module._gains(trace, found, None)
     assert "steps would be shorter by less than they differ anyway" in module._unproved(trace, found, gains)
@@ -150,7 +116,7 @@ def test_communication_is_not_blamed_if_steps_differ_by_more():
 @pytest.mark.parametrize(("slower", "limit"), [(1.0, Limit.BANDWIDTH), (7.0, Limit.LATE_RANK)])
 def test_a_slow_rank_is_not_blamed_on_the_network(slower, limit):
     """The ranks wait less for the slow one, 3.5 ms on average, than for the all-reduce of 6 ms; it costs 7 ms."""
-    found = explain(with_forward((2, 2 + slower), 8 + slower, steps=5, nbytes=4_000_000)).finding
+    found = explain(in_steps(5, ("forward", (2, 2 + slower)), ("all_reduce", 6), nbytes=4_000_000)).finding
     assert found.limit is limit
     assert found.exposed > found.waiting
 
@@ -171,7 +137,7 @@ def test_of_other_communication_nobody_knows_what_needs_it():
 
 
 def test_what_a_straggler_and_a_pipeline_s_stages_would_save():
-    late = explain(with_forward((2, 8), 10))
+    late = explain(in_steps(4, ("forward", (2, 8)), ("all_reduce", 2), nbytes=8))
     assert late.finding.limit is Limit.LATE_RANK
     assert '"rank 1 as fast as the others" saves 6.00 ms of 10.0 ms' in late.text
     turns = explain(model_parallel())

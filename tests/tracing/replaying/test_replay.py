@@ -71,28 +71,17 @@ def test_a_collective_starts_when_its_last_rank_has_come() -> None:
     assert times(replay(blocking(), slower={"forward": 2}, rank=0), 1, "optimizer") == [(12, 13)]
 
 
-def test_a_straggler_like_the_others() -> None:
-    assert times(replay(blocking(), like_others=1), 1, "optimizer") == [(7, 8)]
-
-
-def test_operations_that_take_no_time_still_wait_for_the_last_rank() -> None:
-    trace = replay(blocking(), free=("all_reduce",))
-    assert times(trace, 0, "all_reduce") == [(5, 8)]
-    assert step_ms(trace) == 9
-
-
-def test_names_may_come_from_an_iterator() -> None:
-    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*replay(blocking(), free=["all_reduce"])]  # type: ignore[arg-type]
-
-
-def test_a_run_of_centuries_is_a_trace_or_one_clear_error() -> None:
-    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
-    with pytest.raises(LabError, match="longer than 292 years"):
-        replay(beside(), slower={"backward": 9.9e11})
-
-
-def test_a_faster_operation() -> None:
+def test_what_else_may_change() -> None:
+    assert times(replay(blocking(), like_others=1), 1, "optimizer") == [(7, 8)], "a straggler like the others"
     assert step_ms(replay(blocking(), faster={"all_reduce": 4})) == 9.5
+    trace = replay(blocking(), free=("all_reduce",))
+    assert times(trace, 0, "all_reduce") == [(5, 8)], "it still waits for the last rank"
+    assert step_ms(trace) == 9
+    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*trace]  # type: ignore[arg-type]
+
+
+def test_a_run_of_centuries_is_a_trace() -> None:
+    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
 
 
 def test_a_link_takes_its_model_s_time_and_carries_one_collective_at_a_time() -> None:
@@ -100,10 +89,7 @@ def test_a_link_takes_its_model_s_time_and_carries_one_collective_at_a_time() ->
     assert times(trace, 0, "all_reduce") == [(5, 15), (10, 25)]  # 10 each; the second begins when the first has ended
     assert step_ms(trace) == 27
     assert trace.link == ONE_GBIT
-
-
-def test_a_slow_link_delays_only_who_waits() -> None:
-    assert step_ms(replay(beside(), link=Link(gbit_per_s=0.1, latency_us=0))) == 22
+    assert step_ms(replay(beside(), link=Link(gbit_per_s=0.1, latency_us=0))) == 22, "a slow link delays only who waits"
 
 
 def test_another_link_replaces_the_one_of_the_run() -> None:
@@ -229,26 +215,26 @@ def test_a_call_that_returns_a_future_is_answered_when_that_completes() -> None:
     assert times(trace, 0, "rpc_sync f") == [(0, 12)]  # counted from 1
 
 
-def test_replies_may_overtake_one_another() -> None:
+def two_calls(*calls: tuple[str, float, float, float, float]) -> Trace:
+    """Calls of rank 0: their function, when they are issued, when they are served, and when they end."""
     book = Book()
-    for match, (issued, served, replied, ended) in enumerate(((1, 2, 6, 6.5), (1.1, 2.1, 4, 7)), 1):
+    for match, (name, issued, served, replied, ended) in enumerate(calls, 1):
         key = {"group": "rpc 0>1", "match": match}
-        book.travel(0, "rpc_async f", issued, ended, peer=1, **key)
-        book.compute(1, "serve f", served, replied, served=True, automatic=True)
-        book.travel(1, "reply f", replied, replied + 0.1, peer=0, **key)
-    assert list(replay(book.trace(2))) == list(book.trace(2))
-    slower = times(replay(book.trace(2), slower={"serve": 2}), 0, "rpc_async f")
+        book.travel(0, f"rpc_async {name}", issued, ended, peer=1, **key)
+        book.compute(1, f"serve {name}", served, replied, served=True, automatic=True)
+        book.travel(1, f"reply {name}", replied, replied + 0.1, peer=0, **key)
+    return book.trace(2)
+
+
+def test_replies_may_overtake_one_another() -> None:
+    trace = two_calls(("f", 1, 2, 6, 6.5), ("f", 1.1, 2.1, 4, 7))
+    assert list(replay(trace)) == list(trace)
+    slower = times(replay(trace, slower={"serve": 2}), 0, "rpc_async f")
     assert [end for _, end in slower] == [9.5, pytest.approx(7.9)]
 
 
 def test_calls_do_not_wait_for_one_another() -> None:
-    book = Book()
-    for match, (name, issued, replied, ended) in enumerate((("f", 1, 3, 6.5), ("g", 1.1, 4, 7)), 1):
-        key = {"group": "rpc 0>1", "match": match}
-        book.travel(0, f"rpc_async {name}", issued, ended, peer=1, **key)
-        book.compute(1, f"serve {name}", 2, replied, served=True, automatic=True)
-        book.travel(1, f"reply {name}", replied, replied, peer=0, **key)
-    trace = replay(book.trace(2), slower={"serve f": 3})
+    trace = replay(two_calls(("f", 1, 2, 3, 6.5), ("g", 1.1, 2, 4, 7)), slower={"serve f": 3})
     assert times(trace, 0, "rpc_async f") == [(0, 7.5)]  # 2 later, counted from 1
     assert [end for _, end in times(trace, 0, "rpc_async g")] == [6]
 
@@ -394,6 +380,7 @@ def a_step_alone() -> Trace:
         (a_step_alone(), {"faster": {"backward": 2}}, ValueError, "no span is named 'backward'; it has none"),
         (blocking(), {"one_bucket": True}, LabError, "no backward pass of this run has several all-reduces"),
         (remote_calls(), {"like_others": 0}, LabError, "the other ranks have no spans with the names"),
+        (beside(), {"slower": {"backward": 9.9e11}}, LabError, "longer than 292 years"),
     ],
 )
 def test_what_a_trace_lacks_for_a_change(trace: Trace, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
