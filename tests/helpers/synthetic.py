@@ -44,6 +44,25 @@ class Book:
         return Trace(self.spans, self.scalars, ranks=names, **window)
 
 
+def made(*ranks: list[Any], end_ms: float | None = None, **more: Any) -> Trace:
+    """A trace in which each rank has these spans: name, start and end in ms, and perhaps a dict with more values.
+
+    With a fourth entry, when the rank waits or None, a span is an operation; those that end together are one. With
+    `end_ms`, the trace lasts from 0 until then.
+    """
+    book, window = Book(), {} if end_ms is None else {"start_ns": 0, "end_ns": int(end_ms * MS)}
+    for rank, spans in enumerate(ranks):
+        for name, start, end, *values in spans:
+            if values and not isinstance(values[0], dict):
+                wait, *own = values
+                book.travel(rank, name, start, end, wait=wait, **{"group": "g", "match": int(end)} | dict(*own))
+            elif name in ("call", "step"):
+                book.whole(rank, name, start, end, **dict(*values))
+            else:
+                book.compute(rank, name, start, end, **dict(*values))
+    return book.trace(len(ranks), **window, **more)
+
+
 def in_steps(count: int, *parts: Any, ranks: int = 2, **more: Any) -> Trace:
     """Steps in which each rank does these things one after another, given as a name and its ms, or the ms of each rank.
 

@@ -1,5 +1,6 @@
 """The figures: the position and style of every bar, and that the numbers add up. No processes, no clock."""
 
+import functools
 import random
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import synthetic
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
@@ -38,7 +40,7 @@ from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of, sharded  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, in_steps, lasting, many, model_parallel, run_of, sharded  # isort: skip
 
 
 COMPUTING = ("data", "forward", "backward", "optimizer", "compute", "unlabelled")  # the styles of the compute lane
@@ -76,22 +78,14 @@ def rows_of(ax):
     return [t.get_text() for t in ax.get_yticklabels()]
 
 
-def book(*, ranks=1):
-    """An empty trace of 20 ms to write spans in."""
-    found = Book()
-    found.window = {"start_ns": 0, "end_ns": 20 * MS}
-    found.done = lambda: found.trace(ranks, **found.window)
-    return found
+made = functools.partial(synthetic.made, end_ms=20)
 
 
 # Geometry
 
 
 def test_a_span_is_a_bar_in_the_compute_lane_of_its_rank():
-    b = book(ranks=2)
-    b.compute(0, "forward", 2, 5)
-    b.compute(1, "backward", 4, 10)
-    ax = timeline(b.done())
+    ax = timeline(made([("forward", 2, 5)], [("backward", 4, 10)]))
     assert spans_of(ax, "forward", 0) == [(2, 5)]
     assert spans_of(ax, "backward", 1) == [(4, 10)]
     assert not spans_of(ax, "forward", 1)
@@ -133,32 +127,16 @@ OVERLAPS = {  # one rank's spans (with a wait: communication), and the bars of e
 
 @pytest.mark.parametrize(("spans", "bars"), OVERLAPS.values(), ids=OVERLAPS)
 def test_overlapping_spans_become_disjoint_bars(spans, bars):
-    b = book()
-    for name, start, end, *wait in spans:
-        if wait:
-            b.travel(0, name, start, end, wait=wait[0])
-        elif name == "call":
-            b.whole(0, name, start, end)
-        else:
-            b.compute(0, name, start, end)
-    ax = timeline(b.done())
+    ax = timeline(made(spans))
     assert {style: spans_of(ax, style) for style in STYLES if drawn(ax, style)} == bars
-    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label unnamed time
+    assert "train" not in texts_of(ax)  # the function's name would label unnamed time
 
 
 def test_waiting_lasts_until_the_last_rank_has_arrived():
-    b = book(ranks=2)
-    b.compute(0, "forward", 0, 3)
-    b.compute(0, "backward", 3, 5)
-    b.travel(0, "all_reduce", 3, 10, wait=(5, 10), group="g", match=7)
-    b.compute(1, "forward", 0, 8)
-    b.travel(1, "all_reduce", 8, 10, wait=(8, 10), group="g", match=7)
-    ax = timeline(b.done())
-    assert spans_of(ax, "issued", 0) == [(3, 5)]
-    assert spans_of(ax, "waiting", 0) == [(5, 8)]
-    assert spans_of(ax, "exposed", 0) == [(8, 10)]
-    assert not spans_of(ax, "waiting", 1)
-    assert spans_of(ax, "exposed", 1) == [(8, 10)]
+    first = [("forward", 0, 3), ("backward", 3, 5), ("all_reduce", 3, 10, (5, 10))]
+    ax = timeline(made(first, [("forward", 0, 8), ("all_reduce", 8, 10, (8, 10))]))
+    found = {style: [spans_of(ax, style, row) for row in (0, 1)] for style in ("issued", "waiting", "exposed")}
+    assert found == {"issued": [[(3, 5)], []], "waiting": [[(5, 8)], []], "exposed": [[(8, 10)], [(8, 10)]]}
 
 
 def test_an_operation_that_never_completed_has_waited():
@@ -173,11 +151,7 @@ def step_lines(ax):
 
 
 def test_steps_are_bounded_by_thin_lines_and_numbered():
-    b = book()
-    b.compute(0, "forward", 0, 20)
-    b.whole(0, "step", 0, 10)
-    b.whole(0, "step", 10, 20)
-    ax = timeline(b.done())
+    ax = timeline(made([("forward", 0, 20), ("step", 0, 10), ("step", 10, 20)]))
     assert step_lines(ax) == [0, 10, 20]
     assert {"step 0", "step 1"} <= texts_of(ax)
 
@@ -185,29 +159,23 @@ def test_steps_are_bounded_by_thin_lines_and_numbered():
 @pytest.mark.parametrize(
     ("lengths", "shown_from", "places"),
     [
-        ({0: 10, 1: 4}, 0, (5, 15)),  # above the first rank's own steps: rank 1 finishes long before rank 0
-        ({0: 10}, 4, (3, 11)),  # of a step that is partly shown, above that part
-        ({1: 10}, 0, (5, 15)),  # the first rank has no steps
+        ([10, 4], 0, (5, 15)),  # above the first rank's own steps: rank 1 finishes long before rank 0
+        ([10], 4, (3, 11)),  # of a step that is partly shown, above that part
+        ([0, 10], 0, (5, 15)),  # the first rank has no steps
     ],
 )
 def test_step_numbers_are_above_the_steps(lengths, shown_from, places):
-    b = book(ranks=max(lengths) + 1)
-    b.compute(0, "serve", 0, 20)
-    for rank, length in lengths.items():
-        for step in range(2):
-            b.whole(rank, "step", length * step, length * (step + 1))
-    ax = timeline(b.done().between(shown_from * MS, 20 * MS))
-    found = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
+    steps = [[("step", n * length, (n + 1) * length) for n in (0, 1) if length] for length in lengths]
+    trace = made([("serve", 0, 20), *steps[0]], *steps[1:])
+    found = {t.get_text(): round(t.get_position()[0], 6) for t in timeline(trace.between(shown_from * MS, 20 * MS)).texts}
     assert (found["step 0"], found["step 1"]) == places
 
 
 def test_step_lines_stay_inside_the_time_shown():
-    b = book(ranks=2)  # rank 1 is late: its step 1 continues after all have ended step 0
-    for rank, late in ((0, 0), (1, 4)):
-        for start in (late, 10 + late):
-            b.whole(rank, "step", start, start + 10)
-            b.compute(rank, "forward", start, start + 10)
-    assert 0 < max(step_lines(timeline(b.trace(2), b.trace(2), step=range(1)))) <= 14
+    """Rank 1 is late: its step 1 continues after all have ended step 0."""
+    late = [[(name, at + 10 * n, at + 10 * n + 10) for n in (0, 1) for name in ("step", "forward")] for at in (0, 4)]
+    run = made(*late, end_ms=24)
+    assert 0 < max(step_lines(timeline(run, run, step=range(1)))) <= 14
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -247,11 +215,8 @@ def test_the_bars_add_up_to_the_shares(seed):
 
 
 def test_one_colour_per_kind():
-    b = book()
-    for i, name in enumerate(("data", "forward", "backward", "optimizer", "tokenize")):
-        b.compute(0, name, 2 * i, 2 * i + 1)
-    b.travel(0, "send", 12, 14, wait=(12, 14))
-    ax = timeline(b.done())
+    names = ("data", "forward", "backward", "optimizer", "tokenize")
+    ax = timeline(made([*((name, 2 * i, 2 * i + 1) for i, name in enumerate(names)), ("send", 12, 14, (12, 14))]))
     for style in ("data", "forward", "backward", "optimizer", "compute", "exposed"):
         (bars,) = [c for c in ax.collections if c.get_label() == style]
         assert bars.get_facecolor()[0].tolist() == pytest.approx(STYLES[style].rgba)
@@ -288,17 +253,17 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
     assert captioned(bars, 3.0).all()  # here 3 ns are 9 px
 
 
+REDUCED = {"nbytes": 4_190_000, "group": ""}
+OF_A_MESH = {"nbytes": 4_190_000, "group": "group 3 mesh_tp of ranks 0,1"}
+
+
 @pytest.mark.parametrize(
     ("name", "more", "captions"),
     [
+        ("all_reduce", REDUCED, {5: "", 9: "all_redu…", 10: "all_reduce", 17: "all_reduce", 18: "all_reduce 4.19 MB"}),
         (
             "all_reduce",
-            {"nbytes": 4_190_000},
-            {5: "", 9: "all_redu…", 10: "all_reduce", 17: "all_reduce", 18: "all_reduce 4.19 MB"},
-        ),
-        (
-            "all_reduce",
-            {"nbytes": 4_190_000, "group": "group 3 mesh_tp of ranks 0,1", "match": 1},
+            OF_A_MESH,
             {1: "", 2: "tp", 12: "tp", 13: "all_reduce tp", 20: "all_reduce tp", 21: "all_reduce tp 4.19 MB"},
         ),
         ("前向传播第一层", {}, {8: "", 9: "前向传播…", 13: "前向传播第一…", 14: "前向传播第一层"}),  # these are as wide as two
@@ -306,10 +271,7 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
     ids=["bytes", "the axis of a mesh", "wide characters"],
 )
 def test_a_bar_is_labelled_if_there_is_room(name, more, captions):
-    b = book()
-    b.compute(0, "forward", 0, 4)
-    b.travel(0, name, 5, 9, **more)
-    trace = b.done()
+    trace = made([("forward", 0, 4), (name, 5, 9, None, more)])
     compute, communication = lanes(trace, 0)
     assert {n: caption(trace, 0, communication, n) for n in captions} == captions
     assert caption(trace, 0, compute, 7) == "forward"
@@ -329,11 +291,8 @@ def test_the_legend_explains_only_what_is_shown():
     assert legend_of(timeline(alone())) == compute
     assert "waiting for another rank" in legend_of(timeline(model_parallel()))
     assert "hidden behind compute" not in legend_of(timeline(model_parallel()))
-    b = book()
-    b.whole(0, "call", 0, 20)
-    b.compute(0, "forward", 0, 10)
-    b.compute(0, "forward", 10.001, 20)  # a microsecond of the function is in no span
-    assert legend_of(timeline(b.done())) == ["forward"]
+    nearly = made([("call", 0, 20), ("forward", 0, 10), ("forward", 10.001, 20)])
+    assert legend_of(timeline(nearly)) == ["forward"], "a microsecond of the function is in no span"
 
 
 @pytest.mark.parametrize(("length_ms", "unit"), [(0.0012, "ns"), (0.9, "µs"), (900, "ms"), (5000, "s")])
@@ -378,14 +337,10 @@ def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
 
 
 def test_the_step_shown_of_many_is_one_without_labkits_own_reading():
-    book = Book()
-    for number in range(15):
-        book.whole(0, "step", 10 * number, 10 * number + 9)
-        if number != 3:
-            book.compute(0, READING, 10 * number + 2, 10 * number + 4)
-    assert view_of(book.trace(1), None, "").chosen == range(3, 4)
-    book.compute(0, READING, 32, 34)
-    assert view_of(book.trace(1), None, "").chosen == range(7, 8)  # every step has one: the median of all
+    reading = lambda step: (READING, 2 if step != 3 else 0)  # noqa: E731
+    assert view_of(in_steps(15, ("", 2), reading, ("", 7), ranks=1), None, "").chosen == range(3, 4)
+    # If every step has one: the median of all.
+    assert view_of(in_steps(15, ("", 2), (READING, 2), ("", 6), ranks=1), None, "").chosen == range(7, 8)
 
 
 def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
@@ -496,11 +451,8 @@ def parts_of(ax):
 
 
 def test_breakdown_of_a_hand_worked_case():
-    b = book(ranks=2)
-    for rank, start, end in ((0, 4, 12), (1, 11, 11)):
-        b.compute(rank, "backward", 0, end)
-        b.travel(rank, "all_reduce", start, 14, wait=(max(start, 9), 14), group="g", match=1)
-    ax = breakdown(b.done())
+    first = [("backward", 0, 12), ("all_reduce", 4, 14, (9, 14))]
+    ax = breakdown(made(first, [("backward", 0, 11), ("all_reduce", 11, 14, (11, 14))]))
     parts = parts_of(ax)
     assert parts["compute"] == pytest.approx([45, 55, 50])
     assert parts["exposed communication"] == pytest.approx([15, 15, 15])
@@ -511,10 +463,7 @@ def test_breakdown_of_a_hand_worked_case():
 
 
 def test_breakdown_shows_what_hides_communication():
-    b = book()
-    b.compute(0, "backward", 0, 12)
-    b.travel(0, "all_reduce", 4, 12)
-    parts = parts_of(breakdown(b.done()))
+    parts = parts_of(breakdown(made([("backward", 0, 12), ("all_reduce", 4, 12, None)])))
     assert parts["compute"] == pytest.approx([20, 20])
     assert parts["compute that hides communication"] == pytest.approx([40, 40])
     assert "step 2 " in title_of(breakdown(data_parallel(), step=2))
@@ -597,13 +546,8 @@ def test_scaling_says_what_it_expects(runs, predicted, error, said):
 
 
 def test_compare_of_a_hand_worked_case():
-    exposed, hidden = book(), book()
-    exposed.compute(0, "backward", 0, 12)
-    exposed.travel(0, "all_reduce", 12, 20, wait=(12, 20))
-    hidden.window["end_ns"] = 14 * MS
-    hidden.compute(0, "backward", 0, 12)
-    hidden.travel(0, "all_reduce", 5, 13)
-    ax = compare(naive=exposed.done(), overlapped=hidden.done())
+    exposed = made([("backward", 0, 12), ("all_reduce", 12, 20, (12, 20))])
+    ax = compare(naive=exposed, overlapped=made([("backward", 0, 12), ("all_reduce", 5, 13, None)], end_ms=14))
     parts = parts_of(ax)
     assert parts["compute"] == pytest.approx([12, 5])
     assert parts["compute that hides communication"] == pytest.approx([0, 7])
@@ -611,13 +555,8 @@ def test_compare_of_a_hand_worked_case():
     assert ax.get_xlabel() == "time, mean of the ranks [ms]"
     assert rows_of(ax) == ["naive\n1 rank", "overlapped\n1 rank"]
     assert bold_in(ax) == ["20.0 ms", "14.0 ms, 1.43 × as fast"]
-
-
-def test_compare_takes_the_mean_of_the_ranks():
-    b = book(ranks=2)
-    b.compute(0, "forward", 0, 20)
-    b.compute(1, "forward", 0, 10)
-    assert parts_of(compare(a=b.done(), b=b.done()))["compute"] == pytest.approx([15, 15])
+    two = made([("forward", 0, 20)], [("forward", 0, 10)])
+    assert parts_of(compare(a=two, b=two))["compute"] == pytest.approx([15, 15]), "the mean of the ranks"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending, Span
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, feed, many, model_parallel  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, feed, in_steps, many, model_parallel  # isort: skip
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -450,12 +450,7 @@ def test_a_step_is_shown_long_enough_to_be_seen():
 
 
 def test_slow_steps_are_shown_while_they_run():
-    book = Book()
-    for i in range(20):
-        book.compute(0, "forward", 1000 * i, 1000 * i + 600)
-        book.compute(0, "backward", 1000 * i + 600, 1000 * (i + 1))
-        book.whole(0, "step", 1000 * i, 1000 * (i + 1))
-    frame = watched(book.trace(1), [15000, 15700]).frames[-1]
+    frame = watched(in_steps(20, ("forward", 600), ("backward", 400), ranks=1), [15000, 15700]).frames[-1]
     assert frame.detail.label == "time since the start of step 14"
     assert frame.detail.extent_ns == 2000 * MS
     assert frame.detail.trace.end_ns == 15700 * MS
