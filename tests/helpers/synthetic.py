@@ -13,6 +13,7 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE, MEMORY, Pending, Spa
 from labkit.tracing.trace import Trace
 
 MS = 1_000_000  # ns
+ALONE = {"group": "", "match": 0}  # of an operation in `made` that belongs to no other
 
 
 class Book:

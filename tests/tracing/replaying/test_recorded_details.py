@@ -18,7 +18,7 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside  # isort: skip
-from synthetic import MS, Book, made  # isort: skip
+from synthetic import ALONE, MS, Book, made  # isort: skip
 
 
 def test_a_faster_link_is_not_faster_than_the_backend_was() -> None:
@@ -161,7 +161,7 @@ def test_a_wait_inside_of_another_one_moves_nothing_else() -> None:
     """As in `torch.futures.collect_all`, whose waits begin one after another."""
     waits = [("all_reduce", 0, 8, (2, 8), {"nbytes": 8}), ("all_reduce", 1, 9, (4, 9), {"nbytes": 8})]
     # The reply is received by a thread of C++.
-    trace = made(*([*waits, ("received reply f", 3, 3, None, {"peer": 1 - rank, "group": "", "match": 0})] for rank in (0, 1)))
+    trace = made(*([*waits, ("received reply f", 3, 3, None, {"peer": 1 - rank} | ALONE)] for rank in (0, 1)))
     assert [(s.start_ns, s.end_ns) for s in replay(trace)] == [(s.start_ns, s.end_ns) for s in trace]
 
 
@@ -175,7 +175,7 @@ def test_what_other_threads_do_does_not_end_the_run_and_moves_along() -> None:
     caller = [("forward", 0, 8), ("rpc_sync f", 8, 10, (8, 10), CALL | {"peer": 1}), ("load", 0, 10, own), ("call", 0, 10)]
     server = [("serve f", 8, 10, SERVED), ("reply f", 10, 10, None, CALL | {"peer": 0})]
     server += [("backward of f", 9, 10, own | {"automatic": True})]
-    server += [("gradients", 10, 10, None, own | {"peer": 0, "group": "", "match": 0})]
+    server += [("gradients", 10, 10, None, own | {"peer": 0} | ALONE)]
     recorded = made(caller, server)
     trace = replay(recorded, faster={"forward": 2})
     assert trace.duration_ns == 6 * MS

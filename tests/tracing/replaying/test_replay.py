@@ -19,7 +19,7 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
-from synthetic import MS, Book, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
+from synthetic import ALONE, MS, Book, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
@@ -179,7 +179,7 @@ SERVED = {"served": True, "automatic": True}
 
 
 def test_a_kept_result_is_fetched_when_it_is_there() -> None:
-    remote = ("remote f", 1, 1.5, None, {"peer": 1, "group": "", "match": 0})
+    remote = ("remote f", 1, 1.5, None, {"peer": 1} | ALONE)
     caller = [remote, ("to_here", 3, 7, (3, 7), CALL | {"peer": 1}), ("call", 0, 8)]
     recorded = made(caller, [("serve f", 2, 6, SERVED), ("value f", 6, 6, None, CALL | {"peer": 0})])
     assert times(replay(recorded, slower={"serve": 2}), 0, "to_here") == [(3, 11)]
