@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.optim import optimizer as optimizers
 
 import labkit as lab
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 from labkit.worker.comm import phases
 
 ROUNDS: Final = 15

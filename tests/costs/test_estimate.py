@@ -104,11 +104,8 @@ def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
     assert row.exposed_s == {PIPELINE: pytest.approx(2 * (3 + 7) * hop_s)}
     assert row.memory_bytes["parameters"] == 40e6
     assert row.memory_bytes["activations"] == 4 * 3e6  # the first stage: four micro-batches under way, one layer each
-
-
-def test_the_last_stage_needs_most_if_outputs_are_large() -> None:
     row = estimate((PIPELINE, 2), (REPLICATE, 2), micro_batches=1)
-    assert row.memory_bytes["activations"] == 4 * (2 * 3e6 + 5e5)
+    assert row.memory_bytes["activations"] == 4 * (2 * 3e6 + 5e5)  # the last stage, whose outputs are large
 
 
 def test_the_best_estimate_is_the_fastest_that_fits() -> None:
@@ -133,15 +130,11 @@ def test_what_never_fits_says_by_how_much() -> None:
     assert found.micro_batches == 2
 
 
-def test_a_batch_that_the_replicas_cannot_divide_has_no_estimate() -> None:
+def test_a_batch_that_cannot_be_divided_has_no_estimate() -> None:
     cluster = lab.Cluster(ranks=16, device=DEVICE, link=NETWORK)
     assert best_estimate(WORK, SINGLE, Strategy(((REPLICATE, 16),), 0), cluster) is None
-
-
-def test_a_pipeline_has_at_least_as_many_micro_batches_as_stages() -> None:
-    deep = Strategy(((PIPELINE, 4),), 0)
-    found = best(replace(WORK, samples=4), deep, CLUSTER)
-    assert found.micro_batches == 4
+    deep = Strategy(((PIPELINE, 4),), 0)  # a pipeline has at least as many micro-batches as stages
+    assert best(replace(WORK, samples=4), deep, CLUSTER).micro_batches == 4
     assert best_estimate(replace(WORK, samples=2), SINGLE, deep, CLUSTER) is None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -32,6 +32,13 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     return 64, 4096, 16384
 
 
+def check_measured(fits: Iterable[Fit], link: Link) -> None:
+    """No time is below the link's."""
+    for found in fits:
+        for n, s in zip(found.nbytes, found.seconds, strict=True):
+            assert s >= link.seconds(found.operation, n, 2) - 1e-9
+
+
 @pytest.fixture(autouse=True)
 def no_figures_left() -> Iterator[None]:
     yield
@@ -47,22 +54,17 @@ def test_the_parameters_of_the_times_are_recovered(operation: str, ranks: int) -
     assert found.link == Link(gbit_per_s=found.gbit_per_s, latency_us=found.latency_us)
 
 
-def test_outliers_do_not_change_the_fit() -> None:
+def test_outliers_and_noise_hardly_change_the_fit() -> None:
     seconds = times("send", 2)
     seconds[1] *= 100
     seconds[7] *= 10
     found = fit("send", 2, SIZES, seconds)
-    assert found.latency_us == pytest.approx(41.7, rel=0.01)
-    assert found.gbit_per_s == pytest.approx(8.3, rel=0.01)
+    assert (found.latency_us, found.gbit_per_s) == pytest.approx((41.7, 8.3), rel=0.01)
     assert found.error < 0.01
     assert found.worst == pytest.approx(99, rel=0.02)
-
-
-def test_noise_of_ten_percent() -> None:
     noise = itertools.cycle([1.1, 0.9, 1.0, 0.95, 1.05])
     found = fit("all_reduce", 4, SIZES, [s * x for s, x in zip(times("all_reduce", 4), noise, strict=False)])
-    assert found.latency_us == pytest.approx(41.7, rel=0.1)
-    assert found.gbit_per_s == pytest.approx(8.3, rel=0.1)
+    assert (found.latency_us, found.gbit_per_s) == pytest.approx((41.7, 8.3), rel=0.1)
     assert 0.01 < found.error < 0.1
 
 
@@ -124,48 +126,53 @@ def test_the_picture() -> None:
 
 
 @pytest.mark.processes
-def test_real_ranks(small_sizes: tuple[int, ...]) -> None:
+def test_real_ranks_and_calls(small_sizes: tuple[int, ...]) -> None:
     link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(2, link=link) as group:
         measured = lab.measure_link(group, operations=["send", "all_gather"])
-    assert [f.operation for f in measured] == ["send", "all_gather"]
-    for found in measured:
-        assert found.nbytes == small_sizes
-        for n, s in zip(found.nbytes, found.seconds, strict=True):
-            assert s >= link.seconds(found.operation, n, 2) - 1e-9
+    assert [(f.operation, f.nbytes) for f in measured] == [("send", small_sizes), ("all_gather", small_sizes)]
+    check_measured(measured, link)
     assert measured.link.latency_us > 0
-
-
-@pytest.mark.processes
-def test_real_calls(small_sizes: tuple[int, ...]) -> None:
-    link = Link(gbit_per_s=0.005, latency_us=1000)  # the largest takes 26 ms, more than another program's time slice
     with lab.Group(["master", "worker"], runtime="rpc", link=link) as group:
         measured = lab.measure_link(group)
         with pytest.raises(ValueError, match="'send' is none of rpc"):
             lab.measure_link(group, operations=["send"])
     (found,) = measured
     assert (found.operation, found.ranks, found.nbytes) == ("rpc", 2, small_sizes)
-    for n, s in zip(found.nbytes, found.seconds, strict=True):
-        assert s >= link.seconds("rpc", n) - 1e-9  # half of a call's round trip
+    check_measured(measured, link)  # half of a call's round trip
     assert measured.link.name == "measured by rpc"
 
 
 NETWORK = lab.Network(nodes=2, inside=LINK, between=Link(gbit_per_s=0.5, latency_us=5000), ranks=4)
 
 
+LEVELS = """
+level    operation   ranks  latency α  emulated  bandwidth B  emulated     off by (median)  at most
+inside   send        2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%
+inside   all_reduce  2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%
+between  send        2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%
+between  all_reduce  2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%"""
+REAL_LEVELS = """
+level    operation  ranks  latency α  bandwidth B  off by (median)  at most
+inside   send       2      41.7 µs    8.30 Gbit/s  0%               0%
+between  send       2      5 ms       500 Mbit/s   0%               0%"""
+
+
+def measured_levels(names: tuple[str, ...], *links: Link) -> list[MeasuredLink]:
+    """What is measured on links as fast as these."""
+    return [MeasuredLink(tuple(fit(name, 2, SIZES, times(name, 2, link)) for name in names)) for link in links]
+
+
+def first_of_dashed(ax: Any) -> list[float]:
+    """Where each line of an emulated or expected link begins."""
+    return [line.get_ydata()[0] for line in ax.lines if line.get_linestyle() == "--"]
+
+
 def test_both_levels_of_a_network() -> None:
-    inside, between = (
-        MeasuredLink(tuple(fit(name, 2, SIZES, times(name, 2, link)) for name in ("send", "all_reduce")))
-        for link in (Link(gbit_per_s=8, latency_us=50), NETWORK.between)
-    )
+    names = ("send", "all_reduce")
+    inside, between = measured_levels(names, Link(gbit_per_s=8, latency_us=50), NETWORK.between)
     measured = MeasuredNetwork(NETWORK, inside, between, NETWORK.nodes, 4)
-    assert repr(measured).splitlines() == [
-        "level    operation   ranks  latency α  emulated  bandwidth B  emulated     off by (median)  at most",
-        "inside   send        2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%",
-        "inside   all_reduce  2      50 µs      41.7 µs   8 Gbit/s     8.30 Gbit/s  0%               0%",
-        "between  send        2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%",
-        "between  all_reduce  2      5 ms       5 ms      500 Mbit/s   500 Mbit/s   0%               0%",
-    ]
+    assert repr(measured).splitlines() == LEVELS.splitlines()[1:]
     assert measured._repr_html_().count("<tr>") == 5
     assert measured.link.inside.latency_us == pytest.approx(50)
     assert measured.link.between.gbit_per_s == pytest.approx(0.5)
@@ -174,54 +181,45 @@ def test_both_levels_of_a_network() -> None:
     assert len(list(measured)) == 4
     with pytest.raises(lab.LabError, match="'send' is not a level; expected 'inside' or 'between'"):
         _ = measured["send"]
-    upper = measured.plot()
-    axes = upper.figure.axes
+    axes = measured.plot().figure.axes
     assert [ax.get_title(loc="left").partition(",")[0] for ax in axes] == ["inside a node", "between nodes"]
     for ax, link in zip(axes, (NETWORK.inside, NETWORK.between), strict=True):
-        dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
-        for line, name in zip(dashed, ("send", "all_reduce"), strict=True):
-            assert line.get_ydata()[0] == pytest.approx(link.seconds(name, SIZES[0], 2))
+        assert first_of_dashed(ax) == pytest.approx([link.seconds(name, SIZES[0], 2) for name in names])
         assert f"over {link}" in [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 def test_both_levels_of_real_machines() -> None:
     """Nothing is emulated, so there is nothing to compare with, unless a network is given."""
-    inside, between = (MeasuredLink((fit("send", 2, SIZES, times("send", 2, link)),)) for link in (LINK, NETWORK.between))
-    measured = MeasuredNetwork(None, inside, between, 2, 4)
-    assert repr(measured).splitlines() == [
-        "level    operation  ranks  latency α  bandwidth B  off by (median)  at most",
-        "inside   send       2      41.7 µs    8.30 Gbit/s  0%               0%",
-        "between  send       2      5 ms       500 Mbit/s   0%               0%",
-    ]
+    measured = MeasuredNetwork(None, *measured_levels(("send",), LINK, NETWORK.between), 2, 4)
+    assert repr(measured).splitlines() == REAL_LEVELS.splitlines()[1:]
     for ax in measured.plot().figure.axes:
-        assert not [line for line in ax.lines if line.get_linestyle() == "--"]
+        assert first_of_dashed(ax) == []
         assert "dashed" not in ax.get_title(loc="left")
     expected = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=LINK)
     for ax, link in zip(measured.plot(expected).figure.axes, (expected.inside, expected.between), strict=True):
-        (line,) = [line for line in ax.lines if line.get_linestyle() == "--"]
-        assert line.get_ydata()[0] == pytest.approx(link.seconds("send", SIZES[0], 2))
+        assert first_of_dashed(ax) == pytest.approx([link.seconds("send", SIZES[0], 2)])
     with pytest.raises(TypeError, match=r"a lab\.Network"):
         measured.plot(LINK)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("runtime", ["torch", "rpc"])
 @pytest.mark.processes
-def test_both_levels_of_real_ranks(runtime: str, small_sizes: tuple[int, ...]) -> None:
+@pytest.mark.usefixtures("small_sizes")
+def test_both_levels_of_real_ranks(runtime: str) -> None:
     network = lab.Network(nodes=2, inside=Link(gbit_per_s=1, latency_us=10), between=Link(gbit_per_s=0.005, latency_us=40_000))
     names: Any = 4 if runtime == "torch" else ["a", "b", "c", "d"]
     with lab.Group(names, runtime=runtime, link=network) as group:
         operations = ["send", "all_reduce"] if runtime == "torch" else None
         measured = lab.measure_link(group, operations=operations)
     assert isinstance(measured, MeasuredNetwork)
-    for found in measured.between:
-        for n, s in zip(found.nbytes, found.seconds, strict=True):
-            assert s >= network.between.seconds(found.operation, n, 2) - 1e-9
+    check_measured(measured.between, network.between)
     assert measured.inside.fits[0].seconds[0] < network.between.latency_s  # a message inside a node does not wait for the other
     assert {found.ranks for found in measured} == {2}
 
 
 @pytest.mark.processes
-def test_a_network_with_one_rank_on_each_node_has_one_level(small_sizes: tuple[int, ...]) -> None:
+@pytest.mark.usefixtures("small_sizes")
+def test_a_network_with_one_rank_on_each_node_has_one_level() -> None:
     with lab.Group(2, link=lab.Network(nodes=2, inside=LINK, between=LINK)) as group:
         assert isinstance(lab.measure_link(group, operations=["send"]), MeasuredLink)
 

@@ -265,18 +265,6 @@ def test_groups_that_communicate_at_the_same_time_share_the_connections(schedule
     assert lab.predict.all_reduce(8000, [[0, 1], [2, 3]], FOUR) == pytest.approx(FAST.seconds("all_reduce", 8000, 2))
     step = lab.predict.data_parallel_step(0.01, 0.02, 8000, columns, FOUR, overlap=False)
     assert step == pytest.approx(0.03 + predicted)
-    for wrong, says in (
-        ([[0, 2], [1]], "equally many"),
-        ([[0, 1], [1, 2]], "equally many different ranks"),
-        ([[0, 2], 1], "equally many"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            lab.predict.all_reduce(8000, wrong, FOUR)  # type: ignore[arg-type]
-
-
-def test_groups_at_the_same_time_take_the_default_algorithm() -> None:
-    with pytest.raises(ValueError, match="for the default algorithm only"):
-        lab.predict.all_reduce(8000, [[0, 2], [1, 3]], FOUR, algorithm="tree")
 
 
 def test_steps_accept_a_network() -> None:
@@ -328,6 +316,10 @@ def test_a_level_is_the_slower_one_for_some_sizes_only() -> None:
         (lambda: lab.predict.all_reduce(1, 6, NETWORK, algorithm="halving"), "holds for powers of two"),
         (lambda: lab.predict.all_reduce(1, 4, NETWORK, algorithm="star"), "expected 'ring', 'tree', 'halving' or 'hierarchical'"),
         (lambda: lab.predict.all_reduce(1, 4, SLOW, algorithm="hierarchical"), "expected a lab.Network"),
+        (lambda: lab.predict.all_reduce(1, [[0, 2], [1]], FOUR), "equally many"),
+        (lambda: lab.predict.all_reduce(1, [[0, 1], [1, 2]], FOUR), "without a common rank"),
+        (lambda: lab.predict.all_reduce(1, [[0, 2], 1], FOUR), "equally many"),  # type: ignore[list-item]
+        (lambda: lab.predict.all_reduce(1, [[0, 2], [1, 3]], FOUR, algorithm="tree"), "for the default algorithm only"),
         (lambda: lab.predict.message(1, SLOW, ranks=(0, 1)), "all ranks have the same link"),
         (lambda: lab.predict.message(1, FOUR, ranks=(0,)), r"expected two ranks, as in ranks=\(0, 1\)"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -126,21 +127,16 @@ def test_the_table_has_a_line_for_each_row() -> None:
         assert row.name in text
         assert f">{row.name}</td>" in table
     assert "too large" in repr(replace(found, rows=found.rows[-3:]))
+    row = found["pipeline 2 × DDP 2"]
+    table = replace(found, rows=(row,))._repr_html_()  # each axis has a line in the column of communication
+    assert re.findall(r"(pipeline|replicate) [\d.]+ m?s (?:inside|between)(?:,<br>|</td>)", table) == list(row.exposed_s)
 
 
 def test_a_long_table_is_cut_and_says_so() -> None:
-    network = replace(NETWORK, nodes=4)
-    found = planned(lab.Cluster(ranks=16, device=DEVICE, link=network), batch=64)
+    found = planned(lab.Cluster(ranks=16, device=DEVICE, link=replace(NETWORK, nodes=4)), batch=64)
     assert len(found.rows) > SHOWN
     assert found._repr_html_().count("<tr>") == 1 + SHOWN
     assert f"more strategies, {len(found.rows) - SHOWN}" in repr(found).lower()
-
-
-def test_each_axis_has_a_line_in_the_column_of_communication() -> None:
-    row = planned()["pipeline 2 × DDP 2"]
-    table = replace(planned(), rows=(row,))._repr_html_()
-    pipeline, replicate = re.findall(r"(pipeline|replicate) [\d.]+ m?s (?:inside|between)(?:,<br>|</td>)", table)
-    assert (pipeline, replicate) == tuple(row.exposed_s)
 
 
 def test_a_module_is_planned_for_data_parallelism() -> None:
@@ -151,15 +147,17 @@ def test_a_module_is_planned_for_data_parallelism() -> None:
     assert not any(row.recompute for row in found.rows)
 
 
-@pytest.mark.parametrize(("name", "value", "error"), [("parameter_bytes", -1, ValueError), ("gradient_bytes", "4", TypeError)])
-def test_wrong_bytes_are_refused(name: str, value: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match=name):
-        lab.plan(MODEL, 8, CLUSTER, **{name: value})  # type: ignore[arg-type]
-
-
-def test_a_cluster_is_needed() -> None:
-    with pytest.raises(TypeError, match=r"cluster=4: expected a lab\.Cluster"):
-        lab.plan(MODEL, 8, 4)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("cluster", "options", "error", "says"),
+    [
+        (CLUSTER, {"parameter_bytes": -1}, ValueError, "parameter_bytes"),
+        (CLUSTER, {"gradient_bytes": "4"}, TypeError, "gradient_bytes"),
+        (4, {}, TypeError, r"cluster=4: expected a lab\.Cluster"),
+    ],
+)
+def test_wrong_arguments_are_refused(cluster: Any, options: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        lab.plan(MODEL, 8, cluster, **options)
 
 
 def test_bytes_of_the_optimizer_can_be_given() -> None:

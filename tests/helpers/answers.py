@@ -121,8 +121,6 @@ def edited_solution(exercise: str, old: str, new: str) -> Any:
 
 
 class KeptGroup(Group):
-    """Stays open when its verdict is given."""
-
     def close(self) -> None: ...
 
     def end(self) -> None:

@@ -65,55 +65,32 @@ def operations() -> list[Pending]:
 
 
 def pending() -> list[str]:
-    """The names of this rank's operations that have not completed."""
     return [operation.name for operation in operations()]
 
 
 def collectives(group: Any) -> list[Any]:
     """Every collective once, on 2 ranks, except those of `exchange`."""
     rank = dist.get_rank(group)
-    x = torch.arange(4.0) + 10 * rank
-    made: list[Any] = []
-
-    def keep(*tensors: torch.Tensor) -> None:
-        made.append([t.clone() for t in tensors])
-
-    y = x.clone()
-    dist.all_reduce(y, group=group)
-    keep(y)
-    y = x.clone()
-    dist.broadcast(y, src=1, group=group)
-    keep(y)
-    y = x.clone()
-    dist.reduce(y, dst=0, group=group)
-    keep(y if rank == 0 else x)
-    parts = [torch.zeros(4), torch.zeros(4)]
+    x, parts, first = torch.arange(4.0) + 10 * rank, [torch.zeros(4), torch.zeros(4)], rank == 0
+    everywhere, cast, sums = (x.clone() for _ in range(3))
+    whole, scattered, half, single, mixed = (torch.zeros(size) for size in (8, 4, 2, 2, 4))
+    gathered = [part.clone() for part in parts]
+    dist.all_reduce(everywhere, group=group)
+    dist.broadcast(cast, src=1, group=group)
+    dist.reduce(sums, dst=0, group=group)
     dist.all_gather(parts, x, group=group)
-    keep(*parts)
-    whole = torch.zeros(8)
     all_gather_single(whole, x, group=group)
-    keep(whole)
-    parts = [torch.zeros(4), torch.zeros(4)]
-    dist.gather(x, parts if rank == 0 else None, dst=0, group=group)
-    keep(*parts)
-    y = torch.zeros(4)
-    dist.scatter(y, [x, x + 1] if rank == 0 else None, src=0, group=group)
-    keep(y)
-    y = torch.zeros(2)
-    dist.reduce_scatter(y, [x[:2].clone(), x[2:].clone()], group=group)
-    keep(y)
-    reduce_scatter_single(y, x, group=group)
-    keep(y)
-    y = torch.zeros(4)
-    dist.all_to_all_single(y, x, group=group)
-    keep(y)
+    dist.gather(x, gathered if first else None, dst=0, group=group)
+    dist.scatter(scattered, [x, x + 1] if first else None, src=0, group=group)
+    dist.reduce_scatter(half, [x[:2].clone(), x[2:].clone()], group=group)
+    reduce_scatter_single(single, x, group=group)
+    dist.all_to_all_single(mixed, x, group=group)
     dist.barrier(group=group)
     dist.monitored_barrier(group=group)
-    return made
+    return [everywhere, cast, sums if first else x, *parts, whole, *gathered, scattered, half, single, mixed]
 
 
 def exchange(group: Any) -> list[torch.Tensor]:
-    """An all-to-all of lists."""
     x = torch.arange(4.0) + 10 * dist.get_rank(group)
     parts = [torch.zeros(2), torch.zeros(2)]
     dist.all_to_all(parts, [x[:2].clone(), x[2:].clone()], group=group)
@@ -359,7 +336,6 @@ def fully_sharded(group: Any) -> list[torch.Tensor]:
 
 
 def tensor_parallel(group: Any) -> list[torch.Tensor]:
-    """A linear layer by columns, one by rows, and a matrix of shards."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     mesh = mesh_of(group, "tp")
@@ -389,7 +365,6 @@ def sharded_optimizer(group: Any) -> list[torch.Tensor]:
 
 
 def pipelined(group: Any, schedule: str) -> list[torch.Tensor]:
-    """A pipeline of two stages, four micro-batches."""
     rank = dist.get_rank(group)
     torch.manual_seed(3)
     stages = [nn.Linear(6, 6), nn.Linear(6, 6)]

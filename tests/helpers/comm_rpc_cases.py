@@ -34,13 +34,11 @@ def add_later(x: torch.Tensor) -> Any:
 
 
 def timed() -> None:
-    """A function with spans of its own."""
     with span("inside"), span("a file", kind="communication"):
         pass
 
 
 def call_timed() -> None:
-    """Call it."""
     with span("outside"):
         rpc.rpc_sync(WORKER, timed)
 
@@ -63,16 +61,13 @@ class Shard(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A forward pass."""
         return torch.relu(self.linear(x))
 
     def parameter_rrefs(self) -> list[Any]:
-        """References to its parameters, for a distributed optimizer."""
         return [rpc.RRef(p) for p in self.parameters()]
 
 
 def fetch(rref: Any) -> torch.Tensor:
-    """Fetch what another worker has computed."""
     value: torch.Tensor = rref.to_here()
     return value
 
@@ -91,7 +86,6 @@ def pending() -> list[str]:
 
 
 def calls() -> list[Any]:
-    """A call of every kind; returns the results."""
     x = torch.ones(1000)
     pair = [rpc.rpc_async(WORKER, add, args=(x, float(i))) for i in range(2)]
     return [
@@ -180,7 +174,6 @@ class Fetching(nn.Linear):
     """A shard that is given a reference to its input, as those of the pipeline tutorial are."""
 
     def forward(self, x: Any) -> torch.Tensor:
-        """Fetch it, and compute."""
         return super().forward(x.to_here())
 
 
@@ -193,18 +186,12 @@ def pass_references_on() -> None:
 
 
 class Embedding(nn.Embedding):
-    """An embedding table."""
-
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Their vectors."""
         return super().forward(words)
 
 
 class Decoder(nn.Linear):
-    """Scores of words."""
-
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Of each vector."""
         return super().forward(vectors)
 
 
@@ -220,7 +207,6 @@ def scaled(rref: Any, kind: str) -> str:
 
 
 def made(rref: Any, kind: type) -> str:
-    """A function of a reference and a class."""
     return f"{type(rref.local_value()).__name__} {kind.__name__}"
 
 
@@ -298,14 +284,12 @@ class _Slow(torch.futures.Future[torch.Tensor]):
 
 @rpc.functions.async_execution
 def soon() -> Any:
-    """A function whose future is complete at once."""
     future = _Slow()
     future.set_result(torch.ones(1000))
     return future
 
 
 def call_soon() -> float:
-    """Call it, and wait until the late callback has come."""
     value: torch.Tensor = rpc.rpc_sync(WORKER, soon)
     time.sleep(0.5)
     return float(value.sum())

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from labkit.group.deadlock_words import doing
 from labkit.recording.schema import Pending
 
-__all__ = ["computing", "returned", "waiting"]
-
 
 def computing(name: str) -> str:
     """The line about a rank that is in no operation."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["fake_control_groups"]
-
 
 def fake_control_groups(root: Path, version: str, path: str = "/", mounted_from: str = "/") -> Path:
     """Write what /proc says about a process's control groups, and return the folder that holds the groups' folders.

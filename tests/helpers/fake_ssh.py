@@ -21,7 +21,6 @@ TESTS_SESSION = "LABKIT_TEST_SESSION"  # not in a real ssh: by this the tests fi
 
 
 def fail(text: str) -> None:
-    """End as ssh does when it cannot run the command."""
     print(text, file=sys.stderr)
     sys.exit(FAILED)
 
@@ -65,7 +64,6 @@ def copy(source: int, destination: int) -> None:
 
 
 def main(homes: str, arguments: list[str]) -> int:
-    """Run the command; returns ssh's exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: os._exit(FAILED))  # ssh, too, ends with its own exit code and without a word
     destination, command = read_arguments(arguments)
@@ -78,26 +76,12 @@ def main(homes: str, arguments: list[str]) -> int:
     home = os.path.join(homes, host)
     os.makedirs(home, exist_ok=True)
     number = int(host[-1]) if host[-1:].isdigit() else 0
-    environment = {
-        "HOME": home,
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "USER": user,
-        "LOGNAME": user,
-        "SHELL": "/bin/sh",
-        "LANG": "C.UTF-8",
-        "SSH_CONNECTION": f"127.0.0.1 50000 127.0.0.{number + 1} 22",
-    }
+    environment = {"HOME": home, "PATH": "/usr/local/bin:/usr/bin:/bin", "USER": user, "LOGNAME": user, "SHELL": "/bin/sh"}
+    environment |= {"LANG": "C.UTF-8", "SSH_CONNECTION": f"127.0.0.1 50000 127.0.0.{number + 1} 22"}
     environment |= {name: os.environ[name] for name in (TESTS_SESSION,) if name in os.environ}
     # Pipes of its own and a session of its own: whoever kills this program ends the command's stdin, not the command.
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=home,
-        env=environment,
-        start_new_session=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(["/bin/sh", "-c", command], **pipes, cwd=home, env=environment, start_new_session=True)
     assert process.stdin
     assert process.stdout
     assert process.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from labkit.tracing.trace import Trace
 
-__all__ = ["link_starts"]
-
 FROM_ROOT = ("broadcast", "scatter")
 TO_ROOT = ("gather", "reduce")
 

@@ -53,7 +53,6 @@ def recorded() -> dict[str, Any]:
 
 
 def pending(signature: str) -> Pending:
-    """One rank that waits in it."""
     return Pending("gossip", 1, 1, 0, -1, "world", 1, "cell 5, line 1", signature)
 
 
@@ -70,7 +69,6 @@ def unequal() -> int:
 
 
 def main() -> None:
-    """Print all of it."""
     spans = [Span(rank, "gossip_coalesced", "communication", 1, 9, nbytes=1000, group="world", match=1) for rank in range(4)]
     flows = flows_of(Trace(spans, [], ranks=[f"rank {rank}" for rank in range(4)]))
     sides = [("rank 0", pending("float32 [4]")), ("rank 1", pending("int32 [4]"))]

@@ -41,7 +41,6 @@ class Direction:
         self.nbytes = 0
 
     def take(self, source: int, delay_ns: int) -> None:
-        """Read what there is."""
         for _ in range(64):  # the other directions have their turn
             try:
                 frame = os.read(source, FRAME_BYTES)
@@ -52,7 +51,6 @@ class Direction:
                 self.waiting.append((time.monotonic_ns() + delay_ns, frame))
 
     def deliver(self) -> None:
-        """Write what is due."""
         while self.waiting and self.waiting[0][0] <= time.monotonic_ns():
             _, frame = self.waiting.popleft()
             self.nbytes -= len(frame)
@@ -63,7 +61,6 @@ class Direction:
 
 
 def main(machines: list[str]) -> None:
-    """Pass frames until stdin ends."""
     selector = selectors.DefaultSelector()
     directions = []
     for name in machines:

@@ -18,21 +18,6 @@ import pytest
 from labkit.launch.descendants import PR_SET_CHILD_SUBREAPER
 from labkit.worker.network_namespace import PrivateNetwork
 
-__all__ = [
-    "GONE_LIMIT_S",
-    "SELDOM_SPAWNED",
-    "START",
-    "adopt_no_orphans",
-    "adopts_orphans",
-    "below",
-    "children_of",
-    "kept",
-    "left_after",
-    "network_of_ranks",
-    "shared",
-    "who_listens",
-]
-
 PR_GET_CHILD_SUBREAPER: Final = 37
 START = ("fork", "spawn")  # the ways in which ranks start
 # Each spawned rank starts Python and imports its framework, which takes seconds of a core. `make test` spawns ranks

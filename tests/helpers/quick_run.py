@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["note_started_processes", "started"]
-
 EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 HARMLESS = frozenset({"fc-list"})  # matplotlib asks for the fonts once in the life of a machine
 

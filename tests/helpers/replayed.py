@@ -5,7 +5,7 @@ from labkit.costs.network import Network
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
-from synthetic import Book  # isort: skip
+from synthetic import Book, in_steps  # isort: skip
 
 ONE_GBIT = Link(gbit_per_s=1, latency_us=0)
 MB10 = 1_250_000  # bytes that take 10 ms at 1 Gbit/s
@@ -21,13 +21,7 @@ def all_reduce(book: Book, issued: list[float], end: float, match: int = 1, wait
 
 def blocking() -> Trace:
     """Two ranks: forward takes 5 and 8, the all-reduce 2 after the later, the optimizer 1."""
-    book = Book()
-    for rank, forward in enumerate((5.0, 8.0)):
-        book.compute(rank, "forward", 0, forward)
-        book.compute(rank, "optimizer", 10, 11)
-        book.whole(rank, "step", 0, 11)
-    all_reduce(book, [5, 8], 10)
-    return book.trace(2)
+    return in_steps(1, ("forward", (5, 8)), ("all_reduce", 2), ("optimizer", 1), nbytes=MB10)
 
 
 def beside() -> Trace:
@@ -77,17 +71,6 @@ def tensor_parallel(steps: int = 4) -> Trace:
     return book.trace(2)
 
 
-def sent_afterwards(steps: int = 4) -> Trace:
+def sent_afterwards() -> Trace:
     """Two ranks: forward takes 2, backward 5; then two all-reduces take 6 each, and the optimizer takes 1."""
-    book, length = Book(), 20.0
-    for step in range(steps):
-        at = step * length
-        for rank in range(2):
-            book.compute(rank, "forward", at, at + 2)
-            book.compute(rank, "backward", at + 2, at + 7)
-            for number, since in enumerate((at + 7, at + 13)):
-                key = {"group": "world", "match": 2 * step + number, "nbytes": MB10}
-                book.travel(rank, "all_reduce", since, since + 6, wait=(since, since + 6), **key)
-            book.compute(rank, "optimizer", at + 19, at + 20)
-            book.whole(rank, "step", at, at + length)
-    return book.trace(2)
+    return in_steps(4, ("forward", 2), ("backward", 5), *[("all_reduce", 6)] * 2, ("optimizer", 1), nbytes=MB10)

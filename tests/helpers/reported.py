@@ -12,8 +12,6 @@ from labkit.group import deadlock_words, run
 from labkit.group.deadlock import Deadlock, Reason, first_mismatch
 from labkit.recording.schema import Pending
 
-__all__ = ["Reported", "collect"]
-
 
 @dataclass
 class Reported:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ssh_server import PROGRAMS, free_port
 
-__all__ = ["missing_for_slurm", "slurm_cluster"]
-
 NODES = ("node1", "node2")
 START_LIMIT_S = 30.0
 CONFIG = """ClusterName=labkit

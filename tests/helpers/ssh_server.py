@@ -12,13 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Keys", "SshServer", "make_ssh", "missing_for_ssh", "server_command", "ssh_server", "wait_for_port"]
-
 # Not PATH, in which tests put stand-ins for ssh.
 PROGRAMS = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 START_LIMIT_S = 20.0  # sshd listens after some 20 ms
 SESSION = "LABKIT_TEST_SESSION"
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # an sshd that root starts insists on it
+# "StrictModes no", because temporary folders lie in a folder that everybody may write to.
+SERVER = """HostKey {folder}/host
+AuthorizedKeysFile {folder}/authorized_keys
+AuthenticationMethods publickey
+PermitRootLogin prohibit-password
+UsePAM no
+StrictModes no
+PidFile none
+UseDNS no
+MaxStartups 100
+"""
+CLIENT = """Host *
+ IdentityFile {folder}/client
+ IdentitiesOnly yes
+ IdentityAgent none
+ UserKnownHostsFile {folder}/known_hosts
+ GlobalKnownHostsFile none
+ StrictHostKeyChecking yes
+"""
 
 
 def _find(program: str) -> str | None:
@@ -40,12 +57,8 @@ class Keys:
     def make(self) -> Keys:
         self.folder.mkdir(mode=0o700)
         for name in ("host", "client"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(self.folder / name)],
-                check=True,
-                stdin=subprocess.DEVNULL,
-                timeout=60,
-            )
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(self.folder / name)]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=60)
         shutil.copy(self.folder / "client.pub", self.folder / "authorized_keys")
         return self
 
@@ -56,25 +69,10 @@ class Keys:
 def server_command(keys: Keys, addresses: Sequence[str], port: int) -> list[str]:
     """The command of an sshd which lets in the client's key only, and ends with the process that starts it."""
     config = keys.folder / f"sshd_config_{addresses[0]}"
-    config.write_text(
-        "\n".join(
-            [
-                *(f"ListenAddress {address}:{port}" for address in addresses),
-                f"HostKey {keys.folder / 'host'}",
-                f"AuthorizedKeysFile {keys.folder / 'authorized_keys'}",
-                "AuthenticationMethods publickey",
-                "PermitRootLogin prohibit-password",
-                "UsePAM no",
-                "StrictModes no",  # temporary folders lie in a folder that everybody may write to
-                "PidFile none",
-                "UseDNS no",
-                "MaxStartups 100",
-                # The environment of a command begins empty; by this variable the tests find what they have left.
-                *([f"SetEnv {SESSION}={os.environ[SESSION]}"] if SESSION in os.environ else []),
-                "",
-            ]
-        )
-    )
+    lines = [f"ListenAddress {address}:{port}" for address in addresses]
+    if SESSION in os.environ:  # a command's environment begins empty; by this variable the tests find what they have left
+        lines.append(f"SetEnv {SESSION}={os.environ[SESSION]}")
+    config.write_text(SERVER.format(folder=keys.folder) + "\n".join([*lines, ""]))
     sshd = _find("sshd")
     assert sshd is not None, missing_for_ssh()
     if os.geteuid() == 0:
@@ -89,21 +87,7 @@ def make_ssh(keys: Keys, hosts: Mapping[str, tuple[str, int]]) -> Path:
     known.write_text("".join(f"{name} {keys.host_key()}\n" for name in hosts))
     config = keys.folder / "ssh_config"
     lines = [f"Host {name}\n HostName {address}\n Port {port}\n HostKeyAlias {name}" for name, (address, port) in hosts.items()]
-    config.write_text(
-        "\n".join(
-            [
-                *lines,
-                "Host *",
-                f" IdentityFile {keys.folder / 'client'}",
-                " IdentitiesOnly yes",
-                " IdentityAgent none",
-                f" UserKnownHostsFile {known}",
-                " GlobalKnownHostsFile none",
-                " StrictHostKeyChecking yes",
-                "",
-            ]
-        )
-    )
+    config.write_text("\n".join([*lines, CLIENT.format(folder=keys.folder)]))
     folder = keys.folder / "bin"
     folder.mkdir()
     ssh = folder / "ssh"

@@ -1,5 +1,6 @@
 """Traces made by hand that look like real runs, for the tests of figures: no processes, no clock."""
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from labkit.recording.schema import COMMUNICATION, COMPUTE, MEMORY, Pending, Spa
 from labkit.tracing.trace import Trace
 
 MS = 1_000_000  # ns
+ALONE = {"group": "", "match": 0}  # of an operation in `made` that belongs to no other
 
 
 class Book:
@@ -43,6 +45,52 @@ class Book:
         return Trace(self.spans, self.scalars, ranks=names, **window)
 
 
+def made(*ranks: list[Any], end_ms: float | None = None, **more: Any) -> Trace:
+    """A trace in which each rank has these spans: name, start and end in ms, and perhaps a dict with more values.
+
+    With a fourth entry, when the rank waits or None, a span is an operation; those that end together are one. With
+    `end_ms`, the trace lasts from 0 until then.
+    """
+    book, window = Book(), {} if end_ms is None else {"start_ns": 0, "end_ns": int(end_ms * MS)}
+    for rank, spans in enumerate(ranks):
+        for name, start, end, *values in spans:
+            if values and not isinstance(values[0], dict):
+                wait, *own = values
+                book.travel(rank, name, start, end, wait=wait, **{"group": "g", "match": int(end)} | dict(*own))
+            elif name in ("call", "step"):
+                book.whole(rank, name, start, end, **dict(*values))
+            else:
+                book.compute(rank, name, start, end, **dict(*values))
+    return book.trace(len(ranks), **window, **more)
+
+
+def in_steps(count: int, *parts: Any, ranks: int = 2, **more: Any) -> Trace:
+    """Steps in which each rank does these things one after another, given as a name and its ms, or the ms of each rank.
+
+    In an operation ("all_reduce", "broadcast"), which takes its time after the last rank has come, each rank waits from
+    when it came; `more` are values of all operations, a part's third entry those of its own. "" is a pause. A part may
+    be a function of the step's number.
+    """
+    book, at, matches = Book(), [0.0] * ranks, itertools.count()
+    for step in range(count):
+        begun = at[0]
+        for part in parts:
+            name, ms, *own = part(step) if callable(part) else part
+            lengths = ms if isinstance(ms, tuple) else (ms,) * ranks
+            if name in ("all_reduce", "broadcast"):
+                key, end = {"group": "world", "match": next(matches)} | more | dict(*own), max(at) + lengths[0]
+                at = [book.travel(rank, name, came, end, wait=(came, end), **key) for rank, came in enumerate(at)]
+                continue
+            for rank, length in enumerate(lengths):
+                if name and length:
+                    book.compute(rank, name, at[rank], at[rank] + length)
+                at[rank] += length
+        at = [max(at)] * ranks
+        for rank in range(ranks):
+            book.whole(rank, "step", begun, at[0])
+    return book.trace(ranks)
+
+
 def chrome(trace: Trace) -> list[dict[str, Any]]:
     """The events of the file that `Trace.save` writes."""
     return list(trace._chrome()[0])
@@ -50,12 +98,8 @@ def chrome(trace: Trace) -> list[dict[str, Any]]:
 
 def run_of(*lengths_ms: float, load: float = 0.0) -> SimpleNamespace:
     """A run whose steps last so long, after a first one that does not count; a single one is repeated."""
-    book, at = Book(), 0.0
-    for length in (50.0, *lengths_ms * (1 + (len(lengths_ms) == 1))):
-        book.whole(0, "step", at, at + length)
-        book.compute(0, "forward", at, at + length)
-        at += length
-    return SimpleNamespace(trace=Trace(book.spans, ranks=["rank 0"]), load=load)
+    lengths = (50.0, *lengths_ms * (1 + (len(lengths_ms) == 1)))
+    return SimpleNamespace(trace=in_steps(len(lengths), lambda step: ("forward", lengths[step]), ranks=1), load=load)
 
 
 def data_parallel(ranks: int = 4, steps: int = 3, seed: int = 0, slow: int = 1) -> Trace:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from labkit.errors.exceptions import RunTimeoutError
 
-__all__ = ["LIMITS_S", "some_limit_does"]
-
 LIMITS_S = (2.0, 15.0, 90.0)
 
 

@@ -24,8 +24,6 @@ from pathlib import Path
 
 from ssh_server import Keys, make_ssh, missing_for_ssh, server_command, wait_for_port
 
-__all__ = ["TwoMachines", "missing_for_machines", "two_machines"]
-
 START_LIMIT_S = 30.0
 SSH_PORT = 22
 AHEAD_S = {"pc1": 3600, "pc2": 7200}  # of this machine's monotonic clock: no two machines have been up equally long
@@ -93,12 +91,8 @@ class TwoMachines:
     def limit(self, mb_s: float) -> None:
         """Limit what enters and what leaves each machine, in 10^6 bytes per second; 0: no limit."""
         for name in self.addresses:
-            for process, device in (
-                (self._switch.pid, f"{name}-veth"),
-                (self._switch.pid, f"{name}-near"),
-                (self._inits[name], "veth"),
-                (self._inits[name], f"{name}-far"),
-            ):
+            switch, init = self._switch.pid, self._inits[name]
+            for process, device in ((switch, f"{name}-veth"), (switch, f"{name}-near"), (init, "veth"), (init, f"{name}-far")):
                 _in(process, "tc", "qdisc", "del", "dev", device, "root", check=False)
                 if mb_s:
                     rate = ("rate", f"{round(mb_s * 8e6)}bit", "burst", str(BURST_BYTES), "latency", "100ms")
@@ -118,9 +112,8 @@ class TwoMachines:
 
 def _in(process: int, *command: str, check: bool = True) -> None:
     """Run a command in the network of a process."""
-    done = subprocess.run(
-        ["nsenter", f"--target={process}", "--net", *command], capture_output=True, text=True, timeout=20, check=False
-    )
+    entered = ["nsenter", f"--target={process}", "--net", *command]
+    done = subprocess.run(entered, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0 or not check, (command, done.stderr)
 
 
@@ -138,11 +131,8 @@ def two_machines(folder: Path) -> Iterator[TwoMachines]:
     addresses = {name: f"{network}.{2 + index}" for index, name in enumerate(names)}
     keys = Keys(folder / "keys").make()
     with contextlib.ExitStack() as stack:
-        switch = subprocess.Popen(
-            ["unshare", "--net", sys.executable, "-IS", str(Path(__file__).with_name("network_switch.py")), *names],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        command = ["unshare", "--net", sys.executable, "-IS", str(Path(__file__).with_name("network_switch.py")), *names]
+        switch = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stack.callback(_end_switch, switch)
         assert switch.stdout
         assert switch.stdout.readline() == b"ready\n"
@@ -186,24 +176,12 @@ def _machine(name: str, sshd: list[str]) -> Iterator[int]:
         until [ -e /run/go ]; do sleep 0.02; done
         exec {" ".join(f"'{word}'" for word in sshd[sshd.index("TERM") + 1 :])}
     """
-    process = subprocess.Popen(
-        [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *_UNSHARE,
-            f"--monotonic={AHEAD_S[name]}",
-            f"--boottime={AHEAD_S[name]}",
-            "sh",
-            "-c",
-            script,
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    )
+    clock = (f"--monotonic={AHEAD_S[name]}", f"--boottime={AHEAD_S[name]}")
+    command = ["setpriv", "--pdeathsig", "KILL", *_UNSHARE, *clock, "sh", "-c", script]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert process.stdout
     children: list[str] = []
     try:
-        assert process.stdout
         assert process.stdout.readline() == b"ready\n"
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         yield int(children[0])
@@ -211,7 +189,6 @@ def _machine(name: str, sshd: list[str]) -> Iterator[int]:
         for child in children:
             os.kill(int(child), signal.SIGKILL)  # with process 1 all others of the machine end
         process.wait(timeout=20)
-        assert process.stdout
         process.stdout.close()
 
 

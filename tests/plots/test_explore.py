@@ -94,17 +94,12 @@ def test_a_typical_run_is_sent_whole() -> None:
             ]
 
 
-def test_only_spans_in_the_visible_time_are_sent() -> None:
+def test_only_spans_in_the_visible_time_and_of_one_rank_are_sent() -> None:
     book = Book()
     for start in range(10):
         book.compute(0, "forward", start, start + 1)
-    answer = Answer(book.trace(1), 2, 4)
-    assert answer.edges.tolist() == [[2, 3], [3, 4]]
-
-
-def test_one_rank_alone() -> None:
-    answer = Answer(data_parallel(), 0, 60, rank=2)
-    assert [row["row"] for row in answer.said["rows"]] == [2]
+    assert Answer(book.trace(1), 2, 4).edges.tolist() == [[2, 3], [3, 4]]
+    assert [row["row"] for row in Answer(data_parallel(), 0, 60, rank=2).said["rows"]] == [2]
 
 
 @pytest.mark.parametrize(("start_ms", "end_ms"), [(-1e9, 1e9), (1e9, 2e9), (5, 5), (60, 2)])
@@ -140,28 +135,19 @@ def test_bars_as_wide_as_a_pixel_are_kept_and_the_rest_is_mixed() -> None:
 
 
 def test_zooming_in_separates_all_bars() -> None:
-    answer = Answer(crowded(), 100, 120, columns=500)
-    assert answer.said["complete"]
-    assert len(answer.edges) == 200
-    assert not answer.counts.size
-
-
-def test_bars_of_medium_density_are_sent_with_their_colours() -> None:
-    """2,500 bars on 500 pixels: colours are drawn, and zooming in needs no request."""
-    answer = Answer(crowded(), 0, 250, columns=500)
-    assert answer.said["complete"]
-    assert len(answer.edges) == 2500
-    assert answer.counts.sum() == 2500
+    """2,500 bars on 500 pixels: colours are drawn as well, and zooming in further needs no request."""
+    for start_ms, end_ms, bars, mixed in ((100, 120, 200, 0), (0, 250, 2500, 2500)):
+        answer = Answer(crowded(), start_ms, end_ms, columns=500)
+        assert answer.said["complete"]
+        assert (len(answer.edges), answer.counts.sum()) == (bars, mixed)
 
 
 def test_an_answer_is_bounded_for_any_number_of_spans_and_ranks() -> None:
     trace = many(96_000, ranks=32)
-    said, buffers = Windows(trace).look(0, trace.duration_ns, 100_000)
-    assert not said["complete"]
-    assert sum(map(len, buffers)) < 4.5e6
-    said, buffers = Windows(trace).look(0, trace.duration_ns / 50, 100_000)
-    assert said["complete"]
-    assert 0 < sum(map(len, buffers)) < 4.5e6
+    for part, complete in ((1, False), (50, True)):
+        said, buffers = Windows(trace).look(0, trace.duration_ns / part, 100_000)
+        assert said["complete"] is complete
+        assert 0 < sum(map(len, buffers)) < 4.5e6
 
 
 def test_the_details_of_a_collective() -> None:
@@ -191,9 +177,8 @@ def test_the_details_of_messages_groups_and_unfinished_operations() -> None:
     ]
     answer = Answer(Trace(spans, ranks=["a", "b", "c"]), 0, 5)
     reported = {(answer.text(i, 1), answer.text(i, 3), answer.marks[i, 5]) for i in range(len(answer.edges))}
-    assert reported == {
-        ("send", "with c", 2), ("recv", "with a", 1), ("broadcast", "among a and b", 0), ("forward", "", 0),
-    }  # fmt: skip
+    messages = {("send", "with c", 2), ("recv", "with a", 1)}
+    assert reported == messages | {("broadcast", "among a and b", 0), ("forward", "", 0)}
 
 
 def test_a_rank_with_rows_for_gpu_and_cpu_has_both() -> None:
@@ -203,45 +188,27 @@ def test_a_rank_with_rows_for_gpu_and_cpu_has_both() -> None:
         Span(1, "forward", "compute", 0, 4 * MS),
     ]
     trace = Trace(spans, ranks=["rank 0", "rank 1"])
-    explorer = lab.explore(trace)
-    assert explorer.about["rows"] == [
-        {"name": "rank 0 GPU", "rank": 0}, {"name": "CPU", "rank": 0}, {"name": "rank 1", "rank": 1},
-    ]  # fmt: skip
+    rows = [(row["name"], row["rank"]) for row in lab.explore(trace).about["rows"]]
+    assert rows == [("rank 0 GPU", 0), ("CPU", 0), ("rank 1", 1)]
     answer = Answer(trace, 0, 4)
     assert [answer.text(bar, 1) for bar in range(3)] == ["forward", "data", "forward"]
-    assert [row["row"] for row in Answer(trace, 0, 4, rank=0).said["rows"]] == [0, 1]
-    assert [row["row"] for row in Answer(trace, 0, 4, rank=1).said["rows"]] == [2]
+    for rank, of_rank in ((0, [0, 1]), (1, [2])):
+        assert [row["row"] for row in Answer(trace, 0, 4, rank=rank).said["rows"]] == of_rank
 
 
 def test_steps_have_their_lines_and_numbers() -> None:
     trace = data_parallel(ranks=2, steps=3)
     answer = Answer(trace, 0, trace.duration_ns / MS)
-    own = trace.filter(rank=0).step_bounds() - trace.start_ns
-    other = trace.filter(rank=1).step_bounds() - trace.start_ns
+    own, other = (trace.filter(rank=rank).step_bounds() - trace.start_ns for rank in (0, 1))
     assert own.tolist() != other.tolist()
     assert answer.numbers.tolist() == [
         [row, i, *bounds] for row, steps in enumerate((own, other)) for i, bounds in enumerate(steps.tolist())
     ]
     assert [row["steps"] for row in answer.said["rows"]] == [4, 4]
     assert answer.steps[:4].tolist() == np.unique(own).tolist()
-
-
-def test_a_rank_without_steps_uses_the_steps_of_all_ranks() -> None:
     trace = master_and_workers()
     alone = Answer(trace, 0, trace.duration_ns / MS, rank=1)
-    assert len(alone.numbers) == 2
-    assert alone.said["rows"][0]["steps"] == 0
-
-
-@pytest.mark.slow
-def test_a_million_spans_are_drawn() -> None:
-    trace = many()
-    windows = Windows(trace)
-    said, _ = windows.look(0, trace.duration_ns, 1800)
-    assert not said["complete"]
-    near, buffers = windows.look(1e9, 1e9 + 100_000, 1800)  # 100 µs: ten spans of each rank
-    assert near["complete"]
-    assert 40 <= len(buffers[0]) / 16 <= 60
+    assert (len(alone.numbers), alone.said["rows"][0]["steps"]) == (2, 0), "a rank without steps uses those of all ranks"
 
 
 # What the notebook keeps
@@ -332,19 +299,23 @@ def test_requests_of_the_page_are_answered(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(buffers) == 8
 
 
-def test_objects_that_cannot_be_explored_are_reported() -> None:
-    with pytest.raises(TypeError, match=r"explore\(3\): expected a run"):
-        lab.explore(3)
-    with pytest.raises(LabError, match="explore: the ranks recorded nothing"):
-        lab.explore(Trace([], ranks=["rank 0"]))
-    with pytest.raises(LabError, match="this run has the steps 0 to 2"):
-        lab.explore(data_parallel(), step=3)
+@pytest.mark.parametrize(
+    ("what", "step", "error", "said"),
+    [
+        (3, None, TypeError, r"explore\(3\): expected a run"),
+        (Trace([], ranks=["rank 0"]), None, LabError, "explore: the ranks recorded nothing"),
+        (data_parallel(), 3, LabError, "this run has the steps 0 to 2"),
+    ],
+)
+def test_objects_that_cannot_be_explored_are_reported(what: Any, step: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        lab.explore(what, step=step)
 
 
 # What a notebook keeps for pages without a kernel
 
 
-def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
+def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = data_parallel()
     explorer = lab.explore(trace)
     kept = json.loads(json.dumps(explorer._repr_mimebundle_()[0][MIME]))
@@ -352,13 +323,9 @@ def test_the_output_keeps_the_whole_run_as_the_kernel_would_send_it() -> None:
     assert kept["about"] == json.loads(json.dumps(explorer.about))
     assert kept["header"] == json.loads(json.dumps(header))
     assert [zlib.decompress(base64.b64decode(one)) for one in kept["buffers"]] == list(buffers)
-
-
-def test_a_run_too_large_for_a_notebook_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("labkit.plots.explorer.window.MOST_BYTES", 100)
-    explorer = lab.explore(data_parallel())
-    data, _ = explorer._repr_mimebundle_()
-    assert MIME not in data
+    data, _ = lab.explore(trace)._repr_mimebundle_()
+    assert MIME not in data, "too large for a notebook"
     assert "image/png" in data
 
 
@@ -530,11 +497,12 @@ def test_the_page_uses_the_answers_that_fit_whoever_asked_for_them(tmp_path: Pat
 
 @needs_node
 def test_the_axis_has_round_numbers(tmp_path: Path) -> None:
-    axes = [[0, 67.7, 7], [17.03, 28.2, 6], [0.8199, 0.8206, 5], [0, 1, 1]]
-    program = f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));"
-    whole, part, deep, one = in_node(tmp_path, program)
-    assert whole == {"at": [0, 10, 20, 30, 40, 50, 60], "decimals": 0}
-    assert part == {"at": [18, 20, 22, 24, 26, 28], "decimals": 0}
-    assert [round(v, 9) for v in deep["at"]] == [0.82, 0.8202, 0.8204, 0.8206]
-    assert deep["decimals"] == 4
-    assert one == {"at": [0, 1], "decimals": 0}
+    expected = {
+        (0, 67.7, 7): ([0, 10, 20, 30, 40, 50, 60], 0),
+        (17.03, 28.2, 6): ([18, 20, 22, 24, 26, 28], 0),
+        (0.8199, 0.8206, 5): ([0.82, 0.8202, 0.8204, 0.8206], 4),
+        (0, 1, 1): ([0, 1], 0),
+    }
+    axes = json.dumps(list(expected))
+    found = in_node(tmp_path, f"console.log(JSON.stringify({axes}.map((a) => page.ticks(...a))));")
+    assert [([round(v, 9) for v in axis["at"]], axis["decimals"]) for axis in found] == list(expected.values())

@@ -1,13 +1,14 @@
 """The figures: the position and style of every bar, and that the numbers add up. No processes, no clock."""
 
+import functools
 import random
 import subprocess
 import sys
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import synthetic
 from bar_ends import ends_of
 from matplotlib.collections import PolyCollection
 from matplotlib.legend import Legend
@@ -39,7 +40,10 @@ from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import median_step
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, lasting, many, model_parallel, run_of, sharded  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, in_steps, lasting, many, model_parallel, run_of, sharded  # isort: skip
+
+
+COMPUTING = ("data", "forward", "backward", "optimizer", "compute", "unlabelled")  # the styles of the compute lane
 
 
 def drawn(ax, style):
@@ -52,38 +56,41 @@ def drawn(ax, style):
 
 def spans_of(ax, style, row=0):
     """Left and right ends of the bars of one style in one row; asserts that they are in their lane."""
-    top, height = (
-        COMPUTE_LANE if style in ("data", "forward", "backward", "optimizer", "compute", "unlabelled") else COMMUNICATION_LANE
-    )
+    top, height = COMPUTE_LANE if style in COMPUTING else COMMUNICATION_LANE
     bars = [bar for bar in drawn(ax, style) if row <= bar[2] < row + 1]
     assert all(bar[2:] == pytest.approx((row + top, row + top + height)) for bar in bars)
     return [bar[:2] for bar in bars]
 
 
-def book(*, ranks=1):
-    """An empty trace of 20 ms to write spans in."""
-    found = Book()
-    found.window = {"start_ns": 0, "end_ns": 20 * MS}
-    found.done = lambda: found.trace(ranks, **found.window)
-    return found
+def texts_of(ax):
+    return {t.get_text() for t in ax.texts}
+
+
+def title_of(ax):
+    return ax.get_title(loc="left")
+
+
+def bold_in(ax):
+    return [t.get_text() for t in ax.texts if t.get_weight() == "bold"]
+
+
+def rows_of(ax):
+    return [t.get_text() for t in ax.get_yticklabels()]
+
+
+made = functools.partial(synthetic.made, end_ms=20)
 
 
 # Geometry
 
 
 def test_a_span_is_a_bar_in_the_compute_lane_of_its_rank():
-    b = book(ranks=2)
-    b.compute(0, "forward", 2, 5)
-    b.compute(1, "backward", 4, 10)
-    ax = timeline(b.done())
+    ax = timeline(made([("forward", 2, 5)], [("backward", 4, 10)]))
     assert spans_of(ax, "forward", 0) == [(2, 5)]
     assert spans_of(ax, "backward", 1) == [(4, 10)]
     assert not spans_of(ax, "forward", 1)
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert ax.get_yticks().tolist() == [0.5, 1.5]
-    assert ax.yaxis_inverted()
+    assert rows_of(ax) == ["rank 0", "rank 1"]
     assert ax.get_xlim() == (0, 20)
-    assert "[ms]" in ax.get_xlabel()
 
 
 OVERLAPS = {  # one rank's spans (with a wait: communication), and the bars of each style
@@ -120,32 +127,16 @@ OVERLAPS = {  # one rank's spans (with a wait: communication), and the bars of e
 
 @pytest.mark.parametrize(("spans", "bars"), OVERLAPS.values(), ids=OVERLAPS)
 def test_overlapping_spans_become_disjoint_bars(spans, bars):
-    b = book()
-    for name, start, end, *wait in spans:
-        if wait:
-            b.travel(0, name, start, end, wait=wait[0])
-        elif name == "call":
-            b.whole(0, name, start, end)
-        else:
-            b.compute(0, name, start, end)
-    ax = timeline(b.done())
+    ax = timeline(made(spans))
     assert {style: spans_of(ax, style) for style in STYLES if drawn(ax, style)} == bars
-    assert "train" not in {t.get_text() for t in ax.texts}  # the function's name would label unnamed time
+    assert "train" not in texts_of(ax)  # the function's name would label unnamed time
 
 
 def test_waiting_lasts_until_the_last_rank_has_arrived():
-    b = book(ranks=2)
-    b.compute(0, "forward", 0, 3)
-    b.compute(0, "backward", 3, 5)
-    b.travel(0, "all_reduce", 3, 10, wait=(5, 10), group="g", match=7)
-    b.compute(1, "forward", 0, 8)
-    b.travel(1, "all_reduce", 8, 10, wait=(8, 10), group="g", match=7)
-    ax = timeline(b.done())
-    assert spans_of(ax, "issued", 0) == [(3, 5)]
-    assert spans_of(ax, "waiting", 0) == [(5, 8)]
-    assert spans_of(ax, "exposed", 0) == [(8, 10)]
-    assert not spans_of(ax, "waiting", 1)
-    assert spans_of(ax, "exposed", 1) == [(8, 10)]
+    first = [("forward", 0, 3), ("backward", 3, 5), ("all_reduce", 3, 10, (5, 10))]
+    ax = timeline(made(first, [("forward", 0, 8), ("all_reduce", 8, 10, (8, 10))]))
+    found = {style: [spans_of(ax, style, row) for row in (0, 1)] for style in ("issued", "waiting", "exposed")}
+    assert found == {"issued": [[(3, 5)], []], "waiting": [[(5, 8)], []], "exposed": [[(8, 10)], [(8, 10)]]}
 
 
 def test_an_operation_that_never_completed_has_waited():
@@ -155,49 +146,36 @@ def test_an_operation_that_never_completed_has_waited():
     assert not spans_of(ax, "exposed")
 
 
+def step_lines(ax):
+    return [segment[0, 0] for c in ax.collections if c.get_label() == "step" for segment in c.get_segments()]
+
+
 def test_steps_are_bounded_by_thin_lines_and_numbered():
-    b = book()
-    b.compute(0, "forward", 0, 20)
-    b.whole(0, "step", 0, 10)
-    b.whole(0, "step", 10, 20)
-    ax = timeline(b.done())
-    (lines,) = [c for c in ax.collections if c.get_label() == "step"]
-    assert [segment[0, 0] for segment in lines.get_segments()] == [0, 10, 20]
-    assert {"step 0", "step 1"} <= {t.get_text() for t in ax.texts}
-
-
-def step_numbers(ax):
-    texts = {t.get_text(): round(t.get_position()[0], 6) for t in ax.texts}
-    return texts["step 0"], texts["step 1"]
+    ax = timeline(made([("forward", 0, 20), ("step", 0, 10), ("step", 10, 20)]))
+    assert step_lines(ax) == [0, 10, 20]
+    assert {"step 0", "step 1"} <= texts_of(ax)
 
 
 @pytest.mark.parametrize(
     ("lengths", "shown_from", "places"),
     [
-        ({0: 10, 1: 4}, 0, (5, 15)),  # above the first rank's own steps: rank 1 finishes long before rank 0
-        ({0: 10}, 4, (3, 11)),  # of a step that is partly shown, above that part
-        ({1: 10}, 0, (5, 15)),  # the first rank has no steps
+        ([10, 4], 0, (5, 15)),  # above the first rank's own steps: rank 1 finishes long before rank 0
+        ([10], 4, (3, 11)),  # of a step that is partly shown, above that part
+        ([0, 10], 0, (5, 15)),  # the first rank has no steps
     ],
 )
 def test_step_numbers_are_above_the_steps(lengths, shown_from, places):
-    b = book(ranks=max(lengths) + 1)
-    b.compute(0, "serve", 0, 20)
-    for rank, length in lengths.items():
-        for step in range(2):
-            b.whole(rank, "step", length * step, length * (step + 1))
-    assert step_numbers(timeline(b.done().between(shown_from * MS, 20 * MS))) == places
+    steps = [[("step", n * length, (n + 1) * length) for n in (0, 1) if length] for length in lengths]
+    trace = made([("serve", 0, 20), *steps[0]], *steps[1:])
+    found = {t.get_text(): round(t.get_position()[0], 6) for t in timeline(trace.between(shown_from * MS, 20 * MS)).texts}
+    assert (found["step 0"], found["step 1"]) == places
 
 
 def test_step_lines_stay_inside_the_time_shown():
-    b = book(ranks=2)  # rank 1 is late: its step 1 continues after all have ended step 0
-    for rank, late in ((0, 0), (1, 4)):
-        for step in range(2):
-            b.whole(rank, "step", 10 * step + late, 10 * step + 10 + late)
-            b.compute(rank, "forward", 10 * step + late, 10 * step + 10 + late)
-    ax = timeline(b.trace(2), b.trace(2), step=range(1))
-    lines = [c for c in ax.collections if c.get_label() == "step"]
-    assert [x for c in lines for segment in c.get_segments() for x in segment[:, 0]]
-    assert max(x for c in lines for segment in c.get_segments() for x in segment[:, 0]) <= 14
+    """Rank 1 is late: its step 1 continues after all have ended step 0."""
+    late = [[(name, at + 10 * n, at + 10 * n + 10) for n in (0, 1) for name in ("step", "forward")] for at in (0, 4)]
+    run = made(*late, end_ms=24)
+    assert 0 < max(step_lines(timeline(run, run, step=range(1)))) <= 14
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -237,19 +215,13 @@ def test_the_bars_add_up_to_the_shares(seed):
 
 
 def test_one_colour_per_kind():
-    b = book()
-    for i, name in enumerate(("data", "forward", "backward", "optimizer", "tokenize")):
-        b.compute(0, name, 2 * i, 2 * i + 1)
-    b.travel(0, "send", 12, 14, wait=(12, 14))
-    ax = timeline(b.done())
+    names = ("data", "forward", "backward", "optimizer", "tokenize")
+    ax = timeline(made([*((name, 2 * i, 2 * i + 1) for i, name in enumerate(names)), ("send", 12, 14, (12, 14))]))
     for style in ("data", "forward", "backward", "optimizer", "compute", "exposed"):
         (bars,) = [c for c in ax.collections if c.get_label() == style]
         assert bars.get_facecolor()[0].tolist() == pytest.approx(STYLES[style].rgba)
     opaque = [s.colour for s in STYLES.values() if s.alpha == 1]
     assert len(set(opaque)) == len(opaque) == 7
-
-
-def test_waiting_has_stripes_and_issued_has_dots():
     ax = timeline(data_parallel())
     hatches = {c.get_label(): c.get_hatch() for c in ax.collections if isinstance(c, PolyCollection) and c.get_hatch()}
     assert hatches == {"waiting": "//////", "issued": "...."}
@@ -281,36 +253,33 @@ def test_pieces_of_one_span_around_a_sliver_have_one_caption() -> None:
     assert captioned(bars, 3.0).all()  # here 3 ns are 9 px
 
 
-def test_a_bar_is_labelled_if_there_is_room():
-    b = book()
-    b.compute(0, "forward", 0, 4)
-    b.travel(0, "all_reduce", 5, 9, nbytes=4_190_000)
-    trace = b.done()
+REDUCED = {"nbytes": 4_190_000, "group": ""}
+OF_A_MESH = {"nbytes": 4_190_000, "group": "group 3 mesh_tp of ranks 0,1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "captions"),
+    [
+        ("all_reduce", REDUCED, {5: "", 9: "all_redu…", 10: "all_reduce", 17: "all_reduce", 18: "all_reduce 4.19 MB"}),
+        (
+            "all_reduce",
+            OF_A_MESH,
+            {1: "", 2: "tp", 12: "tp", 13: "all_reduce tp", 20: "all_reduce tp", 21: "all_reduce tp 4.19 MB"},
+        ),
+        ("前向传播第一层", {}, {8: "", 9: "前向传播…", 13: "前向传播第一…", 14: "前向传播第一层"}),  # these are as wide as two
+    ],
+    ids=["bytes", "the axis of a mesh", "wide characters"],
+)
+def test_a_bar_is_labelled_if_there_is_room(name, more, captions):
+    trace = made([("forward", 0, 4), (name, 5, 9, None, more)])
     compute, communication = lanes(trace, 0)
-    assert [caption(trace, 0, communication, n) for n in (5, 9, 10, 17, 18)] == [
-        "",
-        "all_redu…",
-        "all_reduce",
-        "all_reduce",
-        "all_reduce 4.19 MB",
-    ]
+    assert {n: caption(trace, 0, communication, n) for n in captions} == captions
     assert caption(trace, 0, compute, 7) == "forward"
-    assert {t.get_text() for t in timeline(trace).texts} >= {"forward", "all_reduce 4.19 MB"}
-
-
-def test_a_bar_of_a_mesh_names_its_axis():
-    b = book()
-    b.travel(0, "all_reduce", 5, 9, nbytes=4_190_000, group="group 3 mesh_tp of ranks 0,1", match=1)
-    trace = b.done()
-    communication = lanes(trace, 0)[1]
-    assert [caption(trace, 0, communication, n) for n in (1, 2, 12, 13, 20, 21)] == [
-        "", "tp", "tp", "all_reduce tp", "all_reduce tp", "all_reduce tp 4.19 MB",
-    ]  # fmt: skip
-    assert "all_reduce tp 4.19 MB" in {t.get_text() for t in timeline(trace).texts}
+    assert texts_of(timeline(trace)) >= {"forward", captions[max(captions)]}
 
 
 def test_texts_are_left_out_where_rows_are_too_low():
-    assert not [t for t in timeline(data_parallel(24, 1)).texts if t.get_text() == "forward"]
+    assert "forward" not in texts_of(timeline(data_parallel(24, 1)))
 
 
 def legend_of(ax):
@@ -318,16 +287,12 @@ def legend_of(ax):
 
 
 def test_the_legend_explains_only_what_is_shown():
-    assert legend_of(timeline(alone())) == [
-        "waiting for data",
-        "forward",
-        "backward",
-        "optimizer",
-        "in the function, in no span",
-        "step boundary",
-    ]
+    compute = ["waiting for data", "forward", "backward", "optimizer", "in the function, in no span", "step boundary"]
+    assert legend_of(timeline(alone())) == compute
     assert "waiting for another rank" in legend_of(timeline(model_parallel()))
     assert "hidden behind compute" not in legend_of(timeline(model_parallel()))
+    nearly = made([("call", 0, 20), ("forward", 0, 10), ("forward", 10.001, 20)])
+    assert legend_of(timeline(nearly)) == ["forward"], "a microsecond of the function is in no span"
 
 
 @pytest.mark.parametrize(("length_ms", "unit"), [(0.0012, "ns"), (0.9, "µs"), (900, "ms"), (5000, "s")])
@@ -372,14 +337,10 @@ def test_the_line_at_the_end_of_the_last_step_is_as_dark_as_the_others():
 
 
 def test_the_step_shown_of_many_is_one_without_labkits_own_reading():
-    book = Book()
-    for number in range(15):
-        book.whole(0, "step", 10 * number, 10 * number + 9)
-        if number != 3:
-            book.compute(0, READING, 10 * number + 2, 10 * number + 4)
-    assert view_of(book.trace(1), None, "").chosen == range(3, 4)
-    book.compute(0, READING, 32, 34)
-    assert view_of(book.trace(1), None, "").chosen == range(7, 8)  # every step has one: the median of all
+    reading = lambda step: (READING, 2 if step != 3 else 0)  # noqa: E731
+    assert view_of(in_steps(15, ("", 2), reading, ("", 7), ranks=1), None, "").chosen == range(3, 4)
+    # If every step has one: the median of all.
+    assert view_of(in_steps(15, ("", 2), (READING, 2), ("", 6), ranks=1), None, "").chosen == range(7, 8)
 
 
 def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
@@ -388,8 +349,8 @@ def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
     bounds = trace.step_bounds()
     lengths = bounds[:, 1] - bounds[:, 0]
     number = int(np.argsort(lengths, kind="stable")[20])
-    assert f"step {number} " in ax.get_title(loc="left")
-    assert "of the steps 0 to 39" in ax.get_title(loc="left")
+    assert f"step {number} " in title_of(ax)
+    assert "of the steps 0 to 39" in title_of(ax)
     assert ax.get_xlim()[1] == pytest.approx(lengths[number] / MS)
     (strip,) = ax.child_axes
     assert len(strip.images) == 8  # two lanes for each of four ranks
@@ -398,31 +359,37 @@ def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
     assert mark.get_width() == pytest.approx(lengths[number] / trace.duration_ns)
 
 
-def test_steps_can_be_chosen():
+@pytest.mark.parametrize(("step", "first", "last"), [(1, 1, 1), (-1, 4, 4), (range(1, 3), 1, 2)])
+def test_steps_can_be_chosen(step, first, last):
     trace = data_parallel(steps=5)
     bounds = trace.step_bounds() / MS
-    assert timeline(trace, step=1).get_xlim()[1] == pytest.approx(bounds[1, 1] - bounds[1, 0])
-    assert timeline(trace, step=-1).get_xlim()[1] == pytest.approx(bounds[4, 1] - bounds[4, 0])
-    assert timeline(trace, step=range(1, 3)).get_xlim()[1] == pytest.approx(bounds[2, 1] - bounds[1, 0])
-    assert "steps 1 to 2 " in timeline(trace, step=range(1, 3)).get_title(loc="left")
+    ax = timeline(trace, step=step)
+    assert ax.get_xlim()[1] == pytest.approx(bounds[last, 1] - bounds[first, 0])
+    assert ("steps 1 to 2 " in title_of(ax)) == (first != last)
+
+
+def test_all_steps_few_steps_and_the_median_step():
     assert not timeline(data_parallel(steps=40), step="all").child_axes
     assert not timeline(data_parallel(steps=12)).child_axes, "few steps are shown whole"
-    number = median_step(trace)
-    assert view_of(trace, "median", "").chosen == range(number, number + 1)
+    trace = data_parallel(steps=5)
+    assert view_of(trace, "median", "").chosen == range(median_step(trace), median_step(trace) + 1)
 
 
-def test_a_missing_step_is_an_error_that_lists_the_steps():
-    trace = data_parallel(steps=3)
-    for step in (3, -4, range(2, 5)):
-        with pytest.raises(LabError, match="has the steps 0 to 2"):
+WRONG_STEP = r"expected a step number, a range such as range\(3, 6\), 'median' or 'all'"
+
+
+@pytest.mark.parametrize(
+    ("trace", "steps", "error", "said"),
+    [
+        (data_parallel(steps=3), (3, -4, range(2, 5)), LabError, "has the steps 0 to 2"),
+        (many(40), (0, "median"), LabError, r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"),
+        (data_parallel(steps=3), ("last", 1.5, range(0), range(0, 3, 2)), TypeError, WRONG_STEP),
+    ],
+)
+def test_a_missing_step_is_an_error_that_lists_the_steps(trace, steps, error, said):
+    for step in steps:
+        with pytest.raises(error, match=said):
             timeline(trace, step=step)
-    with pytest.raises(LabError, match=r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"):
-        timeline(many(40), step=0)
-    with pytest.raises(LabError, match="no steps"):
-        timeline(many(40), step="median")
-    for wrong in ("last", 1.5, range(0), range(0, 3, 2)):
-        with pytest.raises(TypeError, match=r"expected a step number, a range such as range\(3, 6\), 'median' or 'all'"):
-            timeline(trace, step=wrong)
 
 
 # Several runs
@@ -434,11 +401,8 @@ def test_several_runs_are_stacked_on_one_scale():
 
     ax = timeline(alone(), Run(), labels=["one process", "two stages"])
     assert ax.get_xlim()[1] == pytest.approx(69.6)  # of the longer one
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 0", "rank 1"]
-    first, second, third = ax.get_yticks()
-    assert second - first > third - second  # a heading between the runs
-    headings = [t.get_text() for t in ax.texts if t.get_weight() == "bold"]
-    assert headings == ["one process:  rank 0, 4 steps, 63.5 ms", "two stages:  2 ranks, 2 steps, 69.6 ms"]
+    assert rows_of(ax) == ["rank 0", "rank 0", "rank 1"]
+    assert bold_in(ax) == ["one process:  rank 0, 4 steps, 63.5 ms", "two stages:  2 ranks, 2 steps, 69.6 ms"]
     assert min(bar[0] for bar in drawn(ax, "data")) == 0  # each begins at its own start
 
 
@@ -481,37 +445,28 @@ def test_blended_colours_keep_their_shares():
 
 
 def parts_of(ax):
-    """Per part, the widths of its bars from top to bottom, and the remainder up to 100 %."""
-    found = {}
-    for container in ax.containers:
-        if not container.get_label().startswith("_"):
-            found[container.get_label()] = [patch.get_width() for patch in container]
-    return found
+    """Per part, the widths of its bars from top to bottom."""
+    shown = [container for container in ax.containers if not container.get_label().startswith("_")]
+    return {container.get_label(): [patch.get_width() for patch in container] for container in shown}
 
 
 def test_breakdown_of_a_hand_worked_case():
-    b = book(ranks=2)
-    b.compute(0, "backward", 0, 12)
-    b.travel(0, "all_reduce", 4, 14, wait=(9, 14), group="g", match=1)
-    b.compute(1, "backward", 0, 11)
-    b.travel(1, "all_reduce", 11, 14, wait=(11, 14), group="g", match=1)
-    ax = breakdown(b.done())
+    first = [("backward", 0, 12), ("all_reduce", 4, 14, (9, 14))]
+    ax = breakdown(made(first, [("backward", 0, 11), ("all_reduce", 11, 14, (11, 14))]))
     parts = parts_of(ax)
     assert parts["compute"] == pytest.approx([45, 55, 50])
     assert parts["exposed communication"] == pytest.approx([15, 15, 15])
     assert parts["waiting"] == pytest.approx([10, 0, 5])
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["rank 0", "rank 1", "all ranks"]
-    assert {"45 %", "55 %", "50 %", "10 %", "30 %"} <= {t.get_text() for t in ax.texts}
+    assert rows_of(ax) == ["rank 0", "rank 1", "all ranks"]
+    assert {"45 %", "55 %", "50 %", "10 %", "30 %"} <= texts_of(ax)
     assert ax.get_xlabel() == "share of the time [%]"
 
 
 def test_breakdown_shows_what_hides_communication():
-    b = book()
-    b.compute(0, "backward", 0, 12)
-    b.travel(0, "all_reduce", 4, 12)
-    parts = parts_of(breakdown(b.done()))
+    parts = parts_of(breakdown(made([("backward", 0, 12), ("all_reduce", 4, 12, None)])))
     assert parts["compute"] == pytest.approx([20, 20])
     assert parts["compute that hides communication"] == pytest.approx([40, 40])
+    assert "step 2 " in title_of(breakdown(data_parallel(), step=2))
 
 
 @pytest.mark.parametrize("trace", [data_parallel(), model_parallel(), alone()], ids=["data", "model", "alone"])
@@ -525,27 +480,11 @@ def test_the_parts_add_up_to_one_hundred(trace):
     assert (np.diff(lefts, axis=0) >= -1e-9).all()
 
 
-def test_the_legend_lists_only_kinds_that_can_be_seen():
-    b = book()
-    b.whole(0, "call", 0, 20)
-    b.compute(0, "forward", 0, 10)
-    b.compute(0, "forward", 10.001, 20)  # a microsecond of the function is in no span
-    said = [text.get_text() for text in timeline(b.done()).findobj(mpl.text.Text)]
-    assert "forward" in said
-    assert "in the function, in no span" not in said
-
-
 def test_the_time_in_which_a_machine_does_not_answer_is_a_part_of_its_own():
-    b = book()
-    b.compute(0, "forward", 0, 5)
-    trace = b.done()
-    trace = Trace([*trace.spans, Span(0, UNKNOWN, "call", 5 * MS, 20 * MS, done=False)], ranks=trace.ranks)
+    spans = [Span(0, "forward", "compute", 0, 5 * MS), Span(0, UNKNOWN, "call", 5 * MS, 20 * MS, done=False)]
+    trace = Trace(spans, ranks=["rank 0"])
     assert parts_of(breakdown(trace))["unknown"] == pytest.approx([75, 75])
-    assert "unknown: its machine does not answer" in [text.get_text() for text in timeline(trace).findobj(mpl.text.Text)]
-
-
-def test_breakdown_of_one_step():
-    assert "step 2 " in breakdown(data_parallel(), step=2).get_title(loc="left")
+    assert "unknown: its machine does not answer" in legend_of(timeline(trace))
 
 
 # Scaling
@@ -558,33 +497,23 @@ def lines_of(ax):
 def test_strong_scaling_compares_times():
     ax = scaling({1: lasting(8), 4: lasting(2.5), 2: lasting(5)})
     lines = lines_of(ax)
+    assert set(lines) == {"ideal", "measured"}
     assert lines["measured"].tolist() == pytest.approx(np.array([[1, 1], [2, 1.6], [4, 3.2]]))
     assert lines["ideal"].tolist() == pytest.approx(np.array([[1, 1], [2, 2], [4, 4]]))
     assert [t.get_text() for t in ax.texts] == ["100 %", "80 %", "80 %"]
     assert ax.get_ylabel() == "speed-up over 1 rank"
-    assert "the same work (strong scaling)" in ax.get_title(loc="left")
-
-
-def test_wide_characters_count_as_two():
-    book = Book()
-    book.compute(0, "前向传播第一层", 0, 1)
-    trace = book.trace(1)
-    compute = lanes(trace, 0)[0]
-    assert [caption(trace, 0, compute, n) for n in (8, 9, 13, 14)] == ["", "前向传播…", "前向传播第一…", "前向传播第一层"]
+    assert "the same work (strong scaling)" in title_of(ax)
+    ax = scaling({1: lasting(64), 16: lasting(5), 64: lasting(2)})
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "16", "64"]
 
 
 def test_scaling_says_which_runs_were_simulated():
     simulated = lasting(5)
     simulated.simulated = 1024
-    assert "simulated, with its efficiency" in [line.get_label() for line in scaling({1: simulated, 2: simulated}).get_lines()]
-    labels = [line.get_label() for line in scaling({1: lasting(8), 1024: simulated}).get_lines()]
-    assert "measured and simulated, with its efficiency" in labels
-
-
-def test_scaling_over_many_ranks_is_logarithmic():
-    ax = scaling({1: lasting(64), 16: lasting(5), 64: lasting(2)})
-    assert ax.get_xscale() == ax.get_yscale() == "log"
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "16", "64"]
+    for first, said in ((simulated, "simulated"), (lasting(8), "measured and simulated")):
+        labels = [line.get_label() for line in scaling({1: first, 1024: simulated}).get_lines()]
+        assert f"{said}, with its efficiency" in labels
 
 
 def test_a_prediction_is_relative_to_the_run_with_the_fewest_ranks():
@@ -594,11 +523,6 @@ def test_a_prediction_is_relative_to_the_run_with_the_fewest_ranks():
     assert lines["ideal"].tolist() == pytest.approx(np.array([[1, 1], [2, 2], [4, 4]]))
     assert lines["measured"].tolist() == pytest.approx(np.array([[1, 1], [2, 1.6]]))
     assert ax.get_ylim()[1] > 4
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2", "4"]
-
-
-def test_without_predictions_there_is_no_line_for_them():
-    assert set(lines_of(scaling({1: lasting(2), 2: lasting(1)}))) == {"ideal", "measured"}
 
 
 @pytest.mark.parametrize(
@@ -622,36 +546,24 @@ def test_scaling_says_what_it_expects(runs, predicted, error, said):
 
 
 def test_compare_of_a_hand_worked_case():
-    exposed, hidden = book(), book()
-    exposed.compute(0, "backward", 0, 12)
-    exposed.travel(0, "all_reduce", 12, 20, wait=(12, 20))
-    hidden.window["end_ns"] = 14 * MS
-    hidden.compute(0, "backward", 0, 12)
-    hidden.travel(0, "all_reduce", 5, 13)
-    ax = compare(naive=exposed.done(), overlapped=hidden.done())
+    exposed = made([("backward", 0, 12), ("all_reduce", 12, 20, (12, 20))])
+    ax = compare(naive=exposed, overlapped=made([("backward", 0, 12), ("all_reduce", 5, 13, None)], end_ms=14))
     parts = parts_of(ax)
     assert parts["compute"] == pytest.approx([12, 5])
     assert parts["compute that hides communication"] == pytest.approx([0, 7])
     assert parts["exposed communication"] == pytest.approx([8, 1])
     assert ax.get_xlabel() == "time, mean of the ranks [ms]"
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["naive\n1 rank", "overlapped\n1 rank"]
-    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["20.0 ms", "14.0 ms, 1.43 × as fast"]
-
-
-def test_compare_takes_the_mean_of_the_ranks():
-    b = book(ranks=2)
-    b.compute(0, "forward", 0, 20)
-    b.compute(1, "forward", 0, 10)
-    parts = parts_of(compare(a=b.done(), b=b.done()))
-    assert parts["compute"] == pytest.approx([15, 15])
+    assert rows_of(ax) == ["naive\n1 rank", "overlapped\n1 rank"]
+    assert bold_in(ax) == ["20.0 ms", "14.0 ms, 1.43 × as fast"]
+    two = made([("forward", 0, 20)], [("forward", 0, 10)])
+    assert parts_of(compare(a=two, b=two))["compute"] == pytest.approx([15, 15]), "the mean of the ranks"
 
 
 @pytest.mark.parametrize(
     ("second", "words"), [(10, "10.0 s, as long"), (15, "15.0 s, 1.50 × as long"), (4, "4.00 s, 2.50 × as fast")]
 )
 def test_compare_says_how_much_faster_or_slower(second, words):
-    ax = compare({"1 rank": lasting(10), "2 ranks": lasting(second)})
-    assert [t.get_text() for t in ax.texts if t.get_weight() == "bold"] == ["10.0 s", words]
+    assert bold_in(compare({"1 rank": lasting(10), "2 ranks": lasting(second)})) == ["10.0 s", words]
 
 
 def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(monkeypatch):
@@ -659,7 +571,7 @@ def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(mo
 
     def said(*runs):
         ax = compare({str(number): run for number, run in enumerate(runs)})
-        return [t.get_text().split(", ")[-1] for t in ax.texts if t.get_weight() == "bold"][1:], ax.get_xlabel()
+        return [words.split(", ")[-1] for words in bold_in(ax)][1:], ax.get_xlabel()
 
     noisy, clear = run_of(70, 100, 140), run_of(190, 200, 210)
     assert said(noisy, run_of(80, 110, 130), clear)[0] == ["too close to call", "1.81 × as long"]
@@ -671,7 +583,7 @@ def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(mo
 
 def test_compare_of_the_same_steps_of_each():
     ax = compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=range(1, 3))
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["slow\n4 ranks, steps 1 to 2", "fast\n4 ranks, steps 1 to 2"]
+    assert rows_of(ax) == ["slow\n4 ranks, steps 1 to 2", "fast\n4 ranks, steps 1 to 2"]
     with pytest.raises(LabError, match="has the steps 0 to 2"):
         compare(slow=data_parallel(steps=5), fast=data_parallel(steps=3), step=4)
 
@@ -680,25 +592,10 @@ def test_compare_of_the_same_steps_of_each():
 def test_figures_of_a_replayed_run_say_that_it_was_not_run(step):
     run = data_parallel()
     predicted = replay(run, faster={"backward": 2})
-
-    def texts(trace):
+    for trace, said in ((run, 0), (predicted, 3)):
         figures = [draw(trace, step=step).figure for draw in (timeline, breakdown, traffic)]
-        titles = [ax.get_title(loc="left") for figure in figures for ax in figure.axes if ax.get_title(loc="left")]
-        return titles, [label.get_text() for label in compare(a=run, b=trace, step=step).get_yticklabels()]
-
-    (titles, (_, measured)), (titles_of_replay, (_, label)) = texts(run), texts(predicted)
-    assert not any("replayed" in text for text in (*titles, measured))
-    assert [sum("replayed" in title for title in some) for some in (titles, titles_of_replay)] == [0, 3]
-    assert "replayed" in label
-
-
-def test_compare_reports_missing_arguments():
-    with pytest.raises(LabError, match="1 run given, at least two are needed"):
-        compare(naive=alone())
-    with pytest.raises(TypeError, match=r"expected runs by name, as in compare\(naive=a, overlapped=b\)"):
-        compare([alone(), alone()])
-    with pytest.raises(TypeError, match="expected a run"):
-        compare(a=alone(), b=3)
+        assert sum("replayed" in title_of(ax) for figure in figures for ax in figure.axes) == said
+        assert ["replayed" in label for label in rows_of(compare(a=run, b=trace, step=step))] == [False, bool(said)]
 
 
 # What can go wrong
@@ -710,11 +607,19 @@ def test_an_object_that_is_not_a_run_is_refused(figure):
         figure(3)
 
 
-def test_timeline_of_nothing():
-    with pytest.raises(TypeError, match="expected at least one run"):
-        timeline()
-    with pytest.raises(ValueError, match="expected one for each of the 1 runs"):
-        timeline(alone(), labels=["a", "b"])
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: timeline(), TypeError, "expected at least one run"),
+        (lambda: timeline(alone(), labels=["a", "b"]), ValueError, "expected one for each of the 1 runs"),
+        (lambda: compare(naive=alone()), LabError, "1 run given, at least two are needed"),
+        (lambda: compare([alone(), alone()]), TypeError, r"expected runs by name, as in compare\(naive=a, overlapped=b\)"),
+        (lambda: compare(a=alone(), b=3), TypeError, "expected a run"),
+    ],
+)
+def test_wrong_runs_are_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
@@ -741,14 +646,3 @@ def test_the_style_sheet_is_installed_and_works_in_a_lesson():
         figure.subplots()
         assert _fetch_figure_metadata(figure) is None  # otherwise Jupyter puts a white page behind it
         plt.close(figure)
-
-
-def test_a_notebook_that_trims_the_figure_keeps_the_legend():
-    ax = timeline(data_parallel())
-    figure = ax.figure
-    figure.canvas.draw()
-    kept = figure.get_tightbbox()
-    legends = [artist for artist in ax.artists if isinstance(artist, Legend)]
-    assert legends
-    for legend in legends:
-        assert legend.get_window_extent().y0 >= kept.y0 * figure.dpi

@@ -79,10 +79,8 @@ def test_a_step_begins_with_the_existing_memory():
     book.scalar(0, f"{MEMORY}activations", 60, 1 << 20)
     book.scalar(0, "loss", 40, 7)
     trace = book.trace(1)
-    assert [(s.name, s.time_ns // 10**6) for s in trace.step(1).scalars] == [
-        (f"{MEMORY}parameters", 50),
-        (f"{MEMORY}activations", 60),
-    ]
+    found = {s.name: s.time_ns // 10**6 for s in trace.step(1).scalars}
+    assert found == {f"{MEMORY}parameters": 50, f"{MEMORY}activations": 60}
     ax = memory(trace, step=1)
     assert ax.texts[0].get_text() == "rank 0: peak 3.15 MB = parameters 2.10 + activations 1.05"
     assert ax.get_xlabel() == "time since the start of the step [ms]"
@@ -101,9 +99,18 @@ def test_many_points_are_drawn_by_their_extremes():
     assert (np.diff(thinned.time_ns) > 0).all()
 
 
-def test_without_data_it_says_how_to_record_it():
-    with pytest.raises(lab.LabError, match=r"put `with lab.track_memory\(model, optimizer\):` around the training loop"):
-        memory(alone())
+@pytest.mark.parametrize(
+    ("ask", "error", "said"),
+    [
+        (lambda: memory(alone()), lab.LabError, r"put `with lab.track_memory\(model, optimizer\):` around the training loop"),
+        (lambda: memory_mb(followed(), "weights"), ValueError, r"memory_mb\('weights'\): expected 'parameters'"),
+        (lambda: memory_mb(followed(ranks=3), rank=2), lab.LabError, "rank 2 of this run has not tracked its memory; put `with"),
+        (lambda: memory_mb(3), TypeError, "expected a run"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(ask, error, said):
+    with pytest.raises(error, match=said):
+        ask()
 
 
 def test_the_peak_is_that_of_the_fullest_rank_and_of_all_kinds_at_the_same_time():
@@ -112,12 +119,3 @@ def test_the_peak_is_that_of_the_fullest_rank_and_of_all_kinds_at_the_same_time(
     assert memory_mb(trace, rank=0) == pytest.approx(5)
     assert memory_mb(trace, "parameters", "gradients") == pytest.approx(3)
     assert memory_mb(trace, "optimizer state") == 0
-
-
-def test_what_memory_mb_refuses():
-    with pytest.raises(ValueError, match=r"memory_mb\('weights'\): expected 'parameters'"):
-        memory_mb(followed(1_000_000, ranks=3), "weights")
-    with pytest.raises(lab.LabError, match="rank 2 of this run has not tracked its memory; put `with"):
-        memory_mb(followed(1_000_000, ranks=3), rank=2)
-    with pytest.raises(TypeError, match="expected a run"):
-        memory_mb(3)

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 from matplotlib.legend import Legend
 from matplotlib.patches import FancyArrowPatch
-from matplotlib.text import Text
 
 import labkit as lab
 from labkit.plots.flows import MessageArrow, messages
@@ -15,7 +14,8 @@ from labkit.plots.timeline import timeline
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, chrome, data_parallel, gpu_and_cpu, master_and_workers, model_parallel, remote_calls  # isort: skip
+from synthetic import MS, Book, chrome, data_parallel, gpu_and_cpu, made, master_and_workers  # isort: skip
+from synthetic import model_parallel, remote_calls  # isort: skip
 
 
 def arrows(ax):
@@ -25,48 +25,37 @@ def arrows(ax):
 
 
 def test_a_message_goes_from_the_time_both_ranks_are_ready_to_its_arrival():
-    found = messages(model_parallel(1))
-    assert found == [
+    assert messages(model_parallel(1)) == [
         MessageArrow(0, int(6.8 * MS), 1, int(7.8 * MS), span=7),
         MessageArrow(1, int(21.8 * MS), 0, int(22.8 * MS), span=11),
     ]
     # from the middle of one rank's communication lane to that of the other
     assert arrows(timeline(model_parallel(1))) == [(6.8, 0.75, 7.8, 1.75), (21.8, 1.75, 22.8, 0.75)]
-
-
-def test_a_message_starts_when_its_receiver_has_arrived():
-    book = Book()
-    book.travel(0, "send", 1, 8, peer=1, group="p2p", match=1)
-    book.travel(1, "recv", 6, 8, peer=0, group="p2p", match=1)
-    assert arrows(timeline(book.trace(2, start_ns=0))) == [(6, 0.75, 8, 1.75)]
+    late = made([("send", 1, 8, None, {"peer": 1})], [("recv", 6, 8, None, {"peer": 0})], start_ns=0)
+    assert arrows(timeline(late)) == [(6, 0.75, 8, 1.75)]
 
 
 def test_a_call_arrives_when_it_is_served_and_its_result_at_the_end_of_the_call():
     found = messages(remote_calls())
-    assert len(found) == 8
-    calls = [m for m in found if m.call]
+    calls, replies = [m for m in found if m.call], [m for m in found if not m.call]
     assert [(m.source, m.destination) for m in calls] == [(0, 1), (0, 2)] * 2
     assert [(m.arrived_ns - m.sent_ns) / MS for m in calls] == pytest.approx([0.7] * 4, abs=1e-5)
-    replies = [m for m in found if not m.call]
     assert [(m.source, m.destination) for m in replies] == [(1, 0), (2, 0)] * 2
     ends = arrows(timeline(remote_calls()))
     assert (2.3, 0.75, 3.0, 1.35) in ends  # into the compute lane
     assert (7.3, 1.75, 8.2, 0.75) in ends
 
 
-def test_collectives_and_calls_of_which_one_end_is_unknown_have_no_arrows():
-    assert messages(data_parallel()) == []
-    assert messages(master_and_workers()) == []
+def test_what_has_no_arrows():
+    assert messages(data_parallel()) == [], "collectives"
+    assert messages(master_and_workers()) == [], "calls of which one end is unknown"
+    spans = [dataclasses.replace(s, done=False) if s.name == "recv" else s for s in model_parallel()]
+    assert messages(Trace(spans, ranks=["rank 0", "rank 1"])) == [], "messages that never arrived"
 
 
 def test_only_messages_in_the_shown_interval_are_drawn():
     trace = schedule("1f1b", stages=2, micro_batches=4, communication=0.5)
     assert 0 < len(messages(trace.between(0, trace.end_ns // 2))) < len(messages(trace))
-
-
-def test_a_message_that_never_arrived_has_no_arrow():
-    spans = [dataclasses.replace(s, done=False) if s.name == "recv" else s for s in model_parallel()]
-    assert messages(Trace(spans, ranks=["rank 0", "rank 1"])) == []
 
 
 def test_the_legend_explains_arrows_only_where_there_are_any():
@@ -83,14 +72,11 @@ def test_in_several_runs_arrows_stay_in_their_own_run():
 
 
 def test_between_gpus_messages_go_from_gpu_row_to_gpu_row():
-    book = Book()
-    for rank in range(2):
-        book.compute(rank, "data", 0, 2)
-        book.compute(rank, "forward", 2, 6, device="cuda")
-    shared = {"group": "p2p", "match": 1, "device": "cuda"}
-    book.travel(0, "send", 6, 8, peer=1, **shared)
-    book.travel(1, "recv", 5, 8, peer=0, **shared)
-    assert arrows(timeline(book.trace(2))) == [(6, 0.75, 8, 2.75)]
+    gpu = {"device": "cuda"}
+    computing = [("data", 0, 2), ("forward", 2, 6, gpu)]
+    sender, receiver = ("send", 6, 8, None, {"peer": 1} | gpu), ("recv", 5, 8, None, {"peer": 0} | gpu)
+    trace = made([*computing, sender], [*computing, receiver])
+    assert arrows(timeline(trace)) == [(6, 0.75, 8, 2.75)]
 
 
 def two_stages_of_four_ranks(micro_batches: int) -> Trace:
@@ -124,32 +110,18 @@ def test_arrows_are_drawn_where_they_can_be_distinguished(trace: Trace, drawn: i
     assert len(arrows(timeline(trace))) == drawn
 
 
-def test_eight_ranks_are_readable_at_1000_pixels():
-    ax = timeline(two_stages_of_four_ranks(3))
-    ax.figure.canvas.draw()
-    px_per_pt = 1000 / 72 / ax.figure.get_figwidth()
-    texts = [text for text in ax.figure.findobj(Text) if text.get_text() and text.get_visible()]
-    assert min(text.get_fontsize() for text in texts) * px_per_pt >= 9
-    captions = [text for text in ax.texts if text.get_text() == "send pp"]
-    heads = [patch for patch in ax.patches if isinstance(patch, FancyArrowPatch)]
-    assert len(captions) == 12
-    assert min(text.zorder for text in captions) > max(arrow.zorder for arrow in heads)
-
-
 @pytest.mark.parametrize(("error_ms", "drawn"), [(0, 0), (1, 0), (2, 1)])
 def test_a_message_that_arrives_before_it_was_sent_is_drawn_as_it_is_if_the_clocks_explain_it(error_ms, drawn):
-    book = Book()
-    book.travel(0, "send", 6, 8, peer=1, group="0 to 1", match=1)
-    book.travel(1, "recv", 1, 4.5, peer=0, group="0 to 1", match=1)  # it arrived 1.5 ms before it was sent
-    trace = book.trace(2, start_ns=0, clock_error_ns=error_ms * MS)
+    def message(sent, received):
+        ends = ("send", *sent, None, {"peer": 1, "match": 1}), ("recv", *received, None, {"peer": 0, "match": 1})
+        return made([ends[0]], [ends[1]], start_ns=0, clock_error_ns=error_ms * MS)
+
+    trace = message((6, 8), (1, 4.5))  # it arrived 1.5 ms before it was sent
     assert arrows(timeline(trace)) == [(6, 0.75, 4.5, 1.75)][:drawn]
     assert messages(trace) == [MessageArrow(0, 6 * MS, 1, int(4.5 * MS), span=1)][:drawn]
     for other in (trace.between(0, 5 * MS), trace.between(5 * MS, 8 * MS)):
         assert messages(other) == [], "one of its ends is outside"
-    book = Book()
-    book.travel(0, "send", 1, 4, peer=1, group="0 to 1", match=1)
-    book.travel(1, "recv", 1, 8, peer=0, group="0 to 1", match=1)
-    trace = book.trace(2, start_ns=0, clock_error_ns=error_ms * MS)
+    trace = message((1, 4), (1, 8))
     assert len(messages(trace)) == 1
     assert messages(trace.between(0, 5 * MS)) == messages(trace.between(3 * MS, 8 * MS)) == []
 

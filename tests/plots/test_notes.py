@@ -18,7 +18,7 @@ from labkit.plots.view import view_of
 from labkit.tracing.step_times import lacking_cores
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, model_parallel  # isort: skip
+from synthetic import MS, Book, made, model_parallel  # isort: skip
 
 NOTE = "4 ranks shared 2 cores: what overlaps here may not overlap on cores of their own"
 
@@ -52,13 +52,9 @@ def test_the_share_of_the_time_in_which_ranks_lacked_a_core():
 
 def test_a_program_that_does_not_communicate_lacked_cores_in_its_call_and_its_steps():
     """Whole calls and steps carry the delays: 3 of 10 ms, of which 2 in the first step."""
-    book = Book()
-    for rank in range(4):
-        for number, delay in enumerate((3, 4)):
-            book.whole(rank, "step", 1 + 5 * number, 6 + 5 * number, wait_delay_ns=delay * MS)
-        book.compute(rank, "forward", 1, 11)
-        book.whole(rank, "call", 1, 11, issue_delay_ns=MS, wait_delay_ns=4 * MS)
-    trace = Trace(book.spans, ranks=[f"rank {rank}" for rank in range(4)], cores=2)
+    steps = [("step", 1 + 5 * n, 6 + 5 * n, {"wait_delay_ns": delay * MS}) for n, delay in enumerate((3, 4))]
+    call = ("call", 1, 11, {"issue_delay_ns": MS, "wait_delay_ns": 4 * MS})
+    trace = made(*[[*steps, ("forward", 1, 11), call]] * 4, cores=2)
     assert lacking_cores(trace) == pytest.approx(0.3)
     own = lab.replay(trace, own_cores=True)
     assert [step.duration_ns for step in own.filter(rank=0, kind="step")] == [3 * MS, 4 * MS]
@@ -79,21 +75,16 @@ def test_a_run_with_a_core_for_each_rank_is_not_meant():
     assert f" as run: {NOTE}." in several
     assert f" as run: {NOTE}." in compared
     assert not any("shared" in text for text in alt_texts(own, own))
+    assert "4 ranks shared cores: what" in lab.timeline(sharing(3, cores=0)).figure.alt_text, "their number may be unknown"
 
 
 @pytest.mark.parametrize("told", [True, False])
 def test_figures_say_that_communication_includes_copies_to_the_host(told):
-    book = Book()
-    for rank in (0, 1):
-        book.compute(rank, "forward", 0, 4, device="cuda")
-        book.travel(rank, "all_reduce", 4, 6, wait=(4, 6), group="world", match=1, device="cuda", through_host=told)
-    trace = Trace(book.spans, ranks=["rank 0", "rank 1"])
+    gpu = {"device": "cuda"}
+    reduced = ("all_reduce", 4, 6, (4, 6), gpu | {"through_host": told})
+    trace = made(*[[("forward", 0, 4, gpu), reduced]] * 2)
     note = "gloo moved GPU tensors through the host's memory: communication includes these copies."
     assert [note in text for text in alt_texts(trace, trace)] == [told] * 5
-
-
-def test_the_number_of_cores_may_be_unknown():
-    assert "4 ranks shared cores: what" in lab.timeline(sharing(3, cores=0)).figure.alt_text
 
 
 # For whom a rank waits
@@ -123,25 +114,23 @@ def words_for_waiting(trace: Trace) -> set[str]:
     return found[0]
 
 
-def test_devices_of_one_rank_wait_for_each_other():
-    assert words_for_waiting(of_devices(1, across=False)) == {"waiting for another device"}
-    assert words_for_waiting(of_devices(2, across=False)) == {"waiting for another device"}
+def unfinished() -> Trace:
+    return made([("forward", 0, 1), ("all_reduce", 1, 4, (1, 4), {"done": False})])
 
 
-def test_ranks_with_devices_may_wait_for_either():
-    assert words_for_waiting(of_devices(2, across=True)) == {"waiting for another rank or device"}
-    assert words_for_waiting(of_devices(2, across=False, messages=True)) == {"waiting for another rank or device"}
-
-
-def test_ranks_without_devices_wait_for_ranks():
-    assert words_for_waiting(model_parallel()) == {"waiting for another rank"}
-
-
-def test_a_single_rank_never_waits_for_another():
-    book = Book()
-    book.compute(0, "forward", 0, 1)
-    book.travel(0, "all_reduce", 1, 4, wait=(1, 4), group="world", match=1, done=False)
-    assert words_for_waiting(book.trace(1)) == {"waiting"}
+@pytest.mark.parametrize(
+    ("trace", "whom"),
+    [
+        (of_devices(1, across=False), " for another device"),
+        (of_devices(2, across=False), " for another device"),
+        (of_devices(2, across=True), " for another rank or device"),
+        (of_devices(2, across=False, messages=True), " for another rank or device"),
+        (model_parallel(), " for another rank"),
+        (unfinished(), ""),  # of a single rank
+    ],
+)
+def test_for_whom_a_rank_waits(trace: Trace, whom: str):
+    assert words_for_waiting(trace) == {f"waiting{whom}"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

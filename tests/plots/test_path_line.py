@@ -29,23 +29,16 @@ def test_the_line_runs_along_the_rows_of_the_ranks_on_the_path() -> None:
     axes = timeline(blocking(), critical_path=True)
     (line,) = path_lines(axes)
     x, y = line.get_data()
-    assert x[0] == 0
-    assert x[-1] == 11
+    assert (x[0], x[-1]) == (0, 11)
     assert np.all(np.diff(x) >= 0)
-    path = critical_path(blocking())
-    assert [int(each) for each in y[::2]] == [piece.rank for piece in path]
+    assert [int(each) for each in y[::2]] == [piece.rank for piece in critical_path(blocking())]
     compute, communication = (float(np.mod(y[2 * i], 1)) for i in (0, 1))
     assert 0.5 < compute < 0.6  # at the lower edges of the two lanes: between them are the captions
     assert 0.8 < communication < 0.9
-    assert "critical path" in legend(axes)
-    assert "critical path" in axes.figure.alt_text
-
-
-def test_there_is_no_line_unless_it_is_asked_for() -> None:
-    axes = timeline(blocking())
-    assert not path_lines(axes)
-    assert "critical path" not in legend(axes)
-    assert "critical path" not in axes.figure.alt_text
+    without = timeline(blocking())
+    assert not path_lines(without), "unless it is asked for"
+    for drawn, said in ((axes, True), (without, False)):
+        assert ("critical path" in legend(drawn)) == ("critical path" in drawn.figure.alt_text) == said
 
 
 def test_each_of_several_runs_has_its_own_within_its_rows() -> None:

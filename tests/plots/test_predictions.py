@@ -26,13 +26,19 @@ def test_the_table_as_text():
     ]
 
 
-def test_small_numbers_have_three_digits_too():
-    cells = predictions({"step": (0.0021, 0.00234), "epoch": (0.3, 1)}, "s").cells()
-    assert [row[1:3] for row in cells] == [("0.0021 s", "0.00234 s"), ("0.30 s", "1.00 s")]
-
-
-def test_whole_numbers_have_no_decimal_places():
-    assert [row[1:3] for row in predictions({"messages": (6, 6), "ranks": (4, 3)}).cells()] == [("6", "6"), ("4", "3")]
+@pytest.mark.parametrize(
+    ("pair", "unit", "shown"),
+    [
+        ((0.0021, 0.00234), "s", ("0.0021 s", "0.00234 s", "1.11")),
+        ((0.3, 1), "s", ("0.30 s", "1.00 s", "3.33")),
+        ((6, 6), "", ("6", "6", "1.00")),
+        ((4, 3), "", ("4", "3", "0.75")),
+        ((0, 3), "", ("0", "3", "")),
+        ((predict.pipeline_bubble(stages=2, micro_batches=1), 55), "%", ("50 %", "55 %", "1.10")),
+    ],
+)
+def test_numbers_have_three_digits_and_whole_ones_no_decimal_places(pair, unit, shown):
+    assert [row[1:] for row in predictions({"a": pair}, unit).cells()] == [shown]
 
 
 def test_the_table_as_html_and_as_numbers():
@@ -51,22 +57,6 @@ def test_a_prediction_is_converted_to_the_unit_of_the_table():
     assert (row.predicted, row.ratio) == (pytest.approx(8.05), pytest.approx(1))
     with pytest.raises(ValueError, match=r"predictions\('message': \.\.\.\): the prediction, 8\.05 ms, is not in MB"):
         predictions({"message": (message, 8.05)}, unit="MB")
-
-
-def test_a_fraction_in_percent():
-    bubble = predict.pipeline_bubble(stages=2, micro_batches=1)
-    assert repr(predictions({"bubble": (bubble, 55)}, unit="%")).splitlines()[1].split() == [
-        "bubble",
-        "50",
-        "%",
-        "55",
-        "%",
-        "1.10",
-    ]
-
-
-def test_zero_predicted_has_no_ratio():
-    assert repr(predictions({"messages": (0, 3)})).splitlines()[1].split() == ["messages", "0", "3"]
 
 
 @pytest.mark.parametrize(

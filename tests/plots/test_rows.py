@@ -14,7 +14,7 @@ from labkit.plots.timeline import timeline
 from labkit.plots.view import is_pipeline, rows_of
 from labkit.tracing.ideal_pipeline import schedule
 
-from synthetic import Book, alone, data_parallel, gpu_and_cpu, model_parallel  # isort: skip
+from synthetic import ALONE, alone, data_parallel, gpu_and_cpu, made, model_parallel  # isort: skip
 
 
 def bars_of(ax, style, row):
@@ -36,13 +36,9 @@ def test_a_micro_batch_has_its_number():
     compute, _ = lanes(trace, 0)
     assert [caption(trace, 10, compute, n) for n in (1, 2, 9, 10)] == ["", "10", "10", "10"]
     assert [t for t in texts(timeline(trace)) if t.isdigit()] == [str(i) for i in range(12)] * 4
-
-
-def test_the_number_is_the_micro_batchs_not_the_stages():
     trace = schedule("interleaved 1f1b", stages=4, ranks=2, micro_batches=2)
-    compute, _ = lanes(trace, 1)
-    assert caption(trace, 0, compute, 4) == "0"
-    assert caption(trace, 0, compute, 40) == "forward 0 of stage 1"
+    compute, _ = lanes(trace, 1)  # the number is not the stage's
+    assert [caption(trace, 0, compute, n) for n in (4, 40)] == ["0", "forward 0 of stage 1"]
 
 
 def test_the_title_of_a_pipeline_shows_its_bubble():
@@ -60,42 +56,34 @@ def test_the_title_of_a_pipeline_shows_its_bubble():
         assert "bubble" not in timeline(trace).get_title(loc="left")
 
 
-def numbered(ranks=2, *, later=0, call=False):
-    """Each rank computes two numbered micro-batches; rank 1 begins `later`."""
-    book = Book()
-    for rank in range(ranks):
-        for i in range(2):
-            book.compute(rank, f"forward {i}", later * rank + i, later * rank + i + 1)
-        if call:
-            book.whole(rank, "call", later * rank, later * rank + 2)
-    return book
+def numbered(later=0, *more):
+    """A rank's two numbered micro-batches, and more spans."""
+    return [*((f"forward {i}", later + i, later + i + 1) for i in range(2)), *more]
 
 
 def test_numbers_alone_do_not_make_a_pipeline():
-    accumulating = numbered()  # gradients over two micro-batches, on one rank or on several
-    for rank in range(2):
-        accumulating.travel(rank, "all_reduce", 2, 3, group="world", match=1)
-    assert not is_pipeline(accumulating.trace(2))
-    accumulating.travel(0, "send", 1, 2, peer=1)
-    assert is_pipeline(accumulating.trace(2))
-    assert not is_pipeline(numbered(1).trace(1))
-    assert not is_pipeline(numbered().trace(2)), "both work on one number at once"
-    assert not is_pipeline(numbered(later=2, call=True).trace(2)), "one begins when the other has finished"
+    reduced = ("all_reduce", 2, 3, None)  # gradients over two micro-batches, on one rank or on several
+    assert not is_pipeline(made(numbered(0, reduced), numbered(0, reduced)))
+    assert is_pipeline(made(numbered(0, reduced, ("send", 1, 2, None, {"peer": 1} | ALONE)), numbered(0, reduced)))
+    assert not is_pipeline(made(numbered()))
+    assert not is_pipeline(made(numbered(), numbered())), "both work on one number at once"
+    apart = made(numbered(0, ("call", 0, 2)), numbered(2, ("call", 2, 4)))
+    assert not is_pipeline(apart), "one begins when the other has finished"
 
 
-def test_a_number_inside_a_name_is_not_a_micro_batch():
-    for names, found in (
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
         (("backward of NetShard1.forward", "backward of NetShard2.forward"), False),
         (("forward of conv1d", "forward of conv2d"), False),
         (("forward_0", "forward_1"), True),
         (("forward of micro-batch 0", "forward of micro-batch 1"), True),
         (("Forward0", "backward1"), True),
-    ):
-        book = Book()
-        for rank, name in enumerate(names):
-            book.compute(rank, name, rank, rank + 1)
-        book.travel(0, "send", 1, 2, peer=1)
-        assert is_pipeline(book.trace(2)) == found
+    ],
+)
+def test_a_number_inside_a_name_is_not_a_micro_batch(names, found):
+    sent = ("send", 1, 2, None, {"peer": 1} | ALONE)
+    assert is_pipeline(made([(names[0], 0, 1), sent], [(names[1], 1, 2)])) == found
 
 
 def test_runs_can_be_given_by_their_titles():
@@ -113,10 +101,10 @@ def test_a_step_cut_out_of_a_run_is_one_step_though_its_neighbours_reach_into_it
 
 
 def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
-    trace = gpu_and_cpu()
-    ax = timeline(trace)
+    ax = timeline(gpu_and_cpu())
     assert rows(ax) == ["rank 0 GPU", "CPU", "rank 1 GPU", "CPU"]
     assert bars_of(ax, "forward", 0) == [(3, 9), (33, 39)]
+    assert bars_of(ax, "backward", 0) == [(9, 21), (39, 51)]  # data was loaded from 10 to 13
     assert bars_of(ax, "data", 1) == [(0.5, 2.5), (10, 13), (30.5, 32.5), (40, 43)]
     assert bars_of(ax, "hidden", 0) == [(12, 21), (42, 51)]  # after the GPU's own work
     assert bars_of(ax, "exposed", 1) == [(25, 28), (55, 58)]  # from the arrival of rank 1
@@ -124,17 +112,10 @@ def test_a_rank_with_gpu_and_cpu_has_a_row_for_each():
     assert bars_of(ax, "forward", 1) == bars_of(ax, "data", 0) == []
 
 
-def test_cpu_spans_do_not_cut_concurrent_gpu_spans():
-    assert bars_of(timeline(gpu_and_cpu(1)), "backward", 0) == [(9, 21)]  # data was loaded from 10 to 13
-
-
 def test_a_rank_with_only_cpu_calls_has_one_row():
-    book = Book()
-    book.compute(0, "forward", 1, 5, device="cuda")
-    book.compute(1, "forward", 1, 5)
-    for rank in range(2):
-        book.whole(rank, "call", 0, 6)
-    assert [row.name for row in rows_of(book.trace(2))] == ["rank 0", "rank 1"]
+    call = ("call", 0, 6)
+    trace = made([("forward", 1, 5, {"device": "cuda"}), call], [("forward", 1, 5), call])
+    assert [row.name for row in rows_of(trace)] == ["rank 0", "rank 1"]
 
 
 def test_the_strip_has_all_rows():

@@ -59,9 +59,7 @@ def test_a_name_in_the_record_says_what_it_is(recorded: str, name: str) -> None:
     assert type_of(recorded).name == name
 
 
-@pytest.mark.parametrize(
-    "name", ["", "gossip", "all_reduce of the gradients", "recv left", "serve", "reply", "remote", "forward"]
-)
+@pytest.mark.parametrize("name", ["", "gossip", "all_reduce of gradients", "recv left", "serve", "reply", "remote", "forward"])
 def test_a_span_of_the_students_own_is_no_operation(name: str) -> None:
     assert type_of(name) is OTHER
 

@@ -13,7 +13,7 @@ from labkit.recording import ring_buffer
 from labkit.recording.clock import Clock
 from labkit.recording.ring_buffer import CAPACITY, RECORD_BYTES, RING_BYTES, RingReader, RingWriter, record_dtype
 from labkit.recording.ring_copy import TOGETHER, RingCopy, RingTap
-from labkit.recording.schema import COMPUTE, CPU, FIELDS, OPEN, PENDING_FIELDS, SCALAR, STEP, Pending
+from labkit.recording.schema import COMPUTE, CPU, FIELDS, OPEN, PENDING_FIELDS, STEP, Pending
 
 AHEAD_NS = 3_600 * 10**9
 NOW = 10**15
@@ -136,16 +136,6 @@ def test_header_words_are_copied(copied: Copied) -> None:
     assert [copied.reader.unnoted, copied.reader.serving, copied.reader.no_room] == [2, 3, ["spans"]]
     assert copied.reader.names() == copied.original.names()
     assert len(copied.reader.pending()) == ring_buffer.PENDING_SLOTS
-
-
-def test_a_time_of_zero_stays_zero_and_a_scalars_end_is_a_time(copied: Copied) -> None:
-    copied.writer.write_scalar("loss", AHEAD_NS + 12, 0.5)
-    copied.writer.write_communication("send", AHEAD_NS + 1, AHEAD_NS + 9)
-    copied.send()
-    scalar, send = copied.reader.read()
-    assert [int(scalar[f]) for f in ("start_ns", "end_ns", "kind")] == [12, 12, SCALAR]
-    times = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns", "backend_ns")
-    assert [int(send[f]) for f in times] == [1, 9, 0, 0, 0]
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 300, 3000, ALL])
@@ -418,30 +408,3 @@ def test_at_each_step_records_are_whole_or_invalid_and_few_are_invalid(copied: C
         copied.copy._write(rows.copy())
         written += len(rows)
     assert 0 < max(invalid) <= TOGETHER
-
-
-def test_a_reader_that_is_lapped_meanwhile_reads_only_whole_records(copied: Copied, threads: list[threading.Thread]) -> None:
-    rows = np.zeros(CAPACITY // 2, record_dtype())
-    template = rows.view(np.int64).reshape(len(rows), -1)
-    done = threading.Event()
-    rounds = 12
-
-    def copying() -> None:
-        for number in range(rounds * len(rows) // TOGETHER):
-            template[:TOGETHER] = number + 1
-            copied.copy._write(template[:TOGETHER].copy())
-        done.set()
-
-    copied.copy._times = []
-    threads.append(threading.Thread(target=copying))
-    threads[0].start()
-    count = 0
-    while True:
-        last = done.is_set()
-        words = copied.reader.read().view(np.int64).reshape(-1, template.shape[1])
-        count += len(words)
-        assert (words[:, 0] == words[:, 5]).all()
-        assert (words[:, 0] == (words[:, -1] - 1) // TOGETHER + 1).all()
-        if last:
-            break
-    assert count + copied.reader.dropped == rounds * len(rows)

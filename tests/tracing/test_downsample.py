@@ -35,16 +35,25 @@ def written():
     return reader.read(), reader.names(), at
 
 
-def reported(written):
-    rows, names, end_ns = written
-    few = downsample(rows, names.index(STEPS_IN_ALL))
-    return few, from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
+@pytest.fixture(scope="module")
+def few(written):
+    rows, names, _ = written
+    return downsample(rows, names.index(STEPS_IN_ALL))
 
 
-def test_few_records_are_unchanged(written):
+@pytest.fixture(scope="module")
+def trace(few, written):
+    _, names, end_ns = written
+    return from_records([few], [names], ["rank 0"], start_ns=0, end_ns=end_ns)
+
+
+def test_few_records_are_unchanged_and_waits_are_left_out_of_many(written):
     rows, names, _ = written
     some = rows[:FEW]
     assert downsample(some, names.index(STEPS_IN_ALL)) is some
+    some = rows[: 2 * MOST].copy()
+    some["kind"][::2] = WAIT
+    assert not (downsample(some, names.index(STEPS_IN_ALL))["kind"] == WAIT).any()
 
 
 def test_spans_are_unchanged_if_only_values_are_thinned(written):
@@ -57,41 +66,28 @@ def test_spans_are_unchanged_if_only_values_are_thinned(written):
     assert few[few["kind"] == 3][-1] == some[some["kind"] == 3][-1]  # the last value is kept
 
 
-def test_waits_are_left_out_of_many_records(written):
-    rows, names, _ = written
-    some = rows[: 2 * MOST].copy()
-    some["kind"][::2] = WAIT
-    assert not (downsample(some, names.index(STEPS_IN_ALL))["kind"] == WAIT).any()
-
-
-def test_many_become_few(written):
-    few, _ = reported(written)
-    assert len(few) < MOST + 200
-    assert len(written[0]) == 1.5 * STEPS * 4 + 2
-
-
-def test_the_latest_spans_are_unchanged(written):
-    few, _ = reported(written)
+def test_many_become_few_and_the_latest_are_unchanged(written, few):
     rows = written[0]
+    assert len(few) < MOST + 200
+    assert len(rows) == 1.5 * STEPS * 4 + 2
     assert np.array_equal(few[(few["kind"] == 0) & (few["count"] == 1)], rows[rows["kind"] == 0][-MOST // 2 :])
     assert few[-1] == rows[-1]
 
 
-def test_the_steps_of_each_loop_are_counted(written):
+def test_the_steps_of_each_loop_are_counted(trace):
     progress = Progress(1)
-    progress.add(reported(written)[1])
-    assert progress.done == 1.5 * STEPS
-    assert progress.fraction == 1
+    progress.add(trace)
+    assert (progress.done, progress.fraction) == (1.5 * STEPS, 1)
     steps, rate, _, loss = progress.parts()
     assert (steps, rate, loss) == ("8000 of 8000 steps", "100000 steps/s", "loss 7999")
 
 
-def test_the_picture_keeps_the_share_of_each_kind(written):
-    _, trace = reported(written)
+def test_the_picture_keeps_the_share_of_each_kind(written, trace):
     recent = Recent(("rank 0",), 0)
-    nothing = from_records([written[0][:0]], [[""]], ["rank 0"])
     recent.add(trace, trace.end_ns)
-    recent.add(nothing, 3 * trace.end_ns)
+    assert not (recent._rows["count"] > 1).any(), "a span that represents many is not drawn as one"
+    assert 0 < recent.dropped_ns < trace.end_ns
+    recent.add(from_records([written[0][:0]], [[""]], ["rank 0"]), 3 * trace.end_ns)
     compute, _ = recent.binned(0)
     share = dict(zip(STYLES, compute.sum(axis=1) / trace.end_ns, strict=True))
     assert share["forward"] == pytest.approx(0.3, abs=0.03)
@@ -105,11 +101,3 @@ def test_lost_records_are_reported():
     assert ax.get_xlabel().endswith("[ms]   (1234 records were lost: written faster than read)")
     plt.close(ax.figure)
     assert "lost" not in repr(alone())
-
-
-def test_a_span_that_represents_many_is_not_drawn_as_one(written):
-    _, trace = reported(written)
-    recent = Recent(("rank 0",), 0)
-    recent.add(trace, trace.end_ns)
-    assert not (recent._rows["count"] > 1).any()
-    assert 0 < recent.dropped_ns < trace.end_ns

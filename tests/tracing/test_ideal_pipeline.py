@@ -77,16 +77,18 @@ def test_every_pass_runs_once_and_begins_when_its_input_has_arrived(options):
         assert all(one[1] <= two[0] for one, two in itertools.pairwise(times)), "two passes at once on one rank"
 
 
-def test_gpipe_runs_all_forward_passes_first():
+def test_the_order_of_passes():
     trace = schedule("gpipe", stages=2, micro_batches=3)
     assert in_order(trace, 0) == in_order(trace, 1) == "F0 F1 F2 B0 B1 B2"
-
-
-def test_1f1b_keeps_as_many_activations_as_stages_follow():
-    trace = schedule("1f1b", stages=3, micro_batches=4)
+    trace = schedule("1f1b", stages=3, micro_batches=4)  # as many activations are kept as stages follow
     assert in_order(trace, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
     assert in_order(trace, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert in_order(trace, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_stages_with_different_times():
+    trace = schedule("gpipe", stages=2, micro_batches=1, forward=[1, 2], backward=[3, 4])
+    assert (trace.duration_ns, trace.bubble) == (10 * S, pytest.approx(1 / 2))
 
 
 def test_interleaved_1f1b_in_the_order_of_megatron():
@@ -94,12 +96,6 @@ def test_interleaved_1f1b_in_the_order_of_megatron():
     stage = [f"{s.name[0].upper()}{s.name.split()[1]}.{s.name.split()[-1]}" for s in trace.filter(rank=0, kind="compute")]
     warm_up = "F0.0 F1.0 F0.2 F1.2"
     assert " ".join(stage).startswith(f"{warm_up} F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0")
-
-
-def test_stages_with_different_times():
-    trace = schedule("gpipe", stages=2, micro_batches=1, forward=[1, 2], backward=[3, 4])
-    assert trace.duration_ns == 10 * S
-    assert trace.bubble == pytest.approx(1 / 2)
 
 
 def test_messages_have_two_ends_and_a_duration():

@@ -1,7 +1,9 @@
 """What limits a run: each kind of loss is found in traces made by hand, with its numbers."""
 
+import itertools
+
 import pytest
-from synthetic import Book, data_parallel, master_and_workers, model_parallel
+from synthetic import Book, data_parallel, in_steps, master_and_workers, model_parallel
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
@@ -10,83 +12,35 @@ from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.trace import Trace
 
 
-def steps(travel, compute=(10.0, 10.0), count=6, gap=0.0):
-    """Steps of two ranks: each computes for its time in ms, then `travel` adds their messages and returns their end."""
-    book, at = Book(), 0.0
-    for number in range(count):
-        ready = [book.compute(rank, "forward", at + gap, at + gap + ms) for rank, ms in enumerate(compute)]
-        end = travel(book, ready, number)
-        for rank in range(2):
-            book.whole(rank, "step", at, end)
-        at = end
-    for rank in range(2):
-        book.whole(rank, "call", 0, at)
-    return book.trace(2)
-
-
-def all_reduces(count, nbytes, ms):
-    """So many all-reduces one after another, each of which takes `ms` once both ranks have come."""
-
-    def travel(book, ready, number):
-        came = list(ready)
-        for i in range(count):
-            end = max(came) + ms
-            for rank in range(2):
-                match = number * count + i
-                wait = (came[rank], end)
-                book.travel(rank, "all_reduce", came[rank], end, wait=wait, nbytes=nbytes, group="world", match=match)
-            came = [end, end]
-        return came[0]
-
-    return travel
-
-
-def loading(data_ms, compute_ms, gap=0.0):
-    """Steps of one rank: it waits for data, then computes, then does nothing for a while."""
-    book, at = Book(), 0.0
-    for _ in range(6):
-        computes, ends = at + data_ms, at + data_ms + compute_ms + gap
-        book.compute(0, "data", at, computes)
-        book.compute(0, "forward", computes, computes + compute_ms)
-        book.whole(0, "step", at, ends)
-        at = ends
-    return book.trace(1)
-
-
 @pytest.mark.parametrize(
     ("data_ms", "gap_ms", "limit"),
     [(50, 0, Limit.DATA), (5, 0, Limit.DATA), (1, 0, Limit.COMPUTE), (5, 20, Limit.UNRECORDED), (5, 6, Limit.COMPUTE)],
 )
 def test_a_rank_waits_for_data(data_ms, gap_ms, limit):
-    found = limit_of(loading(data_ms, 10, gap_ms))
+    """In each step it waits for data, computes for 10 ms, then does nothing for a while."""
+    found = limit_of(in_steps(6, ("data", data_ms), ("forward", 10), ("", gap_ms), ranks=1))
     assert found.limit is limit
-    assert (found.data, found.compute) == pytest.approx((data_ms / (10 + data_ms + gap_ms), 10 / (10 + data_ms + gap_ms)))
+    assert (found.data, found.compute) == pytest.approx([ms / (data_ms + 10 + gap_ms) for ms in (data_ms, 10)])
 
 
 @pytest.mark.parametrize(("slow", "limit"), [((0, 1), Limit.DATA), ((1,), Limit.LATE_RANK)], ids=["all ranks", "one rank"])
 def test_ranks_that_communicate_wait_for_data(slow, limit):
-    def with_data(book, ready, number):
-        for rank in slow:
-            book.compute(rank, "data", ready[rank], ready[rank] + 20)
-            ready[rank] += 20
-        return all_reduces(1, 1 << 20, 1)(book, ready, number)
-
-    found = limit_of(steps(with_data))
+    data_ms = tuple(20 if rank in slow else 0 for rank in (0, 1))
+    found = limit_of(in_steps(6, ("forward", 10), ("data", data_ms), ("all_reduce", 1), nbytes=1 << 20))
     assert found.limit is limit
     assert found.data == pytest.approx(len(slow) / 2 * 20 / 31)
     assert found.late_data == pytest.approx(20 / 31)
 
 
 def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
-    def disturbed(book, ready, number):
-        if number == 2:
-            book.compute(0, READING, ready[0], ready[0] + 50)
-            ready[0] += 50
-        return all_reduces(1, 8 << 20, 6)(book, ready, number)
+    def found(reading_ms):
+        reading = lambda step: (READING, (reading_ms if step == 2 else 0, 0))  # noqa: E731
+        return limit_of(in_steps(8, ("forward", 10), reading, ("all_reduce", 6), nbytes=8 << 20))
 
-    found, usual = limit_of(steps(disturbed, count=8)), limit_of(steps(all_reduces(1, 8 << 20, 6), count=8))
-    assert found.steps == 5  # after the disturbed one
-    assert (found.compute, found.exposed, found.waiting) == pytest.approx((usual.compute, usual.exposed, usual.waiting))
+    disturbed, usual = found(50), found(0)
+    assert disturbed.steps == 5  # after the disturbed one
+    shares = [(each.compute, each.exposed, each.waiting) for each in (disturbed, usual)]
+    assert shares[0] == pytest.approx(shares[1])
 
 
 @pytest.mark.parametrize(
@@ -94,12 +48,8 @@ def test_steps_in_which_labkit_reads_the_profiler_do_not_count():
 )
 def test_large_operations_beside_a_small_one(count, nbytes, ms, limit):
     """They take no longer than the small one, or much longer."""
-
-    def both(book, ready, number):
-        small = all_reduces(1, 40, 0.5)(book, ready, number)
-        return all_reduces(count, nbytes, ms)(book, [small, small], 1000 + number)
-
-    found = limit_of(steps(both, compute=(2.0, 2.0)))
+    large = [("all_reduce", ms, {"nbytes": nbytes})] * count
+    found = limit_of(in_steps(6, ("forward", 2), ("all_reduce", 0.5, {"nbytes": 40}), *large))
     assert (found.limit, found.operation_ns, found.latency_ns) == (limit, 500_000, 0)
 
 
@@ -108,7 +58,7 @@ def test_large_operations_beside_a_small_one(count, nbytes, ms, limit):
 )
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_over_a_link_its_model_tells_latency_bandwidth_and_overhead_apart(gbit_per_s, latency_us, limit, nodes):
-    trace = steps(all_reduces(2, 1 << 20, 6))  # 6 ms for two rounds
+    trace = in_steps(6, ("forward", 10), *[("all_reduce", 6)] * 2, nbytes=1 << 20)  # 6 ms for two rounds
     link = Link(gbit_per_s=gbit_per_s, latency_us=latency_us)
     over = link if nodes == 1 else Network(nodes=2, inside=link, between=link, ranks=2)
     found = limit_of(Trace(trace.columns, ranks=trace.ranks, link=over))
@@ -118,26 +68,21 @@ def test_over_a_link_its_model_tells_latency_bandwidth_and_overhead_apart(gbit_p
 def test_operations_that_wait_for_one_another_on_a_link_have_no_overhead():
     """Six at once, each of which takes 2 ms when its turn comes."""
 
-    def at_once(book, ready, number):
-        start, end = max(ready), max(ready) + 12
+    book = Book()
+    for rank, step in itertools.product(range(2), range(6)):
+        start, end = 14 * step + 2, 14 * step + 14
+        book.compute(rank, "forward", start - 2, start)
         for i in range(6):
-            for rank in range(2):
-                key = {"group": "world", "match": 6 * number + i, "nbytes": 1 << 20}
-                book.travel(rank, "all_reduce", start, start + 2 * (i + 1), wait=(start, end) if i == 5 else None, **key)
-        return end
-
-    trace = steps(at_once, compute=(2.0, 2.0))
+            key = {"group": "world", "match": 6 * step + i, "nbytes": 1 << 20}
+            book.travel(rank, "all_reduce", start, start + 2 * (i + 1), wait=(start, end) if i == 5 else None, **key)
+        book.whole(rank, "step", start - 2, end)
+    trace = book.trace(2)
     assert limit_of(Trace(trace.columns, ranks=trace.ranks, link=Link(gbit_per_s=4.5, latency_us=0))).limit is Limit.BANDWIDTH
 
 
 def test_ranks_come_late_in_turns():
-    def travel(book, ready, number):
-        slow = book.compute(number % 2, "forward", max(ready), max(ready) + 8)
-        came = [max(ready), max(ready)]
-        came[number % 2] = slow
-        return all_reduces(1, 40, 0.2)(book, came, number)
-
-    found = limit_of(steps(travel, compute=(2.0, 2.0), count=9))
+    slow = lambda step: ("forward", (8, 0) if step % 2 == 0 else (0, 8))  # noqa: E731
+    found = limit_of(in_steps(9, ("forward", 2), slow, ("all_reduce", 0.2), nbytes=40))
     assert found.limit is Limit.UNEVEN_RANKS
     assert found.late_share == pytest.approx(0.5)
 
@@ -186,13 +131,20 @@ def two_ranks(*spans):
 UNSEEN = {"call_ns": 9_000_000, "call_bytes": 50_000, "under_way": 0.9, "standing": 0.1 / 2, "absent": 0.9 / 2}
 ALONE = {"waiting": 0, "standing": 0, "messages": 0, "unrecorded": 0.15}
 LIMITS = {
-    "computing": (steps(all_reduces(1, 1 << 20, 0.5)), Limit.COMPUTE, {"compute": 10 / 10.5, "exposed": 0.5 / 10.5}),
-    "small operations": (
-        steps(all_reduces(8, 40, 0.5)), Limit.OVERHEAD, {"steps": 5, "messages": 40, "nbytes": 1600, "operation_ns": 500_000},
+    "computing": (
+        in_steps(6, ("forward", 10), ("all_reduce", 0.5), nbytes=1 << 20), Limit.COMPUTE,
+        {"compute": 10 / 10.5, "exposed": 0.5 / 10.5},
     ),
-    "bytes": (steps(all_reduces(1, 8 << 20, 6)), Limit.BANDWIDTH, {"nbytes": 5 * (8 << 20), "transfer_ns": 5 * 6_000_000}),
+    "small operations": (
+        in_steps(6, ("forward", 10), *[("all_reduce", 0.5)] * 8, nbytes=40), Limit.OVERHEAD,
+        {"steps": 5, "messages": 40, "nbytes": 1600, "operation_ns": 500_000},
+    ),
+    "bytes": (
+        in_steps(6, ("forward", 10), ("all_reduce", 6), nbytes=8 << 20), Limit.BANDWIDTH,
+        {"nbytes": 5 * (8 << 20), "transfer_ns": 5 * 6_000_000},
+    ),
     "a late rank": (
-        steps(all_reduces(1, 40, 0.5), compute=(3.0, 10.0)), Limit.LATE_RANK,
+        in_steps(6, ("forward", (3, 10)), ("all_reduce", 0.5), nbytes=40), Limit.LATE_RANK,
         {"late_rank": 1, "late_share": 1, "late_ns": 7_000_000, "waiting": 7 / 10.5 / 2},
     ),
     "calls under way": (calls(under_way=5.0, served=0.5), Limit.CALLS, {"under_way": 5.01 / 5.51, "call_ns": 5_510_000}),
@@ -200,9 +152,9 @@ LIMITS = {
     "a callee that records nothing": (calls_without_record(nbytes=50_000), Limit.CALLS, UNSEEN),
     "calls beside which ranks mostly compute": (calls_without_record(computed=60.0), Limit.TURNS, {}),
     "nothing recorded": (
-        steps(all_reduces(1, 40, 0.2), compute=(2.0, 2.0), gap=8.0), Limit.UNRECORDED, {"unrecorded": 8 / 10.2},
+        in_steps(6, ("", 8), ("forward", 2), ("all_reduce", 0.2), nbytes=40), Limit.UNRECORDED, {"unrecorded": 8 / 10.2},
     ),
-    "ranks that do not communicate": (steps(lambda _, ready, __: max(ready), compute=(10.0, 7.0)), Limit.COMPUTE, ALONE),
+    "ranks that do not communicate": (in_steps(6, ("forward", (10, 7))), Limit.COMPUTE, ALONE),
     # Without steps, as in Keras's fit, no part without a reading can be chosen.
     "a profiler is read": (
         two_ranks(("forward", 0, 60), (READING, 50, 100)), Limit.COMPUTE, {"compute": 0.6, "reading": 0.4},
@@ -222,25 +174,17 @@ def test_messages_that_nobody_computes_for_are_no_calls():
     """The trace of `calls`, with the call's time in a receive."""
     book = Book()
     for number in range(5):
-        book.travel(0, "send", 10 * number + 9, 10 * number + 9.1, nbytes=40, peer=1, group="world", match=number)
-        book.travel(
-            1, "recv", 10 * number, 10 * number + 9.1, wait=(10 * number, 10 * number + 9.1), peer=0, group="world", match=number
-        )
-        book.compute(0, "forward", 10 * number + 9.1, 10 * number + 10)
+        at, key = 10 * number, {"nbytes": 40, "group": "world", "match": number}
+        book.travel(0, "send", at + 9, at + 9.1, peer=1, **key)
+        book.travel(1, "recv", at, at + 9.1, wait=(at, at + 9.1), peer=0, **key)
+        book.compute(0, "forward", at + 9.1, at + 10)
     found = limit_of(book.trace(2))
     assert (found.under_way, found.call_ns) == (0, 0)
     assert found.limit is not Limit.CALLS
 
 
 def test_the_first_step_does_not_count():
-    book, first = Book(), 100.0
-    book.compute(0, "forward", 0, first)
-    book.whole(0, "step", 0, first)
-    for number in range(4):
-        at = first + 10 * number
-        book.compute(0, "forward", at, at + 5)
-        book.whole(0, "step", at, at + 10)
-    found = limit_of(book.trace(1))
+    found = limit_of(in_steps(5, lambda step: ("forward", 5 if step else 100), lambda step: ("", 5 if step else 0), ranks=1))
     assert (found.steps, found.duration_ns, found.compute) == (4, 40_000_000, 0.5)
 
 
@@ -264,14 +208,7 @@ def test_ranks_that_begin_apart_have_the_steps_that_they_measured():
 @pytest.mark.parametrize("apart_ms", [5, 50])
 def test_a_rank_that_records_nothing_while_the_others_wait_comes_late(apart_ms):
     """Its own code is outside of spans: neither do the others work meanwhile, nor does it wait for their results."""
-    book = Book()
-    for step in range(6):
-        at = step * (apart_ms + 2.0)
-        for rank, came in enumerate((at, at + apart_ms)):
-            end = at + apart_ms + 2
-            book.travel(rank, "all_reduce", came, end, wait=(came, end), nbytes=8, group="world", match=step)
-            book.whole(rank, "step", at, end)
-    found = limit_of(book.trace(2))
+    found = limit_of(in_steps(6, ("", (0, apart_ms)), ("all_reduce", 2), nbytes=8))
     waits = pytest.approx(apart_ms / (apart_ms + 2) / 2)
     assert (found.limit, found.late_rank) == (Limit.LATE_RANK, 1)
     assert (found.waiting, found.absent, found.standing, found.unrecorded) == (waits, waits, 0, 0)
@@ -280,23 +217,18 @@ def test_a_rank_that_records_nothing_while_the_others_wait_comes_late(apart_ms):
 @pytest.mark.parametrize("waits_in", ["rpc.shutdown", "dist_autograd.backward"])
 def test_waiting_for_the_end_of_the_other_programs_is_not_waiting_in_a_collective(waits_in):
     """The workers have nothing to do but to serve, and wait for the master in the meantime."""
-    trace = master_and_workers()
-    start_ns, end_ns = trace.start_ns, trace.end_ns
-    waits = [
-        Span(
-            rank, waits_in, "communication", start_ns if rank else end_ns - 1, end_ns, start_ns if rank else end_ns - 1, end_ns,
-            group="shutdown",
-        )
-        for rank in range(len(trace.ranks))
-    ]  # fmt: skip
-    found = limit_of(Trace([*trace, *waits], ranks=trace.ranks))
-    assert (found.limit, found.late_rank) == (limit_of(trace).limit, limit_of(trace).late_rank)
+    trace, waits = master_and_workers(), []
+    for rank in range(len(trace.ranks)):
+        since, until = trace.start_ns if rank else trace.end_ns - 1, trace.end_ns
+        waits.append(Span(rank, waits_in, "communication", since, until, since, until, group="shutdown"))
+    found, usual = limit_of(Trace([*trace, *waits], ranks=trace.ranks)), limit_of(trace)
+    assert (found.limit, found.late_rank) == (usual.limit, usual.late_rank)
     assert found.limit in (Limit.TURNS, Limit.CALLS)
 
 
 @pytest.mark.parametrize(("error_ms", "late_rank", "share"), [(0, 1, 1.0), (6.9, 1, 1.0), (7.1, 0, 0.0)])
 def test_a_rank_that_is_later_by_less_than_the_clocks_error_is_not_late(error_ms, late_rank, share):
-    trace = steps(all_reduces(1, 1 << 20, 1), compute=(3, 10))
+    trace = in_steps(6, ("forward", (3, 10)), ("all_reduce", 1), nbytes=1 << 20)
     found = limit_of(Trace(list(trace), ranks=trace.ranks, clock_error_ns=int(error_ms * 1e6)))
     assert (found.late_rank, found.late_share) == (late_rank, share)
     assert (found.waiting > 0, found.limit is Limit.LATE_RANK) == (bool(share), bool(share))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from replayed import beside, blocking, sent_afterwards, tensor_parallel  # isort
 from synthetic import Book, model_parallel  # isort: skip
 
 STEPS = 3
+
+
+def starts_ms(trace: Trace, rows: Any) -> list[int]:
+    return [trace.spans[row].start_ns // 1_000_000 for row in rows]
 
 
 def test_reductions_after_the_backward_pass_carry_gradients() -> None:
@@ -37,40 +42,42 @@ def test_of_others_neither_is_known(trace: Trace) -> None:
     assert not len(needed_at_once(trace))
 
 
+def blocked(book: Book, name: str, at: float, group: str = "world", match: int = 0) -> None:
+    """An operation of 1 ms in which rank 0 waits."""
+    book.travel(0, name, at, at + 1, wait=(at, at + 1), group=group, match=match)
+
+
 def test_gradients_of_another_step_s_backward_pass_do_not_count() -> None:
     book = Book()
+    book.compute(0, "backward 1", 0, 4)
     for step in range(2):
-        at = 10.0 * step
-        if step == 0:
-            book.compute(0, "backward 1", at, at + 4)
-        book.travel(0, "all_reduce", at + 5, at + 6, wait=(at + 5, at + 6), group="world", match=step)
-        book.travel(0, "broadcast", at + 7, at + 8, wait=(at + 7, at + 8), group="world", match=step + 2)
-        book.whole(0, "step", at, at + 10)
+        blocked(book, "all_reduce", 10 * step + 5, match=step)
+        blocked(book, "broadcast", 10 * step + 7, match=step + 2)
+        book.whole(0, "step", 10 * step, 10 * step + 10)
     trace = book.trace(1)
-    assert [trace.spans[row].start_ns for row in after_backward(trace)] == [5_000_000]
+    assert starts_ms(trace, after_backward(trace)) == [5]
 
 
 def test_the_groups_of_data_and_tensor_parallelism_are_told_apart() -> None:
     book = Book()
-    for name, group, at, match in (("forward", "tp", 0, 1), ("backward", "tp", 4, 2)):
+    for name, at, match in (("forward", 0, 1), ("backward", 4, 2)):
         book.compute(0, name, at, at + 4)
-        book.travel(0, "all_reduce", at + 1, at + 2, wait=(at + 1, at + 2), group=group, match=match)
+        blocked(book, "all_reduce", at + 1, "tp", match)
     for group, at in (("dp", 8), ("tp", 9)):  # the second one of something else, such as the gradients' norm
-        book.travel(0, "all_reduce", at, at + 1, wait=(at, at + 1), group=group, match=3)
+        blocked(book, "all_reduce", at, group, 3)
     trace = book.trace(1)
-    assert [trace.spans[row].start_ns // 1_000_000 for row in after_backward(trace)] == [8]
-    assert [trace.spans[row].start_ns // 1_000_000 for row in needed_at_once(trace)] == [1, 5]
+    assert starts_ms(trace, after_backward(trace)) == [8]
+    assert starts_ms(trace, needed_at_once(trace)) == [1, 5]
 
 
 def test_what_is_reduced_after_an_optimizer_step_are_parameters() -> None:
     book = Book()
-    book.compute(0, "forward", 0, 1)
-    book.compute(0, "backward", 1, 2)
-    book.compute(0, "optimizer", 4, 5)
+    for name, at in (("forward", 0), ("backward", 1), ("optimizer", 4)):
+        book.compute(0, name, at, at + 1)
     for at in (3, 6):
-        book.travel(0, "all_reduce", at, at + 1, wait=(at, at + 1), group="world")
+        blocked(book, "all_reduce", at)
     trace = book.trace(1)
-    assert [trace.spans[row].start_ns // 1_000_000 for row in after_backward(trace)] == [3]
+    assert starts_ms(trace, after_backward(trace)) == [3]
 
 
 def averaged_afterwards() -> None:

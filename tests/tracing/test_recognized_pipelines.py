@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -20,48 +21,38 @@ from labkit.tracing.trace import Trace
 from synthetic import Book  # isort: skip
 
 
-class Stages:
-    """GPipe on ranks whose passes take 2 ms, 2 and so on; a message takes none.
+def stages(
+    ranks: int, parts: int, *, slow: float = 2.0, sends: int = 1, more: tuple[int, int] | None = None, early: bool = False
+) -> Trace:
+    """GPipe on ranks whose passes take 2 ms, those of rank 1 `slow`; a message takes none.
 
-    Args:
-        slow: how long a pass of rank 1 takes, in ms.
-        sends: messages for each micro-batch.
-        more: a pair of ranks with as many more messages in each step.
-        early: whether ranks send before they have received, as in the exchange of borders.
+    There are `sends` messages for each micro-batch, and as many `more` between two ranks in each step. With `early`,
+    ranks send before they have received, as in the exchange of borders.
     """
+    book, at, numbers = Book(), 0.0, itertools.count()
 
-    def __init__(
-        self, ranks: int, parts: int, *, slow: float = 2.0, sends: int = 1, more: tuple[int, int] = (), early: bool = False
-    ) -> None:
-        self.book, self.ranks, self.match = Book(), ranks, 0
-        self.pass_ms = [slow if rank == 1 else 2.0 for rank in range(ranks)]
-        at = 0.0
-        for _ in range(4):
-            ready = [at] * ranks
-            for name, way in (("forward", range(ranks)), ("backward", range(ranks)[::-1])):
-                for _ in range(parts):
-                    here = at
-                    for before, rank in zip([None, *way], way, strict=False):
-                        begin = max(here, ready[rank])
-                        if before is not None:
-                            for _ in range(sends):
-                                self._message(before, rank, ready[rank] if early else here, ready[rank], begin)
-                        here = ready[rank] = self.book.compute(rank, name, begin, begin + self.pass_ms[rank])
-            end = max(ready)
-            for _ in range(parts if more else 0):
-                self._message(*more, end, end, end)
-            for rank in range(ranks):
-                self.book.whole(rank, "step", at, end + 1)
-            at = end + 1
+    def send(source: int, target: int, sent: float, asked: float, end: float) -> None:
+        key = {"group": pair_key(source, target, 0), "match": next(numbers), "nbytes": 8}
+        book.travel(source, "send", sent, end, peer=target, **key)
+        book.travel(target, "recv", asked, end, wait=(asked, end), peer=source, **key)
 
-    def _message(self, source: int, target: int, sent: float, asked: float, end: float) -> None:
-        key = {"group": pair_key(source, target, 0), "match": self.match, "nbytes": 8}
-        self.match += 1
-        self.book.travel(source, "send", sent, end, peer=target, **key)
-        self.book.travel(target, "recv", asked, end, wait=(asked, end), peer=source, **key)
-
-    def trace(self) -> Trace:
-        return self.book.trace(self.ranks)
+    for _ in range(4):
+        ready = [at] * ranks
+        for name, way in (("forward", range(ranks)), ("backward", range(ranks)[::-1])):
+            for _ in range(parts):
+                here = at
+                for before, rank in zip([None, *way], way, strict=False):
+                    begin = max(here, ready[rank])
+                    for _ in range(0 if before is None else sends):
+                        send(before, rank, ready[rank] if early else here, ready[rank], begin)
+                    here = ready[rank] = book.compute(rank, name, begin, begin + (slow if rank == 1 else 2.0))
+        end = max(ready)
+        for _ in range(parts if more else 0):
+            send(*more, end, end, end)
+        for rank in range(ranks):
+            book.whole(rank, "step", at, end + 1)
+        at = end + 1
+    return book.trace(ranks)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +68,11 @@ class Stages:
     ],
 )
 def test_a_pipeline_is_recognized_only_if_that_is_certain(shape: dict[str, Any], chains: Any) -> None:
-    assert pipeline_of(Stages(**shape).trace()) == (None if chains is None else Pipeline(chains, shape["parts"]))
+    assert pipeline_of(stages(**shape)) == (None if chains is None else Pipeline(chains, shape["parts"]))
 
 
 def test_two_pipelines_beside_one_another() -> None:
-    one = Stages(2, 3).trace()
+    one = stages(2, 3)
     other = [replace(span, rank=span.rank + 2, group=span.group and pair_key(*pair_of(span), 0)) for span in one.spans]
     both = Trace([*one.spans, *other], ranks=[f"rank {rank}" for rank in range(4)])
     assert pipeline_of(both) == Pipeline(((0, 1), (2, 3)), 3)
@@ -94,14 +85,14 @@ def pair_of(span: Span) -> tuple[int, int]:
 
 def test_equal_stages_are_told_their_bubble() -> None:
     """(4 − 1) / (4 + 4 − 1), and one millisecond of 29 in which nobody computes."""
-    text = explain(Stages(4, 4).trace()).text
+    text = explain(stages(4, 4)).text
     assert "This is a pipeline of 4 stages and 4 micro-batches: equal stages leave a bubble of 43 %; 45 % were measured." in text
     assert "The stages are about equal. With 8 micro-batches, it would be 27 %, if messages took no time." in text
     assert "cores" not in text
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
-    trace = Stages(4, 4, slow=6.0).trace()
+    trace = stages(4, 4, slow=6.0)
     assert slowest_stage(trace, Pipeline(((0, 1, 2, 3),), 4)) == (1, 3.0)
     text = explain(trace).text
     assert "The stage of rank 1 computes 3.0 times as long as the other stages do on average, and sets the pace" in text

@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from synthetic import Book, data_parallel, master_and_workers, model_parallel
+from synthetic import Book, data_parallel, made, master_and_workers, model_parallel
 
 from labkit.recording.group_keys import of_ranks, pair_key
 from labkit.recording.schema import COMMUNICATION
+from labkit.tracing.load import load_trace
 from labkit.tracing.silent_faults import FaultKind, faults_in
 
 MB = 1 << 20
@@ -16,25 +17,21 @@ def kinds(trace):
     return [fault.kind for fault in faults_in(trace)]
 
 
-def stepping(*counts, after=()):
-    """Ranks whose optimizers step so often, in data-parallel training; then operations of all ranks of these sizes."""
-    book = Book()
-    most = max(counts)
-    for rank, count in enumerate(counts):
-        for step in range(most):
-            book.compute(rank, "backward", 10 * step, 10 * step + 5)
-            book.travel(rank, "all_reduce", 10 * step + 1, 10 * step + 4, nbytes=MB, group="world", match=step + 1)
-            if step < count:
-                book.compute(rank, "optimizer", 10 * step + 6, 10 * step + 8, line="cell 3, line 9")
-        for number, (name, nbytes) in enumerate(after):
-            at = 10 * most + number
-            book.travel(rank, name, at, at + 1, nbytes=nbytes, group="world", match=most + number + 1)
-        book.whole(rank, "call", 0, 10 * most + 10)
-    return book.trace(len(counts))
+LINE = "cell 3, line 9"
 
 
-def test_ranks_that_step_alike():
-    assert kinds(stepping(5, 5, 5)) == []
+def stepping(*counts, after=(), passes=True, nbytes=MB, more=()):
+    """Ranks whose optimizers step so often, in data-parallel training, without `passes` by hand; then operations of all
+    ranks of these sizes, and `more` spans of rank 0."""
+    most, ranks = max(counts), []
+    for count in counts:
+        backward = [("backward", 10 * step, 10 * step + 5) for step in range(most) if passes]
+        reduced = [("all_reduce", 10 * step + 1, 10 * step + 4, None, {"nbytes": nbytes}) for step in range(most)]
+        stepped = [("optimizer", 10 * step + 6, 10 * step + 8, {"line": LINE}) for step in range(count)]
+        later = [(name, 10 * most + n, 10 * most + n + 1, None, {"nbytes": size}) for n, (name, size) in enumerate(after)]
+        ranks.append([*backward, *reduced, *stepped, *later, ("call", 0, 10 * most + 10)])
+    ranks[0] += more
+    return made(*ranks)
 
 
 @pytest.mark.parametrize("counts", [(5, 4), (5, 0), (0, 5), (3, 3, 2)])
@@ -46,122 +43,88 @@ def test_ranks_that_step_differently(counts):
         assert f"{count} times on rank {rank}" in fault.sentence
 
 
-def test_a_mean_of_losses_makes_nothing_equal():
-    assert kinds(stepping(5, 4, after=[("all_reduce", 8), ("barrier", 0)])) == [FaultKind.OPTIMIZER_STEPS]
-
-
 @pytest.mark.parametrize(
-    ("name", "nbytes"), [("broadcast", MB), ("all_reduce", MB), ("all_gather", MB), ("scatter", MB), ("broadcast", 4)]
+    ("after", "found"),
+    [
+        ([("all_reduce", 8), ("barrier", 0)], True),  # a mean of losses makes nothing equal
+        # Parameters may be made equal later, as at the end of `Join`, even of a model with one weight, or in federated
+        # averaging.
+        *(([(name, MB)], False) for name in ("broadcast", "all_reduce", "all_gather", "scatter")),
+        ([("broadcast", 4)], False),
+    ],
 )
-def test_parameters_may_be_made_equal_later(name, nbytes):
-    """As at the end of `Join`, even of a model with one weight, or in federated averaging."""
-    assert kinds(stepping(5, 4, after=[(name, nbytes)])) == []
-
-
-def by_hand(*counts, nbytes=MB):
-    """Ranks that average gradients after the backward pass, by hand."""
-    book = Book()
-    for rank, count in enumerate(counts):
-        for step in range(max(counts)):
-            book.travel(rank, "all_reduce", 10 * step + 1, 10 * step + 4, nbytes=nbytes, group="world", match=step + 1)
-            if step < count:
-                book.compute(rank, "optimizer", 10 * step + 6, 10 * step + 8, line="cell 3, line 9")
-        book.whole(rank, "call", 0, 10 * max(counts) + 10)
-    return book
+def test_what_makes_parameters_equal_later(after, found):
+    assert kinds(stepping(5, 4, after=after)) == [FaultKind.OPTIMIZER_STEPS] * found
+    assert kinds(stepping(5, 5, 5)) == []
 
 
 def test_ranks_that_average_by_hand_may_train_one_model():
-    (fault,) = faults_in(by_hand(5, 4).trace(2))
+    (fault,) = faults_in(stepping(5, 4, passes=False))
     assert (fault.kind, fault.certain) == (FaultKind.OPTIMIZER_STEPS_BY_HAND, False)
     assert str(fault).startswith("Perhaps: The optimizer")
+    # They average only losses, as in a search for a learning rate.
+    assert kinds(stepping(5, 4, passes=False, nbytes=8)) == []
+    # One rank has another optimizer beside the common one, as for a probe of the features.
+    probe = [("optimizer", 40 + step, 40.5 + step, {"line": LINE}) for step in range(7)]
+    assert kinds(stepping(3, 3, passes=False, more=probe)) == []
 
 
-def test_ranks_that_average_only_losses_may_train_their_own_models():
-    """As in a search for the best learning rate."""
-    assert kinds(by_hand(5, 4, nbytes=8).trace(2)) == []
+def rooted_at_0(name, start):
+    return name, start, start + 2, None, {"nbytes": MB, "root": 0}
 
 
-def test_an_optimizer_that_one_rank_has_beside_the_common_one():
-    """As for a probe of the features."""
-    book = by_hand(3, 3)
-    for step in range(7):
-        book.compute(0, "optimizer", 40 + step, 40.5 + step, line="cell 3, line 9")
-    assert kinds(book.trace(2)) == []
+def of_one_rank(rank, count):
+    """Steps of an optimizer, then a message between two ranks."""
+    key = {"nbytes": MB, "peer": 1 - rank, "group": pair_key(0, 1, 0)}
+    steps = [("optimizer", 10 * step, 10 * step + 1) for step in range(count)]
+    return [*steps, (("send", "recv")[rank], 60, 61, None, key), ("call", 0, 70)]
 
 
-def test_one_rank_that_steps_may_send_the_others_what_it_has():
-    book = Book()
-    for rank in range(2):
-        for step in range(3):
-            book.travel(rank, "reduce", 10 * step, 10 * step + 2, nbytes=MB, group="world", match=2 * step + 1, root=0)
-            if rank == 0:
-                book.compute(0, "optimizer", 10 * step + 3, 10 * step + 4)
-            book.travel(rank, "broadcast", 10 * step + 5, 10 * step + 7, nbytes=MB, group="world", match=2 * step + 2, root=0)
-        book.whole(rank, "call", 0, 40)
-    assert kinds(book.trace(2)) == []
+SENT = [rooted_at_0(name, 10 * step + at) for step in range(3) for name, at in (("reduce", 0), ("broadcast", 5))]
+ONE_RANK = [("optimizer", 0, 1), ("all_reduce", 2, 3, None, {"nbytes": 4, "group": of_ranks("g", [0])}), ("call", 0, 4)]
 
 
-def test_ranks_that_exchange_messages_may_have_different_tasks():
-    book = Book()
-    for rank, count in enumerate((5, 1)):
-        for step in range(count):
-            book.compute(rank, "optimizer", 10 * step, 10 * step + 1)
-        book.travel(rank, ("send", "recv")[rank], 60, 61, nbytes=MB, peer=1 - rank, group=pair_key(0, 1, 0), match=1)
-        book.whole(rank, "call", 0, 70)
-    assert kinds(book.trace(2)) == []
-
-
-def test_ranks_that_were_not_called():
-    """Only rank 0 calls the function, the others serve."""
-    book = Book()
-    book.compute(0, "optimizer", 0, 1)
-    book.travel(0, "all_reduce", 2, 3, nbytes=4, group=of_ranks("g", [0]), match=1)
-    book.whole(0, "call", 0, 4)
-    assert kinds(book.trace(3)) == []
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[*SENT, *(("optimizer", at, at + 1) for at in (3, 13, 23)), ("call", 0, 40)], [*SENT, ("call", 0, 40)]],
+        [of_one_rank(0, 5), of_one_rank(1, 1)],
+        [ONE_RANK, [], []],
+    ],
+    ids=["one sends the others what it has", "they exchange messages", "the others were not called, and serve"],
+)
+def test_ranks_that_may_step_differently(ranks):
+    assert kinds(made(*ranks)) == []
 
 
 def test_an_operation_that_nobody_waits_for():
-    book = Book()
-    for rank in range(3):
-        waited = rank == 1
-        book.travel(rank, "all_reduce", 0, 5, nbytes=MB, group="world", match=1, line="cell 2, line 4", waited=waited)
-        book.travel(rank, "all_gather", 6, 9, nbytes=MB, group="world", match=2, line="cell 2, line 7", waited=False)
-        book.whole(rank, "call", 0, 10)
-    one, all_of_them = faults_in(book.trace(3))
+    unwaited = ("all_gather", 6, 9, None, {"nbytes": MB, "line": "cell 2, line 7", "waited": False})
+    reduced = [("all_reduce", 0, 5, None, {"nbytes": MB, "line": "cell 2, line 4", "waited": rank == 1}) for rank in range(3)]
+    one, all_of_them = faults_in(made(*([own, unwaited, ("call", 0, 10)] for own in reduced)))
     assert (one.kind, one.ranks, one.line, one.certain) == (FaultKind.NEVER_WAITED_FOR, (0, 2), "cell 2, line 4", True)
     assert "on rank 0 and rank 2" in one.sentence
     assert (all_of_them.ranks, all_of_them.line) == ((0, 1, 2), "cell 2, line 7")
     assert " on rank" not in all_of_them.sentence
 
 
-def test_it_counts_neither_as_hidden_nor_as_exposed():
-    book = Book()
-    book.compute(0, "forward", 0, 10)
-    book.travel(0, "all_reduce", 2, 6, nbytes=MB, group="world", match=1, waited=False)
-    book.travel(0, "all_reduce", 7, 9, nbytes=MB, group="world", match=2)
-    book.travel(0, "all_reduce", 10, 13, nbytes=MB, group="world", match=3, waited=False)
-    (share,) = book.trace(1).shares()
+def test_it_counts_neither_as_hidden_nor_as_exposed(tmp_path):
+    times = ((2, 6, False), (7, 9, True), (10, 13, False))
+    reduced = [("all_reduce", start, end, None, {"nbytes": MB, "waited": waited}) for start, end, waited in times]
+    trace = made([("forward", 0, 10), *reduced])
+    (share,) = trace.shares()
     assert (share.overlap_ns, share.exposed_ns, share.compute_ns) == (2_000_000, 0, 10_000_000)
-
-
-def test_the_flag_survives_a_file(tmp_path):
-    import labkit as lab
-
-    book = Book()
-    book.travel(0, "all_reduce", 0, 5, nbytes=MB, group="world", match=1, waited=False)
-    book.travel(0, "all_reduce", 6, 9, nbytes=MB, group="world", match=2)
-    loaded = lab.load_trace(book.trace(1).save(tmp_path / "x.json"))
-    assert [span.waited for span in loaded.filter(kind="communication")] == [False, True]
+    loaded = load_trace(trace.save(tmp_path / "x.json"))
+    assert [span.waited for span in loaded.filter(kind="communication")] == [False, True, False]
 
 
 def rooted(*calls):
-    """Broadcasts in groups of ranks: for each call, the group's ranks, its root, and its line."""
-    book = Book()
-    for match, (members, root, line) in enumerate(calls):
+    """Broadcasts in groups of four ranks: for each call, the group's ranks, its root, and its line."""
+    ranks = [[], [], [], []]
+    for number, (members, root, line) in enumerate(calls):
+        key = {"nbytes": 8, "group": of_ranks(f"group {min(members)}", members), "root": root, "line": line}
         for rank in members:
-            key = of_ranks(f"group {min(members)}", members)
-            book.travel(rank, "broadcast", match, match + 0.5, nbytes=8, group=key, match=match + 1, root=root, line=line)
-    return book.trace(4)
+            ranks[rank].append(("broadcast", number, number + 0.5, None, key | {"match": number + 1}))
+    return made(*ranks)
 
 
 def test_a_root_at_another_place_of_a_sibling_group():

@@ -31,6 +31,10 @@ def compute(rank: int, start: int, end: int, name: str = "forward", **more: Any)
     return Span(rank, name, "compute", start, end, **more)
 
 
+def step(rank: int, start: int, end: int) -> Span:
+    return Span(rank, "step", "step", start, end)
+
+
 def travel(
     rank: int, start: int, end: int, *, wait: tuple[int, int] = (0, 0), match: int = 0, group: str = "", **more: Any
 ) -> Span:
@@ -92,15 +96,10 @@ def test_an_empty_set_of_intervals() -> None:
     assert difference(union([1], [2]), nothing).tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "joined"),
-    [
-        ([3, 0, 5], [5, 3, 6], [[0, 6]]),
-        ([10**17 + 1], [10**17 + 2], [[10**17 + 1, 10**17 + 2]]),  # three years: as a float it would be rounded
-    ],
-)
-def test_intervals_that_touch_become_one_and_stay_exact(start: list[int], end: list[int], joined: list[list[int]]) -> None:
-    assert union(start, end).tolist() == joined
+def test_intervals_that_touch_become_one_and_stay_exact() -> None:
+    assert union([3, 0, 5], [5, 3, 6]).tolist() == [[0, 6]]
+    years = 10**17  # three of them: as a float, one more would be rounded
+    assert union([years + 1], [years + 2]).tolist() == [[years + 1, years + 2]]
 
 
 # Shares: worked by hand.
@@ -221,35 +220,23 @@ def around_an_operation() -> list[Span]:
 def test_inside_a_communication_span_the_recorded_operation_counts() -> None:
     labelled = around_an_operation()
     alone = [span for span in labelled if span.name != "exchange"]
-    trace = Trace(labelled, ranks=["rank 0", "rank 1"])
-    assert trace.shares() == Trace(alone, ranks=["rank 0", "rank 1"]).shares()
+    trace = Trace(labelled, ranks=TWO)
+    assert trace.shares() == Trace(alone, ranks=TWO).shares()
     share = trace.shares()[0]
     assert (share.compute_ns, share.exposed_ns, share.overlap_ns, share.waiting_ns) == (60, 20, 0, 20)
     assert [s.name for s in trace.filter(name="exchange")] == ["exchange"]  # it stays in the trace
-
-
-def test_a_span_around_an_operation_does_not_count_in_a_part_without_the_operation() -> None:
-    trace = Trace(around_an_operation(), ranks=["rank 0", "rank 1"])
-    assert trace.between(10, 40).shares()[0].communication_ns == 0
-    assert trace.between(80, 90).shares()[0].communication_ns == 0
+    for part in (trace.between(10, 40), trace.between(80, 90)):  # without the operation
+        assert part.shares()[0].communication_ns == 0
 
 
 def test_a_rank_without_compute_spans_computes_inside_its_function() -> None:
-    spans = [
-        Span(0, "train", "call", 10, 90),
-        travel(0, 20, 50, wait=(20, 50)),
-        Span(1, "train", "call", 0, 100),
-        compute(1, 5, 6),
-    ]
-    first, second = Trace(spans, ranks=TWO).shares()
+    calls = [Span(0, "train", "call", 10, 90), Span(1, "train", "call", 0, 100)]
+    first, second = Trace([*calls, travel(0, 20, 50, wait=(20, 50)), compute(1, 5, 6)], ranks=TWO).shares()
     assert (first.compute_ns, first.communication_ns, first.idle_ns) == (50, 30, 20)
     assert second.compute_ns == 1, "a program that names some spans names all of them"
-
-
-def test_a_part_without_compute_spans_is_not_all_compute() -> None:
     trace = Trace([Span(0, "train", "call", 0, 100), compute(0, 0, 10)], ranks=["rank 0"])
-    assert trace.between(50, 100).shares()[0].compute_ns == 0
-    assert trace.filter(kind="call").shares()[0].compute_ns == 0
+    for part in (trace.between(50, 100), trace.filter(kind="call")):  # without compute spans
+        assert part.shares()[0].compute_ns == 0
 
 
 def test_an_empty_trace() -> None:
@@ -352,12 +339,6 @@ def test_the_parts_of_a_trace_add_up_to_the_whole() -> None:
 # When all ranks have arrived.
 
 
-def ready_of(*spans: Span, ranks: int = 3) -> dict[tuple[int, int], int]:
-    """By rank and start."""
-    trace = Trace(spans, ranks=[f"rank {i}" for i in range(ranks)])
-    return {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
-
-
 FINISHED = [travel(r, 1, 5, group="world", match=1) for r in range(3)]
 STILL = [travel(r, 10 + r, 90, group="world", match=2, done=False) for r in range(2)]
 READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
@@ -365,18 +346,9 @@ READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
         [travel(r, start, 50, group="world", match=7) for r, start in enumerate([10, 30, 20])],
         {(0, 10): 30, (1, 30): 30, (2, 20): 30},
     ),
-    "operations are known by group and number": (
-        [
-            travel(0, 10, 90, group="world", match=1), travel(1, 20, 90, group="world", match=1),
-            travel(0, 30, 90, group="world", match=2), travel(1, 40, 90, group="world", match=2),
-            travel(0, 50, 90, group="pair", match=1), travel(2, 60, 90, group="pair", match=1),
-        ],
-        {(0, 10): 20, (1, 20): 20, (0, 30): 40, (1, 40): 40, (0, 50): 60, (2, 60): 60},
-    ),
     "a number in two groups": (
         [travel(0, 10, 90, group="a", match=1), travel(1, 20, 90, group="b", match=1)], {(0, 10): 10, (1, 20): 20}
     ),
-    "alone": ([travel(0, 10, 90), travel(1, 20, 90), compute(2, 5, 7)], {(0, 10): 10, (1, 20): 20, (2, 5): 5}),
     "a rank leaves before the last arrives": (
         [travel(0, 10, 15, group="0 to 1", match=1), travel(1, 30, 40, group="0 to 1", match=1)], {(0, 10): 15, (1, 30): 30}
     ),
@@ -391,7 +363,9 @@ READY: dict[str, tuple[list[Span], dict[tuple[int, int], int]]] = {
 @pytest.mark.parametrize("case", READY)
 def test_when_an_operation_is_ready(case: str) -> None:
     spans, expected = READY[case]
-    assert {key: ready for key, ready in ready_of(*spans).items() if key[1] != 1} == expected
+    trace = Trace(spans, ranks=["a", "b", "c"])
+    ready = {(s.rank, s.start_ns): r for s, r in zip(trace, trace.ready().tolist(), strict=True)}
+    assert {key: ready_ns for key, ready_ns in ready.items() if key[1] != 1} == expected
 
 
 def test_ready_agrees_with_a_search_through_all_spans() -> None:
@@ -414,8 +388,7 @@ def test_ready_agrees_with_a_search_through_all_spans() -> None:
 TRACE = Trace(
     [
         compute(0, 0, 10), compute(0, 20, 30, "backward"), compute(1, 5, 25), travel(0, 8, 28, group="world", match=1),
-        Span(0, "step", "step", 0, 12), Span(0, "step", "step", 12, 30),
-        Span(1, "step", "step", 2, 15), Span(1, "step", "step", 15, 40),
+        step(0, 0, 12), step(0, 12, 30), step(1, 2, 15), step(1, 15, 40),
     ],
     [Scalar(0, "loss", 20, 0.25), Scalar(0, "loss", 10, 0.5), Scalar(1, "loss", 11, 0.75), Scalar(1, "accuracy", 12, 0.1)],
     ranks=TWO,
@@ -428,12 +401,9 @@ def test_a_trace_lasts_from_its_first_span_to_its_last() -> None:
     assert [s.value for s in TRACE.scalars] == [0.5, 0.75, 0.1, 0.25], "by time"
     assert repr(TRACE) == "<Trace of 2 ranks, 8 spans, 4 scalars>"
     assert TRACE.spans[0].duration_ns == 10
-
-
-def test_the_interval_can_be_given() -> None:
     assert (Trace(ranks=TWO, start_ns=5).end_ns, Trace(ranks=TWO, start_ns=5, end_ns=9).duration_ns) == (5, 4)
-    trace = Trace([compute(0, 10, 20)], ranks=["a"], start_ns=0, end_ns=30)
-    assert trace.shares() == (Share(0, 30, 10, 0, 0, 20, 0),)
+    given = Trace([compute(0, 10, 20)], ranks=["a"], start_ns=0, end_ns=30)
+    assert given.shares() == (Share(0, 30, 10, 0, 0, 20, 0),)
 
 
 def test_of_keeps_spans_and_scalars_of_one_rank_kind_or_name() -> None:
@@ -473,15 +443,22 @@ def test_a_step_lasts_from_the_first_rank_to_the_last() -> None:
         TRACE.filter(kind="compute").step(0)
 
 
-def test_only_steps_of_all_ranks_count() -> None:
-    steps = [Span(r, "step", "step", 10 * i + r, 10 * i + r + 9) for r, count in ((0, 3), (2, 2)) for i in range(count)]
-    assert Trace(steps, ranks=["a", "b", "c"]).step_bounds().tolist() == [[0, 11], [10, 21]], "b has no loop at all"
+def test_which_steps_count() -> None:
+    steps = [step(r, 10 * i + r, 10 * i + r + 9) for r, count in ((0, 3), (2, 2)) for i in range(count)]
+    assert Trace(steps, ranks=["a", "b", "c"]).step_bounds().tolist() == [[0, 11], [10, 21]], "those of all; b has no loop"
+    nested = [step(0, start, start + 5) for start in (0, 5, 10, 21, 26)]
+    with_epochs = Trace([*nested, step(0, 0, 20), step(0, 20, 40)], ranks=["a"])
+    assert with_epochs.step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]], "the innermost"
 
 
-def test_in_nested_loops_the_innermost_steps_count() -> None:
-    epochs = [Span(0, "step", "step", 0, 20), Span(0, "step", "step", 20, 40)]
-    batches = [Span(0, "step", "step", start, start + 5) for start in (0, 5, 10, 21, 26)]
-    assert Trace([*batches, *epochs], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]]
+def test_a_step_cut_out_of_a_run_has_its_own_bounds() -> None:
+    """Rank 1 enters each step later: at the ends of a step, the ranks are in different steps."""
+    trace = Trace([step(rank, 10 * n + late, 10 * n + 10 + late) for rank, late in ((0, 0), (1, 4)) for n in range(4)], ranks=TWO)
+    bounds = trace.step_bounds().tolist()
+    assert bounds == [[0, 14], [10, 24], [20, 34], [30, 44]]
+    assert trace.step(1).step_bounds().tolist() == [bounds[1]]
+    assert trace.between(10, 34).step_bounds().tolist() == bounds[1:3]
+    assert trace.step(1).step(0).duration_ns == 14
 
 
 def test_a_span_of_a_rank_that_does_not_exist_is_refused() -> None:
@@ -540,12 +517,9 @@ def test_waits_for_completed_operations(tmp_path: Path) -> None:
     assert waits_of(trace.filter(rank=0)) == waits_of(trace.filter(rank=0, kind="wait")) == [first, third]
     assert waits_of(trace.filter(kind="compute")) == waits_of(trace.filter(name="all_reduce")) == []
     assert len(Trace([compute(0, 0, 1)], ranks=TWO).waits) == 0
-
-
-def test_a_wait_for_an_operation_that_is_not_in_the_trace_keeps_its_group(tmp_path: Path) -> None:
-    trace = with_waits().filter(kind="wait")
-    assert len(trace) == 0
-    assert waits_of(load_trace(trace.save(tmp_path / "x.json"))) == waits_of(with_waits())
+    alone = trace.filter(kind="wait")
+    assert len(alone) == 0
+    assert waits_of(load_trace(alone.save(tmp_path / "x.json"))) == waits_of(trace), "without the operations, too"
 
 
 def test_no_records_become_an_empty_trace() -> None:
@@ -557,13 +531,9 @@ def test_no_records_become_an_empty_trace() -> None:
 def test_a_group_is_one_although_each_rank_numbers_names_differently() -> None:
     both = [blank(1, record_dtype()) for _ in TWO]
     for rank, (records, group) in enumerate(zip(both, (2, 1), strict=True)):
-        records["kind"], records["start_ns"], records["end_ns"], records["match"], records["group"] = (
-            COMMUNICATION,
-            5 * rank,
-            9,
-            1,
-            group,
-        )
+        values = {"kind": COMMUNICATION, "start_ns": 5 * rank, "end_ns": 9, "match": 1, "group": group}
+        for field, value in values.items():
+            records[field] = value
     assert from_records(both, [["", "x", "world"], ["", "world"]], TWO).ready().tolist() == [5, 5]
 
 
@@ -644,8 +614,10 @@ def same(a: Trace, b: Trace) -> bool:
 def test_a_saved_trace_is_read_back_to_the_nanosecond(tmp_path: Path) -> None:
     for seed in SEEDS:
         trace = some_rich_trace(random.Random(seed))
-        path = trace.save(tmp_path / "x.json")
-        assert same(load_trace(str(path)), trace), seed
+        assert same(load_trace(str(trace.save(tmp_path / "x.json"))), trace), seed
+    trace = Trace([], [Scalar(0, "loss", 3, float("nan"))], ranks=["a"], start_ns=0, end_ns=9)
+    (scalar,) = load_trace(trace.save(tmp_path / "x.json")).scalars
+    assert np.isnan(scalar.value)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1000])
@@ -657,24 +629,10 @@ def test_a_file_is_written_in_pieces(piece: int, tmp_path: Path, monkeypatch: py
         assert same(load_trace(path), trace)
 
 
-def test_a_value_that_is_not_finite_is_read_back(tmp_path: Path) -> None:
-    trace = Trace([], [Scalar(0, "loss", 3, float("nan"))], ranks=["a"], start_ns=0, end_ns=9)
-    (scalar,) = load_trace(trace.save(tmp_path / "x.json")).scalars
-    assert np.isnan(scalar.value)
-
-
-def test_the_file_is_what_the_viewers_expect(tmp_path: Path) -> None:
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is not JSON")
-
-    trace = some_rich_trace(random.Random(1))
-    content = json.loads(trace.save(tmp_path / "x.json").read_text(encoding="utf-8"), parse_constant=refuse)
-    events = content["traceEvents"]
+def test_the_rows_and_curves_of_the_file() -> None:
+    """What each event needs is checked in test_perfetto.py."""
+    events = chrome(some_rich_trace(random.Random(1)))
     assert {e["ph"] for e in events} == {"M", "X", "C", "i"}  # no arrows: no message of this trace has two ends
-    for event in events:
-        assert {"ph", "pid", "tid", "ts", "name", "args"} <= set(event)
-        assert event["ph"] != "X" or (event["dur"] >= 0 and event["cat"])
-        assert event["ph"] == "M" or event["ts"] >= 0
     titles = [e for e in events if e["name"] == "thread_name"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in titles}
     assert len(names) == len(titles), "no two rows in one place"
@@ -700,19 +658,14 @@ def test_spans_in_one_row_nest_or_are_disjoint() -> None:
                 assert next_start >= end or (next_start >= start and next_end <= end), "by start, the outer one first"
 
 
-def test_rows_are_in_the_order_of_a_run() -> None:
+def test_rows_are_in_the_order_of_a_run_and_spans_that_do_not_cross_share_one() -> None:
     spans = [
         travel(0, 0, 10), travel(0, 5, 15), travel(0, 5, 15, device="cuda"), compute(0, 0, 5), compute(0, 3, 8),
-        Span(0, "step", "step", 0, 20), Span(0, "train", "call", 0, 20),
+        step(0, 0, 20), Span(0, "train", "call", 0, 20),
     ]  # fmt: skip
-    events = chrome(Trace(spans, ranks=["a"]))
-    assert [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"] == [
-        (1000, "call"), (1001, "step"), (1002, "compute"), (1003, "compute (2)"), (1004, "communication"),
-        (1005, "communication (2)"), (1006, "communication on cuda"),
-    ]  # fmt: skip
-
-
-def test_spans_that_do_not_cross_share_a_row() -> None:
+    rows = [(e["tid"], e["args"]["name"]) for e in chrome(Trace(spans, ranks=["a"])) if e["name"] == "thread_name"]
+    names = "call, step, compute, compute (2), communication, communication (2), communication on cuda"
+    assert rows == list(enumerate(names.split(", "), 1000))
     spans = [compute(0, 10 * i, 10 * i + 10) for i in range(5)] + [compute(0, 11, 15), compute(0, 20, 24)]
     assert {e["tid"] for e in chrome(Trace(spans, ranks=["a"])) if e["ph"] == "X"} == {1000}
 
@@ -745,15 +698,3 @@ def test_activities_are_disjoint_and_ascending() -> None:
     for seed in SEEDS:
         trace = some_trace(random.Random(seed))
         assert all(are_sets(trace.activity(rank)) for rank in range(3)), seed
-
-
-def test_a_step_cut_out_of_a_run_has_its_own_bounds():
-    spans = []
-    for rank, late in ((0, 0), (1, 4)):  # rank 1 enters each step later: at the ends of a step, the ranks are in different steps
-        spans += [Span(rank, "step", "step", 10 * n + late, 10 * n + 10 + late) for n in range(4)]
-    trace = Trace(spans, ranks=["rank 0", "rank 1"])
-    bounds = trace.step_bounds().tolist()
-    assert bounds == [[0, 14], [10, 24], [20, 34], [30, 44]]
-    assert trace.step(1).step_bounds().tolist() == [bounds[1]]
-    assert trace.between(10, 34).step_bounds().tolist() == bounds[1:3]
-    assert trace.step(1).step(0).duration_ns == 14

@@ -23,8 +23,8 @@ from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort, Segm
 from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.server_requests import Failed, Reap
 from labkit.recording.clock import Clock
-from labkit.recording.ring_copy import RingCopy
 from labkit.recording.ring_buffer import RING_BYTES
+from labkit.recording.ring_copy import RingCopy
 
 SILENT_S: Final = 4.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
 ASK_EVERY_S: Final = 0.25  # between two such questions

@@ -22,22 +22,27 @@ def needed(cells: list[str], names: set[str], until: int | None = None) -> list[
 
 
 def test_an_answer_needs_what_it_refers_to_directly_or_through_others_and_nothing_else() -> None:
-    program = parsed(CELLS)
-    [(position, exercise)] = program.answers()
+    [(position, exercise)] = parsed(CELLS).answers()
     assert exercise == "bubble"
-    assert needed(CELLS, {"answer"}, position) == [
-        "scale = 2.0", "table = {}", "table['a'] = 1", "def helper(x):", "def answer(x):",
-    ]  # fmt: skip
+    own = ["scale = 2.0", "table = {}", "table['a'] = 1", "def helper(x):", "def answer(x):"]
+    assert needed(CELLS, {"answer"}, position) == own
 
 
-def test_an_answer_that_was_computed_from_a_run_needs_the_run() -> None:
-    assert needed([*CELLS[:3], "share = run.results[0]"], {"share"}) == [
-        "import labkit as lab", "group = lab.Group(2)", "run = group.run(print)", "share = run.results[0]",
-    ]  # fmt: skip
+OF_A_RUN = ["import labkit as lab", "group = lab.Group(2)", "run = group.run(print)", "share = run.results[0]"]
 
 
-def test_names_that_come_by_a_star_are_needed_always() -> None:
-    assert needed(["from math import *", "x = pi"], {"x"}) == ["from math import *", "x = pi"]
+@pytest.mark.parametrize(
+    ("cells", "name", "lines"),
+    [
+        ([*CELLS[:3], "share = run.results[0]"], "share", OF_A_RUN),
+        (["from math import *", "x = pi"], "x", ["from math import *", "x = pi"]),  # a star may bring any name
+        (["a = []", "for i in range(3):\n    a.append(i)", "print(a)"], "a", ["a = []", "for i in range(3):"]),
+        (["a = (5\n     % 3)"], "a", ["a = (5"]),  # no magic
+    ],
+)
+def test_what_a_name_needs(cells: list[str], name: str, lines: list[str]) -> None:
+    assert needed(cells, {name}) == lines
+    assert parsed(["a = (5\n     % 3)"]).lines[1][1] == "     % 3)\n"
 
 
 @pytest.mark.parametrize(
@@ -72,15 +77,6 @@ def test_a_function_defined_in_a_statement_that_also_checks_it_is_kept() -> None
     cell = "if True:\n    def mine(): ...\n    lab.check('bubble', mine)"
     ((position, _),) = parsed([cell]).answers()
     assert parsed([cell]).needed(position, {"mine"}) == {0}
-
-
-def test_what_is_added_to_a_list_is_needed() -> None:
-    assert needed(["a = []", "for i in range(3):\n    a.append(i)", "print(a)"], {"a"}) == ["a = []", "for i in range(3):"]
-
-
-def test_a_line_that_begins_with_a_modulo_is_no_magic() -> None:
-    assert needed(["a = (5\n     % 3)"], {"a"}) == ["a = (5"]
-    assert parsed(["a = (5\n     % 3)"]).lines[1][1] == "     % 3)\n"
 
 
 @pytest.mark.parametrize("call", ["lab.check('bubble')", "lab.check(name, mine)", "lab.guess('bubble', mine)", "print(1)"])

@@ -63,19 +63,15 @@ def test_its_pieces_add_up_to_the_step(trace: Trace) -> None:
         assert all(piece.duration_ns > 0 for piece in path)
 
 
-def test_without_steps_it_is_that_of_the_whole_run() -> None:
+def test_which_part_it_leads_through() -> None:
     book = Book()
     book.compute(0, "forward", 1, 3)
-    assert in_ms(critical_path(book.trace(1, start_ns=0, end_ns=4 * MS)), book.trace(1, start_ns=0)) == [
-        (0, "", 0, 1), (0, "forward", 1, 3), (0, "", 3, 4),
-    ]  # fmt: skip
-
-
-def test_the_default_is_the_step_of_median_length() -> None:
+    whole = critical_path(book.trace(1, start_ns=0, end_ns=4 * MS))  # without steps
+    assert in_ms(whole, book.trace(1, start_ns=0)) == [(0, "", 0, 1), (0, "forward", 1, 3), (0, "", 3, 4)]
     book = Book()
     for start, end in ((0, 9), (9, 12), (12, 17)):
         book.whole(0, "step", start, end)
-    assert in_ms(critical_path(book.trace(1)), book.trace(1)) == [(0, "step", 12, 17)]
+    assert in_ms(critical_path(book.trace(1)), book.trace(1)) == [(0, "step", 12, 17)], "the step of median length"
 
 
 def test_what_cannot_be_replayed_has_none() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from replayed import sent_afterwards, tensor_parallel
-from synthetic import Book, data_parallel, model_parallel
+from synthetic import Book, data_parallel, in_steps, model_parallel
 
 import labkit as lab
 from labkit.costs.link import Link
@@ -23,6 +23,15 @@ class Run:
         self.trace, self.facts, self.load = trace, dict.fromkeys(range(len(trace.ranks)), facts), load
 
 
+def found_with(**values):
+    """What limits data-parallel training, with other values in some places."""
+    return dataclasses.replace(limit_of(data_parallel()), **values)
+
+
+def advice(found, ranks=("rank 0", "rank 1"), *more):
+    return module._advice(found, ranks, module._Conditions(), *more)
+
+
 def test_the_paragraph_has_the_numbers_of_the_trace():
     trace = data_parallel(slow=-1, steps=10)  # no rank is slow
     found = limit_of(trace)
@@ -39,15 +48,10 @@ def test_the_paragraph_has_the_numbers_of_the_trace():
 def test_one_rank_has_nobody_to_wait_for():
     book = Book()
     book.compute(0, "forward", 0, 10)
-    assert (
-        explain(book.trace(1)).text
-        == "It took 10.0 ms. The rank computed for 100 % of it. Only faster computing makes this run faster. "
+    assert explain(book.trace(1)).text == (
+        "It took 10.0 ms. The rank computed for 100 % of it. Only faster computing makes this run faster. "
         'Predicted by replay: "forward twice as fast" saves 5.00 ms of 10.0 ms.'
     )
-
-
-def test_ranks_in_turns():
-    assert "While any rank computed, 1.0 of 2 did on average" in explain(model_parallel()).text
 
 
 @pytest.mark.parametrize("limit", [Limit.LATENCY, Limit.BANDWIDTH, Limit.OVERHEAD])
@@ -61,25 +65,14 @@ def test_tensor_parallelism_is_not_advised_to_hide_its_messages(limit):
 
 
 def test_what_tensor_parallelism_would_save():
-    found = limit_of(tensor_parallel())
-    assert found.limit is Limit.BANDWIDTH
+    assert limit_of(tensor_parallel()).limit is Limit.BANDWIDTH
     predicted = 'Ideals that no change reaches, by replay, per step: "communication takes no time" saves 9.00 ms of 18.0 ms.'
     assert explain(tensor_parallel()).text.endswith(predicted)
 
 
 def small_all_reduces(link: Link | None) -> Trace:
     """Four ranks: after 1 ms of computing, 20 all-reduces of 5 ms in a row, whatever the link."""
-    book = Book()
-    for step in range(4):
-        for rank in range(4):
-            at = 101.0 * step
-            book.compute(rank, "forward", at, at + 1)
-            for number in range(20):
-                since = at + 1 + 5 * number
-                key = {"group": "world", "match": 20 * step + number, "nbytes": 4000, "line": "line 3"}
-                book.travel(rank, "all_reduce", since, since + 5, wait=(since, since + 5), **key)
-            book.whole(rank, "step", at, at + 101)
-    trace = book.trace(4)
+    trace = in_steps(4, ("forward", 1), *[("all_reduce", 5)] * 20, ranks=4, nbytes=4000, line="line 3")
     return Trace(trace.columns, ranks=trace.ranks, link=link)
 
 
@@ -110,16 +103,9 @@ def test_a_link_is_not_blamed_if_a_better_one_saves_nothing():
 
 def test_communication_is_not_blamed_if_steps_differ_by_more():
     """Steps of 4 to 24 ms, in which an all-reduce of 2 ms follows 1 ms of computing and a pause."""
-    book, at = Book(), 0.0
-    for step, pause in enumerate((1, 1, 21, 1, 21, 1, 21)):
-        for rank in range(2):
-            key = {"group": "world", "match": step, "nbytes": 4_000_000}
-            book.compute(rank, "forward", at, at + 1)
-            book.travel(rank, "all_reduce", at + 1, at + 3, wait=(at + 1, at + 3), **key)
-            book.compute(rank, "pause", at + 3, at + 3 + pause / 4)
-            book.whole(rank, "step", at, at + 3 + pause)
-        at += 3 + pause
-    trace = book.trace(2)
+    pauses = (1, 1, 21, 1, 21, 1, 21)
+    paused = (lambda step: ("pause", pauses[step] / 4), lambda step: ("", pauses[step] * 3 / 4))
+    trace = in_steps(len(pauses), ("forward", 1), ("all_reduce", 2), *paused, nbytes=4_000_000)
     found = dataclasses.replace(limit_of(trace), limit=Limit.BANDWIDTH)
     gains = module._gains(trace, found, None)
     assert "steps would be shorter by less than they differ anyway" in module._unproved(trace, found, gains)
@@ -130,15 +116,7 @@ def test_communication_is_not_blamed_if_steps_differ_by_more():
 @pytest.mark.parametrize(("slower", "limit"), [(1.0, Limit.BANDWIDTH), (7.0, Limit.LATE_RANK)])
 def test_a_slow_rank_is_not_blamed_on_the_network(slower, limit):
     """The ranks wait less for the slow one, 3.5 ms on average, than for the all-reduce of 6 ms; it costs 7 ms."""
-    book = Book()
-    for step in range(5):
-        for rank in range(2):
-            at, ready = (8 + slower) * step, 2 + slower * rank
-            key = {"group": "world", "match": step, "nbytes": 4_000_000}
-            book.compute(rank, "forward", at, at + ready)
-            book.travel(rank, "all_reduce", at + ready, at + 8 + slower, wait=(at + ready, at + 8 + slower), **key)
-            book.whole(rank, "step", at, at + 8 + slower)
-    found = explain(book.trace(2)).finding
+    found = explain(in_steps(5, ("forward", (2, 2 + slower)), ("all_reduce", 6), nbytes=4_000_000)).finding
     assert found.limit is limit
     assert found.exposed > found.waiting
 
@@ -159,50 +137,38 @@ def test_of_other_communication_nobody_knows_what_needs_it():
 
 
 def test_what_a_straggler_and_a_pipeline_s_stages_would_save():
-    book = Book()
-    for step in range(4):
-        for rank, forward in enumerate((2, 8)):
-            book.compute(rank, "forward", 10 * step, 10 * step + forward)
-            key = {"group": "world", "match": step, "nbytes": 8}
-            book.travel(
-                rank, "all_reduce", 10 * step + forward, 10 * step + 10, wait=(10 * step + forward, 10 * step + 10), **key
-            )
-            book.whole(rank, "step", 10 * step, 10 * step + 10)
-    late = explain(book.trace(2))
+    late = explain(in_steps(4, ("forward", (2, 8)), ("all_reduce", 2), nbytes=8))
     assert late.finding.limit is Limit.LATE_RANK
     assert '"rank 1 as fast as the others" saves 6.00 ms of 10.0 ms' in late.text
     turns = explain(model_parallel())
     assert turns.finding.limit is Limit.TURNS
+    assert "While any rank computed, 1.0 of 2 did on average" in turns.text
     assert '"backward twice as fast" saves 10.0 ms of' in turns.text
 
 
 def test_without_a_replay_there_is_no_prediction():
     trace = data_parallel()
-    lost = Trace(trace.spans, ranks=trace.ranks, dropped=[1, 0, 0, 0])
     assert "by replay" in explain(trace).text
-    assert "by replay" not in explain(lost).text
+    assert "by replay" not in explain(Trace(trace.spans, ranks=trace.ranks, dropped=[1, 0, 0, 0])).text
 
 
 def test_waiting_in_a_call_and_doing_nothing_are_two_numbers_as_in_the_breakdown():
-    found = dataclasses.replace(limit_of(data_parallel()), compute=0.6, data=0.0, exposed=0.0, waiting=0.07, standing=0.19)
-    spent = module._sentences(found, ["rank 0", "rank 1"], "")[1]
-    assert spent == (
+    found = found_with(compute=0.6, data=0.0, exposed=0.0, waiting=0.07, standing=0.19)
+    assert module._sentences(found, ["rank 0", "rank 1"], "")[1] == (
         "The ranks computed for 60 % of it, waited for each other for 7 % and did nothing for 19 % while others computed."
     )
 
 
 @pytest.mark.parametrize("limit", Limit)
 def test_every_limit_has_a_sentence(limit):
-    found = dataclasses.replace(limit_of(data_parallel()), limit=limit)
-    text = module._advice(found, [f"rank {i}" for i in range(4)], module._Conditions())
+    text = advice(found_with(limit=limit), [f"rank {i}" for i in range(4)])
     assert text.endswith(".")
     assert "nan" not in text
 
 
 @pytest.mark.parametrize(("nbytes", "words"), [(40, "A call took 9.00 ms"), (4e6, "A call with 4.00 MB took 9.00 ms")])
 def test_the_size_of_large_calls_is_given(nbytes, words):
-    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.CALLS, call_ns=9e6, call_bytes=nbytes)
-    text = module._advice(found, ["rank 0", "rank 1"], module._Conditions())
+    text = advice(found_with(limit=Limit.CALLS, call_ns=9e6, call_bytes=nbytes))
     assert words in text
     assert ("send less with each" in text) == (nbytes > 40)
 
@@ -287,7 +253,7 @@ def test_nothing_to_explain():
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_on_a_busy_machine_a_late_rank_may_have_lost_its_core(monkeypatch, busy):
-    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1)
+    found = found_with(limit=Limit.LATE_RANK, late_rank=1)
     monkeypatch.setattr(module, "limit_of", lambda _: found)
     text = explain(Run(data_parallel(), load=40.0 if busy else 0.5)).text
     assert ("other programs may have taken its core" in text) == busy
@@ -304,18 +270,13 @@ def test_the_median_step_is_given_where_it_differs_from_the_mean(monkeypatch, me
 
 @pytest.mark.parametrize(("late_data", "named"), [(0.5, True), (0.3, False)])
 def test_a_late_rank_may_have_waited_for_data(late_data, named):
-    found = dataclasses.replace(
-        limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, data=0.25, late_data=late_data
-    )
-    assert (
-        "It waited for data for 50 % of the time." in module._advice(found, ("rank 0", "rank 1"), module._Conditions())
-    ) is named
+    found = found_with(limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, data=0.25, late_data=late_data)
+    assert ("It waited for data for 50 % of the time." in advice(found)) is named
 
 
 @pytest.mark.parametrize(("absent", "advised"), [(0.3, True), (0.1, False)])
 def test_a_late_rank_that_recorded_nothing_is_advised_to_use_spans(absent, advised):
-    found = dataclasses.replace(limit_of(data_parallel()), limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, absent=absent)
-    ranks = ("rank 0", "rank 1")
-    text = " ".join(module._sentences(found, ranks, module._advice(found, ranks, module._Conditions())))
-    assert f"recorded nothing for {absent:.0%} while others communicated or waited".replace("%", " %") in text
+    found = found_with(limit=Limit.LATE_RANK, late_rank=1, waiting=0.3, absent=absent)
+    text = " ".join(module._sentences(found, ("rank 0", "rank 1"), advice(found)))
+    assert f"recorded nothing for {100 * absent:.0f} % while others communicated or waited" in text
     assert ("It recorded nothing meanwhile: put `with lab.span(...)`" in text) is advised

@@ -7,6 +7,7 @@ import pytest
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.recording.schema import Span
 from labkit.tracing.replaying.changes import ProgramChanges, rules_for
 from labkit.tracing.replaying.gains import Gains, gains_of
 from labkit.tracing.replaying.graph import graph_of
@@ -16,7 +17,7 @@ from labkit.tracing.step_times import step_lengths_ns
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, sent_afterwards, tensor_parallel, waited_over  # isort: skip
-from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, remote_calls  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, in_steps, remote_calls  # isort: skip
 
 
 def gains(trace: Trace) -> Gains:
@@ -66,33 +67,26 @@ def test_a_phase_of_numbered_micro_batches_is_one() -> None:
     assert not gains(book.trace(1)).steps
 
 
-def test_a_rank_that_only_does_more_is_no_straggler() -> None:
+@pytest.mark.parametrize("logs", [False, True])
+def test_who_is_no_straggler(logs: bool) -> None:
+    """A rank that only does more. And rank 1, which needs longer for its forward pass, but nobody waits for it: rank 0
+    also logs, which no other rank does."""
     book = Book()
-    for rank, spans in ((0, 3), (1, 1)):
-        for number in range(spans):
+    if logs:
+        for rank, (forward, arrives) in enumerate(((10, 20), (12, 12))):
+            book.compute(rank, "forward", 0, forward)
+            book.travel(rank, "all_reduce", arrives, 21, wait=(arrives, 21), group="world", match=1)
+            book.whole(rank, "step", 0, 21)
+        book.compute(0, "log", 10, 20)
+    else:
+        for rank, number in ((0, 0), (0, 1), (0, 2), (1, 0)):
             book.compute(rank, "forward", 2 * number, 2 * number + 2)
     assert not any("as fast as the others" in change for change in saved(book.trace(2)))
 
 
-def test_a_rank_for_which_nobody_waits_is_not_called_slow() -> None:
-    """Rank 1 needs longer for its forward pass, but rank 0 also logs, which no other rank does."""
-    book = Book()
-    for rank, (forward, arrives) in enumerate(((10, 20), (12, 12))):
-        book.compute(rank, "forward", 0, forward)
-        book.travel(rank, "all_reduce", arrives, 21, wait=(arrives, 21), group="world", match=1)
-        book.whole(rank, "step", 0, 21)
-    book.compute(0, "log", 10, 20)
-    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
-
-
 def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:
-    book, start = Book(), 0.0
-    for forward in (99, 8, 10, 12, 14):  # the first is left out; half of the others last 9.5 + 2 to 12.5 + 2
-        middle = book.compute(0, "forward", start, start + forward)
-        end = book.compute(0, "optimizer", middle, middle + 2)
-        book.whole(0, "step", start, end)
-        start = end
-    found = gains(book.trace(1, end_ns=int(start * MS)))
+    forward = (99, 8, 10, 12, 14)  # the first is left out; half of the others last 9.5 + 2 to 12.5 + 2
+    found = gains(in_steps(5, lambda step: ("forward", forward[step]), ("optimizer", 2), ranks=1))
     assert (found.low_ns, found.step_ns, found.high_ns) == (11.5 * MS, 13 * MS, 14.5 * MS)
     marked = {gain.change: gain.in_spread for gain in found.gains}
     assert marked == {"forward twice as fast": False, "optimizer twice as fast": True}  # saves 1 of 13
@@ -101,9 +95,7 @@ def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:
 def test_at_most_a_dozen_are_kept() -> None:
     for trace in (data_parallel(8), alone(), remote_calls()):
         assert 1 <= len(gains(trace).gains) <= 12
-
-
-def test_what_cannot_be_replayed_is_refused() -> None:
+    assert "a core for each rank" not in saved(blocking()), "each had one"
     with pytest.raises(LabError, match=r"^what_helps: runs on a GPU"):
         gains(gpu_and_cpu())
 
@@ -127,26 +119,13 @@ def test_gradients_may_travel_beside_a_backward_pass_but_not_longer_than_it_last
     assert not any("beside backward" in change for change in saved(beside()))
 
 
-def test_where_each_rank_had_a_core_nobody_asks_what_one_would_save() -> None:
-    assert "a core for each rank" not in saved(blocking())
-
-
-def in_a_row(
-    ranks: int = 2, gap: float = 0.0, nbytes: int = 4_000, lines: tuple[str, str] = ("line 3", "line 3"), around: str = ""
-) -> Trace:
+def in_a_row(gap: float = 0.0, nbytes: int = 4_000, lines: tuple[str, str] = ("line 3", "line 3"), around: str = "") -> Trace:
     """Steps of 1 ms of computing, then two all-reduces of 5 ms each, with some work between them."""
-    book, length = Book(), 11 + gap
-    for step in range(4):
-        for rank in range(ranks):
-            at = step * length
-            book.compute(rank, "forward", at, at + 1)
-            if around:
-                book.compute(rank, around, at + 1, at + length)
-            for number, since in enumerate((at + 1, at + 6 + gap)):
-                key = {"group": "world", "match": 2 * step + number, "nbytes": nbytes, "line": lines[number]}
-                book.travel(rank, "all_reduce", since, since + 5, wait=(since, since + 5), **key)
-            book.whole(rank, "step", at, at + length)
-    return book.trace(ranks)
+    first, second = (("all_reduce", 5, {"line": line}) for line in lines)
+    trace, length = in_steps(4, ("forward", 1), first, ("", gap), second, nbytes=nbytes), int(11 + gap) * MS
+    begins = [length * step + MS for step in range(4)] if around else []
+    spans = [Span(rank, around, "compute", begin, begin + length - MS) for rank in range(2) for begin in begins]
+    return Trace([*trace, *spans], ranks=trace.ranks)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside  # isort: skip
-from synthetic import MS, Book  # isort: skip
+from synthetic import ALONE, MS, Book, made  # isort: skip
 
 
 def test_a_faster_link_is_not_faster_than_the_backend_was() -> None:
@@ -38,10 +38,9 @@ def test_a_faster_link_is_not_faster_than_the_backend_was() -> None:
 
 
 def test_a_replay_over_a_link_keeps_what_the_backend_took() -> None:
-    over = replay(beside(), link=Link(gbit_per_s=0.5, latency_us=0))
-    assert [span.end_ns for span in replay(over, link=None).filter(name="all_reduce")] == [
-        span.end_ns for span in beside().filter(name="all_reduce")
-    ]
+    again = replay(replay(beside(), link=Link(gbit_per_s=0.5, latency_us=0)), link=None)
+    ends = [[span.end_ns for span in trace.filter(name="all_reduce")] for trace in (again, beside())]
+    assert ends[0] == ends[1]
 
 
 def waiting_for_nothing() -> Trace:
@@ -65,13 +64,8 @@ def test_a_wait_for_what_was_complete_becomes_one_over_a_slow_link() -> None:
 
 def waiting_for_both() -> Trace:
     """Two ranks wait at 5 for an all-reduce until 10 and a broadcast until 7; these waits end one after the other."""
-    book = Book()
-    for rank in range(2):
-        book.travel(rank, "broadcast", 1, 7, wait=(5, 10.25), group="other", match=1)
-        book.travel(rank, "all_reduce", 1, 10, wait=(5, 10.5), group="world", match=1)
-        book.compute(rank, "optimizer", 11, 12)
-        book.whole(rank, "step", 0, 12)
-    return book.trace(2)
+    first, second = ("broadcast", 1, 7, (5, 10.25), {"group": "other"}), ("all_reduce", 1, 10, (5, 10.5))
+    return made(*[[first, second, ("optimizer", 11, 12), ("step", 0, 12)]] * 2)
 
 
 def test_waits_for_several_operations_end_when_the_last_one_is_complete() -> None:
@@ -135,30 +129,27 @@ def test_without_recorded_delays_nobody_knows_what_cores_would_change(cores: flo
 
 
 def test_a_loader_s_thread_neither_delays_nor_is_delayed() -> None:
-    book = Book()
-    for number in range(3):
-        book.compute(0, "load", 10 * number, 10 * number + 9, own_thread=True)
-        book.compute(0, "forward", 10 * number + 2, 10 * number + 6)
-    book.whole(0, "call", 0, 30)
-    trace = replay(book.trace(1), slower={"load": 3})
-    assert [s.start_ns for s in trace.filter(name="forward")] == [s.start_ns for s in book.trace(1).filter(name="forward")]
+    batches = [("load", 10 * n, 10 * n + 9, {"own_thread": True}) for n in range(3)]
+    recorded = made([*batches, *(("forward", 10 * n + 2, 10 * n + 6) for n in range(3)), ("call", 0, 30)])
+
+    def starts(trace: Trace, name: str) -> list[int]:
+        return [span.start_ns for span in trace.filter(name=name)]
+
+    trace = replay(recorded, slower={"load": 3})
+    assert starts(trace, "forward") == starts(recorded, "forward")
     assert [s.duration_ns / MS for s in trace.filter(name="load")] == [27] * 3
     assert "that other threads wait for load is not known" in trace.notes[-1]
-    assert not any("load" in gain.change for gain in gains_of(book.trace(1), "what_helps").gains)
-    faster = replay(book.trace(1), faster={"forward": 4})
+    assert not any("load" in gain.change for gain in gains_of(recorded, "what_helps").gains)
+    faster = replay(recorded, faster={"forward": 4})
     assert "other threads" not in faster.notes[-1]
-    assert [s.start_ns for s in faster.filter(name="load")] == [s.start_ns for s in book.trace(1).filter(name="load")]
+    assert starts(faster, "load") == starts(recorded, "load")
 
 
 def test_a_wait_may_be_over_before_the_completion_is_reported() -> None:
     """As for a future that is done while the thread that completed it still runs its callbacks."""
-    book = Book()
-    for rank in range(2):
-        book.travel(rank, "all_reduce", 0, 4, group="world", match=1, nbytes=MB10)
-        book.compute(rank, "optimizer", 3, 6)
-    spans = book.trace(2).columns
-    group = spans.name_id("world")
-    trace = Trace(spans, ranks=["a", "b"], waits=np.array([(rank, group, 1, 3 * MS) for rank in range(2)], WAITS))
+    spans = made(*[[("all_reduce", 0, 4, None, {"match": 1, "nbytes": MB10}), ("optimizer", 3, 6)]] * 2).columns
+    waits = [(rank, spans.name_id("g"), 1, 3 * MS) for rank in range(2)]
+    trace = Trace(spans, ranks=["a", "b"], waits=np.array(waits, WAITS))
     again = replay(trace)
     assert list(again) == list(trace)
     assert again.waits.tolist() == trace.waits.tolist()
@@ -168,44 +159,35 @@ def test_a_wait_may_be_over_before_the_completion_is_reported() -> None:
 
 def test_a_wait_inside_of_another_one_moves_nothing_else() -> None:
     """As in `torch.futures.collect_all`, whose waits begin one after another."""
-    book = Book()
-    for rank in range(2):
-        book.travel(rank, "all_reduce", 0, 8, wait=(2, 8), group="world", match=1, nbytes=8)
-        book.travel(rank, "all_reduce", 1, 9, wait=(4, 9), group="world", match=2, nbytes=8)
-        book.travel(rank, "received reply f", 3, 3, peer=1 - rank)  # by a thread of C++
-    trace = book.trace(2)
+    waits = [("all_reduce", 0, 8, (2, 8), {"nbytes": 8}), ("all_reduce", 1, 9, (4, 9), {"nbytes": 8})]
+    # The reply is received by a thread of C++.
+    trace = made(*([*waits, ("received reply f", 3, 3, None, {"peer": 1 - rank} | ALONE)] for rank in (0, 1)))
     assert [(s.start_ns, s.end_ns) for s in replay(trace)] == [(s.start_ns, s.end_ns) for s in trace]
+
+
+CALL = {"group": "rpc 0>1", "match": 1}
+SERVED = {"served": True, "automatic": True}
 
 
 def test_what_other_threads_do_does_not_end_the_run_and_moves_along() -> None:
     """A server computes a remote backward pass on a thread of C++, and a loader of the caller's ends last."""
-    book, key = Book(), {"group": "rpc 0>1", "match": 1}
-    book.compute(0, "forward", 0, 8)
-    book.travel(0, "rpc_sync f", 8, 10, wait=(8, 10), peer=1, **key)
-    book.compute(1, "serve f", 8, 10, served=True, automatic=True)
-    book.travel(1, "reply f", 10, 10, peer=0, **key)
-    book.compute(1, "backward of f", 9, 10, own_thread=True, automatic=True)
-    book.travel(1, "gradients", 10, 10, peer=0, own_thread=True)
-    book.compute(0, "load", 0, 10, own_thread=True)
-    book.whole(0, "call", 0, 10)
-    trace = replay(book.trace(2), faster={"forward": 2})
+    own = {"own_thread": True}
+    caller = [("forward", 0, 8), ("rpc_sync f", 8, 10, (8, 10), CALL | {"peer": 1}), ("load", 0, 10, own), ("call", 0, 10)]
+    server = [("serve f", 8, 10, SERVED), ("reply f", 10, 10, None, CALL | {"peer": 0})]
+    server += [("backward of f", 9, 10, own | {"automatic": True})]
+    server += [("gradients", 10, 10, None, own | {"peer": 0} | ALONE)]
+    recorded = made(caller, server)
+    trace = replay(recorded, faster={"forward": 2})
     assert trace.duration_ns == 6 * MS
     assert [(s.start_ns / MS, s.end_ns / MS) for s in trace.filter(name="backward of f")] == [(5, 6)]
-    assert [gain.saved_ns / MS for gain in gains_of(book.trace(2), "what_helps").gains][:1] == [4]
+    assert [gain.saved_ns / MS for gain in gains_of(recorded, "what_helps").gains][:1] == [4]
 
 
 def test_a_serving_thread_runs_beside_the_function() -> None:
-    book = Book()
-    key = {"group": "rpc 0>1", "match": 1}
-    book.travel(0, "rpc_sync f", 1, 9, wait=(1, 9), peer=1, **key)
-    book.compute(1, "serve f", 2, 8, served=True, automatic=True)
-    book.compute(1, "inner", 3, 7, served=True)
-    book.travel(1, "reply f", 8, 8.1, peer=0, **key)
-    book.compute(1, "forward", 0, 10)
-    book.whole(1, "call", 0, 20)
-    trace = replay(book.trace(2), slower={"inner": 2})
-    assert [s.end_ns / MS for s in trace.filter(name="rpc_sync f")] == [13]
-    assert [s.end_ns / MS for s in trace.filter(name="forward")] == [10]
-    other = replay(book.trace(2), slower={"forward": 2})
-    assert [s.end_ns / MS for s in other.filter(name="rpc_sync f")] == [9]
-    assert [s.end_ns / MS for s in other.filter(name="forward")] == [pytest.approx(20)]
+    server = [("serve f", 2, 8, SERVED), ("inner", 3, 7, {"served": True}), ("reply f", 8, 8.1, None, CALL | {"peer": 0})]
+    server += [("forward", 0, 10), ("call", 0, 20)]
+    recorded = made([("rpc_sync f", 1, 9, (1, 9), CALL | {"peer": 1})], server)
+    for slower, call_ends, forward_ends in (("inner", 13, 10), ("forward", 9, 20)):
+        trace = replay(recorded, slower={slower: 2})
+        assert [s.end_ns / MS for s in trace.filter(name="rpc_sync f")] == [call_ends]
+        assert [s.end_ns / MS for s in trace.filter(name="forward")] == [pytest.approx(forward_ends)]

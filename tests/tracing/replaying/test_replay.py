@@ -10,6 +10,7 @@ import pytest
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
+from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.load import load_trace
@@ -18,7 +19,7 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
-from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
+from synthetic import ALONE, MS, Book, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
@@ -40,26 +41,19 @@ def test_without_a_change_the_recorded_times_come_out(trace: Trace) -> None:
 
 
 def test_a_faster_span_shortens_what_it_encloses_and_moves_what_follows() -> None:
-    book = Book()
-    book.compute(0, "forward", 0, 4)
-    book.compute(0, "layer", 1, 3)
-    book.compute(0, "backward", 5, 11)
-    book.scalar(0, "loss", 8, 0.5)
-    trace = replay(book.trace(1), faster={"forward": 2})
+    recorded = made([("forward", 0, 4), ("layer", 1, 3), ("backward", 5, 11)])
+    recorded = Trace(recorded.columns, [Scalar(0, "loss", 8 * MS, 0.5)], ranks=recorded.ranks)
+    trace = replay(recorded, faster={"forward": 2})
     assert times(trace, 0, "forward") == [(0, 2)]
     assert times(trace, 0, "layer") == [(0.5, 1.5)]
     assert times(trace, 0, "backward") == [(3, 9)]  # the gap between the two is no part of forward
     assert trace.scalars[0].time_ns == 6 * MS
-    inner = replay(book.trace(1), faster={"forward": 2, "layer": 4})
+    inner = replay(recorded, faster={"forward": 2, "layer": 4})
     assert times(inner, 0, "forward") == [(0, 1.5)]  # 1 + 1 outside of the layer in half the time, and 2 in a quarter
 
 
 def test_a_name_also_selects_numbered_micro_batches() -> None:
-    book = Book()
-    for number in range(2):
-        book.compute(0, f"forward {number}", 2 * number, 2 * number + 2)
-    book.compute(0, "forwarding", 4, 6)
-    trace = replay(book.trace(1), slower={"forward": 3})
+    trace = replay(made([("forward 0", 0, 2), ("forward 1", 2, 4), ("forwarding", 4, 6)]), slower={"forward": 3})
     assert times(trace, 0, "forwarding") == [(12, 14)]
 
 
@@ -71,28 +65,17 @@ def test_a_collective_starts_when_its_last_rank_has_come() -> None:
     assert times(replay(blocking(), slower={"forward": 2}, rank=0), 1, "optimizer") == [(12, 13)]
 
 
-def test_a_straggler_like_the_others() -> None:
-    assert times(replay(blocking(), like_others=1), 1, "optimizer") == [(7, 8)]
-
-
-def test_operations_that_take_no_time_still_wait_for_the_last_rank() -> None:
-    trace = replay(blocking(), free=("all_reduce",))
-    assert times(trace, 0, "all_reduce") == [(5, 8)]
-    assert step_ms(trace) == 9
-
-
-def test_names_may_come_from_an_iterator() -> None:
-    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*replay(blocking(), free=["all_reduce"])]  # type: ignore[arg-type]
-
-
-def test_a_run_of_centuries_is_a_trace_or_one_clear_error() -> None:
-    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
-    with pytest.raises(LabError, match="longer than 292 years"):
-        replay(beside(), slower={"backward": 9.9e11})
-
-
-def test_a_faster_operation() -> None:
+def test_what_else_may_change() -> None:
+    assert times(replay(blocking(), like_others=1), 1, "optimizer") == [(7, 8)], "a straggler like the others"
     assert step_ms(replay(blocking(), faster={"all_reduce": 4})) == 9.5
+    trace = replay(blocking(), free=("all_reduce",))
+    assert times(trace, 0, "all_reduce") == [(5, 8)], "it still waits for the last rank"
+    assert step_ms(trace) == 9
+    assert [*replay(blocking(), free=iter(["all_reduce"]))] == [*trace]  # type: ignore[arg-type]
+
+
+def test_a_run_of_centuries_is_a_trace() -> None:
+    assert replay(beside(), slower={"backward": 1e11}).duration_ns == round(1e11 * 20 * MS) + 2 * MS
 
 
 def test_a_link_takes_its_model_s_time_and_carries_one_collective_at_a_time() -> None:
@@ -100,10 +83,7 @@ def test_a_link_takes_its_model_s_time_and_carries_one_collective_at_a_time() ->
     assert times(trace, 0, "all_reduce") == [(5, 15), (10, 25)]  # 10 each; the second begins when the first has ended
     assert step_ms(trace) == 27
     assert trace.link == ONE_GBIT
-
-
-def test_a_slow_link_delays_only_who_waits() -> None:
-    assert step_ms(replay(beside(), link=Link(gbit_per_s=0.1, latency_us=0))) == 22
+    assert step_ms(replay(beside(), link=Link(gbit_per_s=0.1, latency_us=0))) == 22, "a slow link delays only who waits"
 
 
 def test_another_link_replaces_the_one_of_the_run() -> None:
@@ -141,11 +121,9 @@ def test_who_issues_first_gets_the_port() -> None:
 
 
 def broadcast(nbytes: int = 8) -> Trace:
-    book = Book()
-    for rank, (start, end) in enumerate(((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))):
-        book.compute(rank, "forward", 0, start)
-        book.travel(rank, "broadcast", start, end, wait=(start, end), nbytes=nbytes, group="world", match=1, root=0)
-    return book.trace(3)
+    key = {"nbytes": nbytes, "match": 1, "root": 0}
+    ends = ((2.0, 3.0), (5.0, 6.0), (1.0, 3.5))
+    return made(*([("forward", 0, start), ("broadcast", start, end, (start, end), key)] for start, end in ends))
 
 
 def test_the_root_of_a_broadcast_does_not_wait_for_receivers() -> None:
@@ -177,100 +155,80 @@ def test_a_remote_call_over_a_link_is_two_messages() -> None:
 
 
 def test_a_thread_needs_as_long_as_recorded_to_wake_up() -> None:
-    book = Book()
-    for rank, forward in enumerate((2.0, 4.0)):
-        book.compute(rank, "forward", 0, forward)
-        book.travel(rank, "all_reduce", forward, 5, wait=(forward, 5.5), group="world", match=1)
-        book.compute(rank, "optimizer", 5.5, 6)
-    trace = replay(book.trace(2), slower={"forward": 2}, rank=1)
+    recorded = made(*([("forward", 0, ms), ("all_reduce", ms, 5, (ms, 5.5)), ("optimizer", 5.5, 6)] for ms in (2, 4)))
+    trace = replay(recorded, slower={"forward": 2}, rank=1)
     assert times(trace, 0, "all_reduce") == [(2, 9)]
     assert times(trace, 0, "optimizer") == [(9.5, 10)]
 
 
 def test_what_the_emulation_was_late_stays_with_another_link_and_goes_without_one() -> None:
-    book = Book()
-    for rank in range(2):
-        book.travel(rank, "all_reduce", 1, 11.5, wait=(1, 11.5), group="world", match=1, nbytes=MB10)
-    trace = Trace(book.spans, ranks=["a", "b"], link=ONE_GBIT)
+    trace = made(*[[("all_reduce", 1, 11.5, (1, 11.5), {"nbytes": MB10})]] * 2, link=ONE_GBIT)
     assert list(replay(trace)) == list(trace)
     assert times(replay(trace, link=Link(gbit_per_s=2, latency_us=0)), 0, "all_reduce") == [(0, 5.5)]
     assert times(replay(trace, link=None), 0, "all_reduce") == [(0, 0)]  # how long the backend took is not known
 
 
 def test_only_the_root_of_a_gather_counts_all_parts() -> None:
-    book = Book()
-    for rank, parts in enumerate((2, 1)):
-        book.travel(rank, "gather", 1, 2, wait=(1, 2), group="world", match=1, nbytes=MB10 * parts, root=0)
-    trace = replay(book.trace(2), link=ONE_GBIT)
-    assert times(trace, 0, "gather") == [(0, 10)]  # one part travels, half of the total
-    assert times(trace, 1, "gather") == [(0, 10)]
+    recorded = made(*([("gather", 1, 2, (1, 2), {"nbytes": MB10 * parts, "root": 0})] for parts in (2, 1)))
+    trace = replay(recorded, link=ONE_GBIT)
+    assert times(trace, 0, "gather") == times(trace, 1, "gather") == [(0, 10)]  # one part travels, half of the total
+
+
+CALL = {"group": "rpc 0>1", "match": 1}
+SERVED = {"served": True, "automatic": True}
 
 
 def test_a_kept_result_is_fetched_when_it_is_there() -> None:
-    book = Book()
-    book.travel(0, "remote f", 1, 1.5, peer=1)
-    book.compute(1, "serve f", 2, 6, served=True, automatic=True)
-    key = {"group": "rpc 0>1", "match": 1}
-    book.travel(1, "value f", 6, 6, peer=0, **key)
-    book.travel(0, "to_here", 3, 7, wait=(3, 7), peer=1, **key)
-    book.whole(0, "call", 0, 8)
-    trace = replay(book.trace(2), slower={"serve": 2})
-    assert times(trace, 0, "to_here") == [(3, 11)]
-    assert times(replay(book.trace(2), faster={"serve": 4}), 0, "to_here") == [(3, 4)]
+    remote = ("remote f", 1, 1.5, None, {"peer": 1} | ALONE)
+    caller = [remote, ("to_here", 3, 7, (3, 7), CALL | {"peer": 1}), ("call", 0, 8)]
+    recorded = made(caller, [("serve f", 2, 6, SERVED), ("value f", 6, 6, None, CALL | {"peer": 0})])
+    assert times(replay(recorded, slower={"serve": 2}), 0, "to_here") == [(3, 11)]
+    assert times(replay(recorded, faster={"serve": 4}), 0, "to_here") == [(3, 4)]
+    caller = [remote, ("to_here", 11, 12, (11, 12), CALL | {"peer": 1, "nbytes": MB10}), ("call", 0, 13)]
+    recorded = made(caller, [("serve f", 2, 3, SERVED), ("value f", 3, 3, None, CALL | {"peer": 0})])
+    over = replay(recorded, link=Link(gbit_per_s=1, latency_us=500))  # a result is asked for before it is sent
+    assert times(over, 0, "to_here") == [(11, 22)]  # 0.5 to ask, 0.5 and 10 for the value
 
 
 def test_a_call_that_returns_a_future_is_answered_when_that_completes() -> None:
-    book = Book()
-    key = {"group": "rpc 0>1", "match": 1}
-    book.travel(0, "rpc_sync f", 1, 9, wait=(1, 9), peer=1, **key)
-    book.compute(1, "serve f", 2, 4, served=True, automatic=True)
-    book.travel(1, "reply f", 8, 8.1, peer=0, **key)
-    trace = replay(book.trace(2), slower={"serve f": 3})
+    server = [("serve f", 2, 4, SERVED), ("reply f", 8, 8.1, None, CALL | {"peer": 0})]
+    trace = replay(made([("rpc_sync f", 1, 9, (1, 9), CALL | {"peer": 1})], server), slower={"serve f": 3})
     assert times(trace, 0, "rpc_sync f") == [(0, 12)]  # counted from 1
 
 
-def test_replies_may_overtake_one_another() -> None:
-    book = Book()
-    for match, (issued, served, replied, ended) in enumerate(((1, 2, 6, 6.5), (1.1, 2.1, 4, 7)), 1):
+def two_calls(*calls: tuple[str, float, float, float, float]) -> Trace:
+    """Calls of rank 0: their function, when they are issued, when they are served, and when they end."""
+    caller, server = [], []
+    for match, (name, issued, served, replied, ended) in enumerate(calls, 1):
         key = {"group": "rpc 0>1", "match": match}
-        book.travel(0, "rpc_async f", issued, ended, peer=1, **key)
-        book.compute(1, "serve f", served, replied, served=True, automatic=True)
-        book.travel(1, "reply f", replied, replied + 0.1, peer=0, **key)
-    assert list(replay(book.trace(2))) == list(book.trace(2))
-    slower = times(replay(book.trace(2), slower={"serve": 2}), 0, "rpc_async f")
+        caller.append((f"rpc_async {name}", issued, ended, None, key | {"peer": 1}))
+        server += [(f"serve {name}", served, replied, SERVED)]
+        server += [(f"reply {name}", replied, replied + 0.1, None, key | {"peer": 0})]
+    return made(caller, server)
+
+
+def test_replies_may_overtake_one_another() -> None:
+    trace = two_calls(("f", 1, 2, 6, 6.5), ("f", 1.1, 2.1, 4, 7))
+    assert list(replay(trace)) == list(trace)
+    slower = times(replay(trace, slower={"serve": 2}), 0, "rpc_async f")
     assert [end for _, end in slower] == [9.5, pytest.approx(7.9)]
 
 
 def test_calls_do_not_wait_for_one_another() -> None:
-    book = Book()
-    for match, (name, issued, replied, ended) in enumerate((("f", 1, 3, 6.5), ("g", 1.1, 4, 7)), 1):
-        key = {"group": "rpc 0>1", "match": match}
-        book.travel(0, f"rpc_async {name}", issued, ended, peer=1, **key)
-        book.compute(1, f"serve {name}", 2, replied, served=True, automatic=True)
-        book.travel(1, f"reply {name}", replied, replied, peer=0, **key)
-    trace = replay(book.trace(2), slower={"serve f": 3})
+    trace = replay(two_calls(("f", 1, 2, 3, 6.5), ("g", 1.1, 2, 4, 7)), slower={"serve f": 3})
     assert times(trace, 0, "rpc_async f") == [(0, 7.5)]  # 2 later, counted from 1
     assert [end for _, end in times(trace, 0, "rpc_async g")] == [6]
 
 
-def test_over_a_link_a_result_is_asked_for_before_it_is_sent() -> None:
-    book = Book()
-    key = {"group": "rpc 0>1", "match": 1}
-    book.travel(0, "remote f", 1, 1.5, peer=1)
-    book.compute(1, "serve f", 2, 3, served=True, automatic=True)
-    book.travel(1, "value f", 3, 3, peer=0, **key)
-    book.travel(0, "to_here", 11, 12, wait=(11, 12), peer=1, nbytes=MB10, **key)
-    book.whole(0, "call", 0, 13)
-    trace = replay(book.trace(2), link=Link(gbit_per_s=1, latency_us=500))
-    assert times(trace, 0, "to_here") == [(11, 22)]  # 0.5 to ask, 0.5 and 10 for the value
-
-
 def test_an_operation_without_its_peers_may_overtake_one_that_waits_for_them() -> None:
-    book = Book()
-    for rank, (issued, cast, end) in enumerate(((1.0, 2.0, 6.5), (5.0, 7.0, 8.0))):
-        book.travel(rank, "all_reduce", issued, 6, group="world", match=1)
-        book.travel(rank, "broadcast", cast, end, group="world", match=2, root=0)
-    assert list(replay(book.trace(2))) == list(book.trace(2))
+    casts = ((1.0, 2.0, 6.5), (5.0, 7.0, 8.0))
+    trace = made(
+        *(
+            [("all_reduce", issued, 6, None), ("broadcast", cast, end, None, {"match": 2, "root": 0})]
+            for issued, cast, end in casts
+        )
+    )
+    assert list(replay(trace)) == list(trace)
 
 
 def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
@@ -345,12 +303,13 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(name: str) -> None:
 
 
 def test_records_that_contradict_each_other_are_refused() -> None:
-    book = Book()
-    for rank, order in ((0, (1, 2)), (1, (2, 1))):  # each waits first for what the other issues second
-        for place, match in enumerate(order, 1):
-            book.travel(rank, "all_reduce", place, place + 1, wait=(place, place + 1), group="world", match=match)
+    """Each rank waits first for what the other issues second."""
+    orders = [[("all_reduce", at, at + 1, (at, at + 1), {"match": match}) for at, match in order] for order in CROSSED]
     with pytest.raises(LabError, match="contradict each other"):
-        replay(book.trace(2))
+        replay(made(*orders))
+
+
+CROSSED = (((1, 1), (2, 2)), ((1, 2), (2, 1)))
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -383,9 +342,7 @@ def test_a_wrong_argument_is_one_clear_error(name: str) -> None:
 
 
 def a_step_alone() -> Trace:
-    book = Book()
-    book.whole(0, "step", 0, 10)
-    return book.trace(1)
+    return made([("step", 0, 10)])
 
 
 @pytest.mark.parametrize(
@@ -394,6 +351,7 @@ def a_step_alone() -> Trace:
         (a_step_alone(), {"faster": {"backward": 2}}, ValueError, "no span is named 'backward'; it has none"),
         (blocking(), {"one_bucket": True}, LabError, "no backward pass of this run has several all-reduces"),
         (remote_calls(), {"like_others": 0}, LabError, "the other ranks have no spans with the names"),
+        (beside(), {"slower": {"backward": 9.9e11}}, LabError, "longer than 292 years"),
     ],
 )
 def test_what_a_trace_lacks_for_a_change(trace: Trace, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:

@@ -6,15 +6,14 @@ Compute is `time.sleep`, which other programs on the machine hardly disturb. Not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import comm_cases as cases
 import comm_rpc_cases as rpc_cases
 import pytest
+import simulated_programs as programs
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import labkit as lab
 from labkit.tracing.trace import Trace
@@ -40,48 +39,6 @@ def overlapped() -> None:
             time.sleep(0.002)
 
 
-def data_parallel() -> None:
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for _ in lab.steps(range(STEPS)):
-        optimizer.zero_grad()
-        model(torch.ones(4, 64)).sum().backward()
-        optimizer.step()
-
-
-def sharded() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    for _ in lab.steps(range(STEPS)):
-        model(torch.ones(4, 64)).sum().backward()
-
-
-def pipeline(kind: str) -> None:
-    from torch.distributed import pipelining
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    stage = pipelining.PipelineStage(nn.Linear(8, 8), rank, size, torch.device("cpu"))
-    schedule = getattr(pipelining, kind)(stage, 4, loss_fn=lambda output, target: (output - target).square().sum())
-    batch = torch.ones(8, 8)
-    for _ in lab.steps(range(STEPS)):
-        schedule.step(*([batch] if rank == 0 else []), **({"target": batch} if rank == size - 1 else {}))
-
-
-def tensor_parallel() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for _ in lab.steps(range(STEPS)):
-        model(torch.ones(4, 16)).sum().backward()
-
-
 def doubled(x: torch.Tensor) -> torch.Tensor:
     with lab.span("double"):
         return 2 * x
@@ -99,14 +56,9 @@ def calls() -> None:
         rpc.rpc_sync("second", torch.add, (torch.ones(10), 1))
 
 
-PROGRAMS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-    "overlapped": (overlapped, ()),
-    "DDP": (data_parallel, ()),
-    "FSDP2": (sharded, ()),
-    "GPipe": (pipeline, ("ScheduleGPipe",)),
-    "1F1B": (pipeline, ("Schedule1F1B",)),
-    "tensor parallel": (tensor_parallel, ()),
-}
+PROGRAMS = (
+    overlapped, programs.ddp, programs.fsdp, programs.gpipe, programs.one_f_one_b, programs.tensor_parallel,
+)  # fmt: skip
 
 
 def check_given_back(trace: Trace) -> None:
@@ -119,8 +71,8 @@ def check_given_back(trace: Trace) -> None:
 @pytest.mark.parametrize("link", [None, FAST], ids=["no link", "link"])
 def test_an_unchanged_replay_gives_the_run_back(link: lab.Link | None) -> None:
     with lab.Group(2, link=link) as group:
-        for function, arguments in PROGRAMS.values():
-            check_given_back(group.run(function, *arguments).trace)
+        for program in PROGRAMS:
+            check_given_back(group.run(program).trace)
     with lab.Group(["master", "first", "second"], runtime="rpc", link=link) as group:
         trace = group.run(calls).trace
         check_given_back(trace)
