@@ -317,7 +317,7 @@ def test_a_level_is_the_slower_one_for_some_sizes_only() -> None:
         (lambda: lab.predict.all_reduce(1, 4, NETWORK, algorithm="star"), "expected 'ring', 'tree', 'halving' or 'hierarchical'"),
         (lambda: lab.predict.all_reduce(1, 4, SLOW, algorithm="hierarchical"), "expected a lab.Network"),
         (lambda: lab.predict.all_reduce(1, [[0, 2], [1]], FOUR), "equally many"),
-        (lambda: lab.predict.all_reduce(1, [[0, 1], [1, 2]], FOUR), "without a common rank"),
+        (lambda: lab.predict.all_reduce(1, [[0, 1], [1, 2]], FOUR), "equally many different ranks"),
         (lambda: lab.predict.all_reduce(1, [[0, 2], 1], FOUR), "equally many"),  # type: ignore[list-item]
         (lambda: lab.predict.all_reduce(1, [[0, 2], [1, 3]], FOUR, algorithm="tree"), "for the default algorithm only"),
         (lambda: lab.predict.message(1, SLOW, ranks=(0, 1)), "all ranks have the same link"),

@@ -105,6 +105,8 @@ class Futures:
         if future.done():
             if ties is not None:
                 for operation in ties.operations:
+                    if operation.also is not None:
+                        operation.completed()  # the callback that says so may come only after this thread has gone on
                     operation.waited_when_complete()  # which its callback may not have recorded yet
             return wait(future)
         if ties is None:
