@@ -23,8 +23,7 @@ def measure() -> tuple[float, float]:
     from torch.optim import optimizer as optimizers
 
     from labkit.recording.record import Recorder, here
-    from labkit.recording.ring_buffer import RingWriter
-    from labkit.recording.ring_layout import RING_BYTES
+    from labkit.recording.ring_buffer import RING_BYTES, RingWriter
     from labkit.worker.comm import phases
 
     hooks: Any = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks

@@ -18,8 +18,7 @@ ROUNDS: Final = 15
 def measure() -> dict[str, float]:
     """Medians in ns, of loops that alternate: "clock" (two readings), "outside", "recording"."""
     import labkit as lab
-    from labkit.recording.ring_buffer import RingWriter
-    from labkit.recording.ring_layout import RING_BYTES
+    from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 
     recording: Any = importlib.import_module("labkit.recording.record")  # `labkit.record` is the function
     span, clock = lab.span, time.perf_counter_ns

@@ -15,8 +15,7 @@ from labkit.group.mismatches import ProgramLine, first_unequal
 from labkit.group.pool_state import Member
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
-from labkit.recording.ring_buffer import pending_of
-from labkit.recording.ring_layout import record_dtype
+from labkit.recording.ring_buffer import pending_of, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, UNSHOWN, Pending
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records

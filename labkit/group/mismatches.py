@@ -39,7 +39,7 @@ def first_unequal(
     """Find the first operations to which ranks gave mismatched arguments.
 
     Args:
-        chunks: by rank, its records, in chunks: arrays of `recording.ring_layout.record_dtype()`.
+        chunks: by rank, its records, in chunks: arrays of `recording.ring_buffer.record_dtype()`.
         names: a function from a rank to its interned strings.
 
     Returns:

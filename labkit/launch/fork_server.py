@@ -293,7 +293,7 @@ def _live_as_rank(
         connection, output, ring = fds
         print_to(output)
         _reseed()
-        from labkit.recording.ring_layout import RING_BYTES
+        from labkit.recording.ring_buffer import RING_BYTES
         from labkit.worker.main_loop import main
 
         # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.

@@ -11,18 +11,16 @@ What to open for which change:
   adds up; the bytes of a tensor: `nbytes_of` in worker/comm/descriptions.py; of TensorFlow's operations:
   worker/runtimes/tensorflow/sizes.py
 - give a span another field: an attribute of `Span` in schema.py, and of `Pending` if operations under way have it; its
-  place in `RECORD_FIELDS` of ring_layout.py (a flag needs none); a parameter of the method of ring_buffer.py that
-  writes it. Columns and files follow (events.py, tracing/perfetto.py). Whatever knows the value passes it: for spans
-  record.py and worker/comm/phases.py; for operations worker/comm/operation.py, and `_execute` in
-  worker/comm/process_group.py, which records most blocking collectives by itself; a search for the calls of the method
-  finds the rest (RPC, TensorFlow); tests test_schema.py, test_ring_buffer.py
+  place in `RECORD_FIELDS` of ring_buffer.py (a flag needs none); a parameter of the method there that writes it.
+  Columns and files follow (events.py, tracing/perfetto.py). Whatever knows the value passes it: for spans record.py
+  and worker/comm/phases.py; for operations worker/comm/operation.py; a search for the calls of the method finds the
+  rest (RPC, TensorFlow); tests test_schema.py, test_ring_buffer.py
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in
-  schema.py, its record in ring_layout.py, a method in ring_buffer.py, `from_records` and an argument of `Trace` in
-  tracing/trace.py, its entries in files in tracing/trace_file.py; tests also worker/comm/test_work.py
-- how many records a rank's memory holds, which names find room: ring_layout.py, ring_buffer.py; tests
-  test_ring_buffer.py, test_fork_isolation.py
-- records of another machine, and its times: ring_copy.py, clock.py; of scripts: clock_sync.py. How exact they are is
-  `Trace.clock_error_ns`
+  schema.py, its record and a method in ring_buffer.py, `from_records` and an argument of `Trace` in tracing/trace.py,
+  its entries in files in tracing/trace_file.py; tests also worker/comm/test_work.py
+- how many records a rank's memory holds, which names find room: ring_buffer.py; tests test_ring_buffer.py,
+  test_fork_isolation.py
+- records of another machine, and its times: ring_copy.py, clock.py. How exact they are is `Trace.clock_error_ns`
 - what must match on the ranks of a collective, the names of groups and mesh axes: group_keys.py
 - what a rank notes of a training, to be compared after the run: rank_facts.py; see worker/comm
 - the cores of this machine, and its load: cores.py; do something once a module is imported: import_hook.py

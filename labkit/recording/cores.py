@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
-from weakref import WeakSet
 
 from labkit.errors.control_groups import control_group_folders
 
@@ -53,7 +52,7 @@ class ThreadDelay:
     Source: "/proc/<pid>/schedstat" in the kernel's Documentation/scheduler/sched-stats.rst.
     """
 
-    __slots__ = ("__weakref__", "_file")
+    __slots__ = ("_file",)
 
     def __init__(self) -> None:
         try:
@@ -68,38 +67,26 @@ class ThreadDelay:
         except OSError:
             return 0
 
-    def close(self) -> None:
-        """Close the file: from now on, the time is 0."""
-        file, self._file = self._file, CLOSED
-        if file != CLOSED:
-            os.close(file)
-
-    __del__ = close
+    def __del__(self) -> None:
+        if self._file != CLOSED:
+            os.close(self._file)
 
 
 def thread_delays() -> Callable[[], Callable[[], int]]:
     """Return a function that returns the `ThreadDelay` of the thread that calls it, always the same.
 
-    Where the system does not count this time, as on macOS, this returns `no_delays`. Processes that are forked later
-    close the files.
+    Where the system does not count this time, as on macOS, this returns `no_delays`.
     """
     if not os.path.exists(RUN_QUEUE):
         return no_delays
     of_thread = threading.local()  # a thread that ends closes its file
-    opened: WeakSet[ThreadDelay] = WeakSet()
-
-    def close_all() -> None:
-        for delay in list(opened):
-            delay.close()
 
     def own() -> ThreadDelay:
         delay: ThreadDelay | None = getattr(of_thread, "delay", None)
         if delay is None:
             delay = of_thread.delay = ThreadDelay()
-            opened.add(delay)
         return delay
 
-    os.register_at_fork(after_in_child=close_all)
     return own
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.recording.operations import FOR_OTHERS, SERVE
-from labkit.recording.ring_layout import DTYPES
+from labkit.recording.ring_buffer import DTYPES
 from labkit.recording.schema import (  # fmt: skip
     AUTOMATIC,
     CALL,
@@ -194,14 +194,9 @@ class Columns:
 
 
 def under_way(
-    start_ns: int,
-    now_ns: int,
-    number: Callable[[str], int],
-    *,
-    calls: Iterable[tuple[int, str]] = (),
-    pending: Sequence[Sequence[Pending]] = (),
-    silent: Iterable[tuple[int, int]] = (),
-) -> Any:
+    start_ns: int, now_ns: int, number: Callable[[str], int], *, calls: Iterable[tuple[int, str]] = (),
+    pending: Sequence[Sequence[Pending]] = (), silent: Iterable[tuple[int, int]] = (),
+) -> Any:  # fmt: skip
     """Return an array of `COLUMNS` with everything that is still in progress, as if it ended now.
 
     `calls` are the ranks whose function has not returned since `start_ns`, each with its name; `number` returns a

@@ -27,8 +27,7 @@ from weakref import ref
 
 from labkit.errors.exceptions import OWN_CODE
 from labkit.errors.wrong_calls import WrongTypeError, WrongValueError
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import SPAN_RECORD
+from labkit.recording.ring_buffer import SPAN_RECORD, RingWriter
 from labkit.recording.schema import AUTOMATIC, CALL, COMPUTE, CPU, KINDS, STEP, STEPS_IN_ALL
 
 
@@ -126,7 +125,6 @@ class _Here:
         self.files: dict[str, str] = {}  # the notebook's names for the student's cells and files: "cell 5", "train.py"
         self.spans: dict[str, Any] = {}  # the compute spans that `span` has created, by name
         self.communication_spans: dict[str, Any] = {}
-        self.lines: dict[Any, Any] = {}  # the student's lines at which labkit itself records spans
         self.opened: list[TimedSpan] = []  # all compute spans that `span` has created
 
     def start(self, recorder: Recorder | None) -> None:
@@ -138,7 +136,6 @@ class _Here:
         """Discard all cached spans, so that each is created anew at its next use."""
         self.spans.clear()
         self.communication_spans.clear()
-        self.lines.clear()
         self.opened.clear()
 
     def in_span(self) -> bool:

@@ -1,7 +1,7 @@
 """A ring of fixed-size records in shared memory, written by a rank and read by the notebook.
 
-The rank never waits for a reader, and reading takes no thread or system call in the rank. The notebook can read the
-memory at any time, even while the rank is blocked in C++ or after it was killed. Layout of the buffer:
+The rank never waits for a reader. The notebook can read the memory at any time, even while the rank is blocked in C++
+or after it was killed. The fields and their types come from the schema. Layout of the buffer:
 
     header (64 bytes)    bytes in use in the names area; how many operations found no pending slot; when the rank was
                          last known to be alive; which names found no room (`NO_ROOM`); how many of its threads serve
@@ -48,56 +48,101 @@ import threading
 import weakref
 from _thread import get_ident, get_native_id
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 from labkit.recording.cores import no_delays
-from labkit.recording.ring_layout import (  # fmt: skip
-    ALIVE_AT,
-    CAPACITY,
-    COMMIT_OFFSET,
-    COMMUNICATION_RECORD,
-    HEADWAY,
-    IN_FLIGHT,
-    LINES_LIMIT,
-    LONGEST_NAME,
-    LOST_AT,
-    NAMES_AT,
-    NAMES_BYTES,
-    NO_ROOM,
-    NO_ROOM_AT,
-    PART_RECORD,
-    PENDING_AT,
-    PENDING_RECORD,
-    PENDING_SLOTS,
-    PENDING_WAIT,
-    PENDING_WAIT_OFFSET,
-    RECORD_BYTES,
-    RECORDS_AT,
-    SCALAR_RECORD,
-    SCALARS_LIMIT,
-    SERVING_AT,
-    SIGNATURES_LIMIT,
-    SPAN_RECORD,
-    SPANS_LIMIT,
-    TAIL_FIELDS,
-    UNNOTED_AT,
-    WAIT_RECORD,
-    WORD,
-    record_dtype,
-)
 from labkit.recording.schema import (  # fmt: skip
     COMMUNICATION,
     COMPUTE,
     CPU,
+    FIELDS,
     OPEN,
     OWN_THREAD,
     PENDING_FIELDS,
     SCALAR,
     SERVED,
     WAIT,
+    Flag,
+    Head,
+    OfRank,
     Pending,
+    Tail,
 )
+
+DTYPES: Final = {"q": "<i8", "d": "<f8", "i": "<i4", "I": "<u4", "H": "<u2", "B": "u1"}  # numpy's types for these letters
+
+_OWN: Final = {"value": "d", "thread": "I", "flags": "H", "commit": "q"}  # fields of a record that no span has
+_CODES: Final = _OWN | {f.name: f.code for f in FIELDS if not isinstance(f.place, Flag)}
+_IN_ALL: Final = {f.name for f in FIELDS if isinstance(f.place, Head)} | {"flags"}
+TAIL_FIELDS: Final = tuple(f for f in FIELDS if isinstance(f.place, Tail))
+# The fields of a record, in the order in which the writers pass them. Each lies at a multiple of its size, so that a
+# processor writes it in one step. `commit` comes last, since it completes a record.
+RECORD_FIELDS: Final = (
+    "start_ns", "end_ns", "wait_end_ns", "backend_ns", "issue_delay_ns", "wait_delay_ns", "nbytes", "match", "value",
+    "wait_start_ns", "thread",  # these two change while an operation is pending
+    "name", "line", "group", "signature", "peer", "root", "count", "flags", "kind", "device", "commit",
+)  # fmt: skip
+assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if isinstance(f.place, OfRank)}, "a field has no place"
+
+
+def _struct(given: Collection[str]) -> struct.Struct:
+    """Return the layout of a record. It writes `commit`, the fields that are given, and zeros for the others."""
+    codes = {name: _CODES[name] for name in RECORD_FIELDS[:-1]}
+    text = "<" + "".join(code if name in given else f"{struct.calcsize(code)}x" for name, code in codes.items())
+    return struct.Struct(f"{text}{-struct.calcsize(text) % 8}xq")
+
+
+def _offset(name: str) -> int:
+    before = RECORD_FIELDS[: RECORD_FIELDS.index(name)]
+    return struct.calcsize("<" + "".join(_CODES[field] for field in before))
+
+
+# One per kind of record. All have the same size; a field that a kind does not have is 0 in memory, and `RingReader`
+# replaces this by the field's default.
+COMMUNICATION_RECORD: Final = _struct(set(RECORD_FIELDS) - {"value", "thread"})
+PENDING_RECORD: Final = _struct({f.name for f in PENDING_FIELDS} | {"thread"})
+SPAN_RECORD: Final = _struct(_IN_ALL)
+PART_RECORD: Final = _struct(_IN_ALL | {"issue_delay_ns", "wait_delay_ns"})
+SCALAR_RECORD: Final = _struct(_IN_ALL | {"value"})
+WAIT_RECORD: Final = _struct(_IN_ALL | {"group", "match"})
+WORD: Final = struct.Struct("<q")
+RECORD_BYTES: Final = COMMUNICATION_RECORD.size
+COMMIT_OFFSET: Final = RECORD_BYTES - WORD.size
+PENDING_WAIT: Final = struct.Struct("<qI")  # wait_start_ns, thread
+PENDING_WAIT_OFFSET: Final = _offset("wait_start_ns")
+
+PENDING_SLOTS: Final = 1024  # a program may issue an all_reduce for each parameter before it waits for the first
+CAPACITY: Final = 1 << 18  # a power of two, so a mask gives the slot; at 0.5 µs per span the notebook has 0.1 s to read it
+HEADWAY: Final = CAPACITY // 8  # records that an overtaken reader skips, since the rank may overwrite them during the copy
+IN_FLIGHT: Final = 64  # records that the rank's threads may be writing at the same time
+HEADER_BYTES: Final = 64
+UNNOTED_AT: Final = 4
+ALIVE_AT: Final = 8
+NO_ROOM_AT: Final = 16
+SERVING_AT: Final = 20
+LOST_AT: Final = 24
+NAMES_BYTES: Final = 1 << 20
+LONGEST_NAME: Final = 1000  # bytes; longer names are cut
+# A student's program may create any number of span names. The names of operations, groups and lines must still find
+# room: without them, nobody can see who waits for whom. So each kind of name is stored only while less than this part
+# of the area is in use. In order: lines of spans, names of spans, curves, signatures of operations.
+LINES_LIMIT, SPANS_LIMIT, SCALARS_LIMIT, SIGNATURES_LIMIT = (NAMES_BYTES * eighths // 8 for eighths in (2, 4, 5, 6))
+NO_ROOM: Final = ("spans", "values", "sizes", "groups")  # the kinds of names that were not stored; one header bit each
+PENDING_AT: Final = HEADER_BYTES
+NAMES_AT: Final = PENDING_AT + PENDING_SLOTS * RECORD_BYTES
+RECORDS_AT: Final = NAMES_AT + NAMES_BYTES
+RING_BYTES: Final = RECORDS_AT + CAPACITY * RECORD_BYTES  # untouched pages cost nothing
+
+
+def record_dtype() -> Any:
+    """Return the numpy dtype of a record."""
+    import numpy as np  # imported here because ranks import this module, and a bare rank runs without numpy
+
+    offsets = [*map(_offset, RECORD_FIELDS[:-1]), COMMIT_OFFSET]
+    formats = [DTYPES[_CODES[name]] for name in RECORD_FIELDS]
+    return np.dtype({"names": RECORD_FIELDS, "formats": formats, "offsets": offsets, "itemsize": RECORD_BYTES})
+
 
 MAP_FIXED: Final = 0x10  # the same on Linux and macOS; Python's mmap module does not define it
 
@@ -200,12 +245,8 @@ class RingWriter:
         self, name: str, kind: int, start_ns: int, end_ns: int, *, line: str = "", device: int = CPU, flags: int = 0
     ) -> None:
         """Record a finished span that is no communication."""
-        ids = self.ids
-        if name in ids:
-            name_id = ids[name]
-        else:
-            name_id = self.span_name(name) if kind == COMPUTE else self.name(name)
-        line_id = ids[line] if line in ids else self.span_line(line)
+        name_id = self.span_name(name) if kind == COMPUTE else self.name(name)
+        line_id = self.span_line(line)
         number, at = self.next_slot()
         _pack_span(self.buffer, at, start_ns, end_ns, name_id, line_id, flags, kind, device, number)
 
@@ -229,16 +270,11 @@ class RingWriter:
         """Record one finished communication; see `recording.schema.Span` for the meaning of each value."""
         self.communications += 1
         self.failures += flags & OPEN != 0
-        ids = self.ids
-        # Most strings are known: two lookups are faster than a call.
-        name_id = ids[name] if name in ids else self.name(name)
-        group_id = ids[group] if group in ids else self.name(group)
-        line_id = ids[line] if line in ids else self.name(line)
-        signature_id = ids[signature] if signature in ids else self._signature(signature)
+        texts = self.name(name), self.name(line), self.name(group), self._signature(signature)
         number, at = self.next_slot()
         _pack_communication(
             self.buffer, at, start_ns, end_ns, wait_end_ns, backend_ns, issue_delay_ns, wait_delay_ns, nbytes, match,
-            wait_start_ns, name_id, line_id, group_id, signature_id, peer, root, 1, flags, COMMUNICATION, device, number,
+            wait_start_ns, *texts, peer, root, 1, flags, COMMUNICATION, device, number,
         )  # fmt: skip
 
     def write_wait(self, group: str, match: int, at_ns: int, flags: int = 0) -> None:
@@ -263,29 +299,22 @@ class RingWriter:
         line: str = "", signature: str = "",
     ) -> int:  # fmt: skip
         """Note that an operation was issued; return its slot, or -1, which `waiting` and `unpend` ignore."""
-        slot = self._free_slot()
-        if slot >= 0:
-            ids = self.ids
-            name_id = ids[name] if name in ids else self.name(name)
-            group_id = ids[group] if group in ids else self.name(group)
-            line_id = ids[line] if line in ids else self.name(line)
-            signature_id = ids[signature] if signature in ids else self._signature(signature)
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            slot = -1
+            self._unnoted += 1
+            self._store(UNNOTED_AT, self._unnoted)
+        else:
+            texts = self.name(name), self.name(line), self.name(group), self._signature(signature)
             _pack_pending(
-                self.buffer, PENDING_AT + slot * RECORD_BYTES, start_ns, nbytes, match, 0, get_native_id(), name_id, line_id,
-                group_id, signature_id, peer, root, start_ns,
+                self.buffer, PENDING_AT + slot * RECORD_BYTES, start_ns, nbytes, match, 0, get_native_id(), *texts,
+                peer, root, start_ns,
             )  # fmt: skip
         return slot
 
     def _signature(self, text: str) -> int:
         return self.name(self._known_or(text, SIGNATURES_LIMIT, "", "sizes"))
-
-    def _free_slot(self) -> int:
-        try:
-            return self._free.pop()
-        except IndexError:
-            self._unnoted += 1
-            self._store(UNNOTED_AT, self._unnoted)
-            return -1
 
     def waiting(self, slot: int, since_ns: int, thread: int = 0) -> None:
         """Record that a thread (default: this one), or `STREAM` or `TIMED`, is blocked until an operation completes."""
@@ -358,17 +387,19 @@ class RingReader:
         """The bytes in use in the names area."""
         return int(self._names_used[0])
 
+    def _header(self, at: int) -> int:
+        value: int = struct.unpack_from("<I", self.buffer, at)[0]
+        return value
+
     @property
     def unnoted(self) -> int:
         """How many operations so far were not recorded as pending, because no slot was free."""
-        count: int = struct.unpack_from("<I", self.buffer, UNNOTED_AT)[0]
-        return count
+        return self._header(UNNOTED_AT)
 
     @property
     def no_room(self) -> list[str]:
         """The kinds of names, from `NO_ROOM`, that have found no room."""
-        bits: int = struct.unpack_from("<I", self.buffer, NO_ROOM_AT)[0]
-        return [kind for place, kind in enumerate(NO_ROOM) if bits >> place & 1] if bits else []
+        return [kind for place, kind in enumerate(NO_ROOM) if self._header(NO_ROOM_AT) >> place & 1]
 
     @property
     def dropped(self) -> int:
@@ -384,8 +415,7 @@ class RingReader:
     @property
     def serving(self) -> int:
         """How many threads of the rank execute calls from other ranks."""
-        count: int = struct.unpack_from("<I", self.buffer, SERVING_AT)[0]
-        return count
+        return self._header(SERVING_AT)
 
     @property
     def alive_ns(self) -> int:
@@ -431,10 +461,6 @@ class RingReader:
         commit = self._commit_at(first)
         if commit < first:
             return self._nothing
-        if commit == first and self._commit_at(first + 1) <= first:
-            alone = self._read_one(first)
-            if alone is not None:
-                return alone
         if commit > first:
             # The rank has lapped the reader: resume where there is time to copy before it comes round again.
             first = max(first, self._newest(commit) + 1 - CAPACITY + HEADWAY)
@@ -458,20 +484,6 @@ class RingReader:
         self._overwritten += last + 1 - self._next - len(records)
         self._next = last + 1
         return records
-
-    def _read_one(self, number: int) -> Any:
-        """Return the only unread record, in a fifth of the usual time; None if it must be read in the usual way."""
-        at = RECORDS_AT + (number & (CAPACITY - 1)) * RECORD_BYTES
-        copy = bytearray(self.buffer[at : at + RECORD_BYTES])
-        half_round = number + CAPACITY // 2
-        if self._commit_at(half_round) >= half_round:  # the rank may have reached the slot during the copy
-            return None
-        self._next = number + 1
-        record = self._numpy.frombuffer(copy, self._dtype)
-        if record["kind"][0] != COMMUNICATION:
-            for name, default in self._defaults:
-                record[name] = default
-        return record
 
     def _commit_at(self, number: int) -> int:
         return _commit_at(self.buffer, number)

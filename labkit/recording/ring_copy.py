@@ -22,8 +22,7 @@ import struct
 from typing import Any, Final, NamedTuple
 
 from labkit.recording.clock import Clock
-from labkit.recording.ring_buffer import RingReader
-from labkit.recording.ring_layout import (  # fmt: skip
+from labkit.recording.ring_buffer import (  # fmt: skip
     ALIVE_AT,
     CAPACITY,
     HEADER_BYTES,
@@ -38,6 +37,7 @@ from labkit.recording.ring_layout import (  # fmt: skip
     SERVING_AT,
     UNNOTED_AT,
     WORD,
+    RingReader,
     record_dtype,
 )
 from labkit.recording.schema import FIELDS

@@ -11,7 +11,7 @@ The letter is a type code of Python's `struct` module. Strings are interned, and
 attribute of `Pending` with the same name is also stored in the table of pending operations.
 
 A record has three more fields, which no span has: the `value` of a scalar, `flags`, and `commit`, the record's number
-(`recording/ring_layout.py`).
+(`recording/ring_buffer.py`).
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed, numbers_in_words
 from labkit.errors.wrong_calls import public_api
 from labkit.recording import TRACE_FOLDER, TRACE_VARIABLE
-from labkit.recording.clock_sync import Reading, on_reference
+from labkit.recording.clock import Reading, on_reference
 from labkit.recording.events import blank, shown
-from labkit.recording.ring_buffer import RingReader
-from labkit.recording.ring_layout import RING_BYTES, record_dtype
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, record_dtype
 from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending, Tail
 from labkit.tracing.trace import Trace, about_names, from_records
 from labkit.tracing.trace_file import read_file

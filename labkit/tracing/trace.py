@@ -455,7 +455,7 @@ def from_records(
 ) -> Trace:
     """Make the trace of a run from the records that `recording.ring_buffer.RingReader` read for each rank.
 
-    `records` are arrays of `recording.ring_layout.record_dtype()`, `names` the tables of strings, read after those.
+    `records` are arrays of `recording.ring_buffer.record_dtype()`, `names` the tables of strings, read after those.
     What was in progress lasts until `end_ns`: `calls`, the ranks whose function has not returned, each with its name;
     and `pending`, per rank. `silent` are ranks whose machine does not answer, each with the time of its last report.
     """

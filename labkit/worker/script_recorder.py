@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from labkit.recording import TRACE_VARIABLE
-from labkit.recording.clock_sync import SECRET_BYTES, ClockServer, Reading, ask, machine
+from labkit.recording.clock import SECRET_BYTES, ClockServer, Reading, ask, machine
 from labkit.recording.cores import thread_delays, usable_cores
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here
-from labkit.recording.ring_buffer import RingReader, RingWriter, keep_from_forks
-from labkit.recording.ring_layout import CAPACITY, RING_BYTES
+from labkit.recording.ring_buffer import CAPACITY, RING_BYTES, RingReader, RingWriter, keep_from_forks
 
 CHECK_EVERY_S: Final = 0.1
 HURRY_S: Final = 0.01  # the same after records were moved: the fastest writer fills the ring in 0.1 s

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final, NamedTuple
 
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 
 # macOS has no real-time signals.
 INTERRUPT: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # handled by `faulthandler`

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
-from labkit.recording.clock_sync import Reading, bounds, on_reference
+from labkit.recording.clock import Reading, bounds, on_reference
 from labkit.recording.record import clock
 from labkit.worker.comm.torch_internals import PROFILED_THREADS, PROFILER
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 from labkit.worker.comm import install
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

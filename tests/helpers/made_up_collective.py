@@ -29,8 +29,11 @@ from labkit.group.mismatches import first_unequal  # noqa: E402
 from labkit.plots.flows import flows_of  # noqa: E402
 from labkit.plots.traffic import _looks  # noqa: E402
 from labkit.recording.record import Recorder  # noqa: E402
-from labkit.recording.ring_buffer import RingReader, RingWriter  # noqa: E402
-from labkit.recording.ring_layout import RING_BYTES  # noqa: E402
+from labkit.recording.ring_buffer import (  # noqa: E402
+    RING_BYTES,
+    RingReader,
+    RingWriter,
+)
 from labkit.recording.schema import COMMUNICATION, Pending, Span  # noqa: E402
 from labkit.tracing.trace import Trace  # noqa: E402
 from labkit.worker.comm.install import watch_torch  # noqa: E402

@@ -37,7 +37,7 @@ from labkit.launch.descendants import _await_end
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
 from labkit.launch.starters import ForkStarter, SpawnStarter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 from labkit.worker.network_namespace import PrivateNetwork
 
 pytestmark = pytest.mark.processes

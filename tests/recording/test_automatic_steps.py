@@ -7,8 +7,7 @@ import mmap
 import pytest
 
 from labkit.recording.record import AutomaticSteps
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import STEP
 from labkit.tracing.trace import Trace, from_records
 

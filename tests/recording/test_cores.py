@@ -145,18 +145,3 @@ def test_each_thread_has_its_own_delay_which_others_may_read() -> None:
     thread.join()
     while other():  # `join` may return before the kernel has removed the thread
         time.sleep(0.001)
-
-
-@pytest.mark.usefixtures("schedstat")
-def test_a_forked_process_closes_the_files() -> None:
-    delay_ns = thread_delays()()
-    file = delay_ns._file  # type: ignore[attr-defined]
-    child = os.fork()
-    if child == 0:
-        try:
-            os.fstat(file)
-            os._exit(1)
-        except OSError:
-            os._exit(0 if delay_ns() == 0 else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert delay_ns() == 70

@@ -22,8 +22,7 @@ import pytest
 import labkit as lab
 from labkit.ipc.ranks_cell import cell_filename
 from labkit.recording.events import Scalar
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Span
 from labkit.tracing.perfetto import write_events
 from labkit.tracing.trace import Trace, from_records

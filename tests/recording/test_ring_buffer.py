@@ -15,8 +15,7 @@ import pytest
 
 from labkit.group.run import LOOK_EVERY_S
 from labkit.recording import ring_buffer
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CPU, CUDA, SCALAR, SERVED, STEP, WAIT
 
 CAPACITY = ring_buffer.CAPACITY
@@ -278,7 +277,7 @@ def test_a_record_that_is_half_overwritten_is_not_read(
 WRITER = """
 import mmap, os, signal, sys
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.schema import COMPUTE
 with open(sys.argv[1], "r+b") as file:
     writer = RingWriter(mmap.mmap(file.fileno(), RING_BYTES))
@@ -336,7 +335,7 @@ def test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_
 NAMER = """
 import mmap, sys
 from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import NAMES_BYTES, RING_BYTES
+from labkit.recording.ring_buffer import NAMES_BYTES, RING_BYTES
 
 with open(sys.argv[1], "r+b") as file:
     writer = RingWriter(mmap.mmap(file.fileno(), RING_BYTES))

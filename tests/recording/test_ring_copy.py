@@ -11,9 +11,8 @@ import pytest
 
 from labkit.recording import ring_buffer
 from labkit.recording.clock import Clock
-from labkit.recording.ring_buffer import RingReader, RingWriter
+from labkit.recording.ring_buffer import CAPACITY, RECORD_BYTES, RING_BYTES, RingReader, RingWriter, record_dtype
 from labkit.recording.ring_copy import TOGETHER, RingCopy, RingTap
-from labkit.recording.ring_layout import CAPACITY, RECORD_BYTES, RING_BYTES, record_dtype
 from labkit.recording.schema import COMPUTE, CPU, FIELDS, OPEN, PENDING_FIELDS, SCALAR, STEP, Pending
 
 AHEAD_NS = 3_600 * 10**9

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import labkit
-from labkit.recording import ring_layout, schema
+from labkit.recording import ring_buffer, schema
 from labkit.recording.events import COLUMNS, Columns
 from labkit.recording.schema import FIELDS, Flag, OfRank, Pending, Span
 
@@ -32,8 +32,8 @@ PARAMETERS = '        resumed_ns: int = 0, retries: int = -3, algorithm: str = "
 CHANGES = [
     ("schema.py", LAST, LAST + ADDED),
     ("schema.py", "    thread: int = 0  #", '    algorithm: str = ""\n    thread: int = 0  #'),
-    ("ring_layout.py", '"match", "value",\n', '"match", "value", "resumed_ns",\n'),
-    ("ring_layout.py", '"peer", "root", "count",', '"peer", "root", "retries", "algorithm", "count",'),
+    ("ring_buffer.py", '"match", "value",\n', '"match", "value", "resumed_ns",\n'),
+    ("ring_buffer.py", '"peer", "root", "count",', '"peer", "root", "retries", "algorithm", "count",'),
     ("ring_buffer.py", DELAYS, DELAYS + PARAMETERS),
     ("ring_buffer.py", "wait_delay_ns, nbytes, match,\n", "wait_delay_ns, nbytes, match, resumed_ns,\n"),
     ("ring_buffer.py", "peer, root, 1, flags,", "peer, root, retries, self.name(algorithm), 1, flags,"),
@@ -49,8 +49,7 @@ import json, mmap, sys
 from pathlib import Path
 
 from labkit.recording.events import Columns
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import COMPUTE
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import from_records
@@ -114,7 +113,7 @@ def test_a_field_added_to_the_schema_comes_back_through(way: str, came_back: dic
 def test_each_field_has_a_place() -> None:
     assert [f.name for f in FIELDS] == [f.name for f in fields(Span)]
     assert {f.name for f in schema.PENDING_FIELDS} == {f.name for f in fields(Pending)} - {"thread"}
-    in_ring = set(ring_layout.record_dtype().names)
+    in_ring = set(ring_buffer.record_dtype().names)
     assert {f.name for f in FIELDS if not isinstance(f.place, Flag | OfRank)} | {"flags", "commit", "value", "thread"} == in_ring
     assert {f.name for f in FIELDS if not isinstance(f.place, Flag)} | {"flags"} == set(COLUMNS.names or ())
 
@@ -127,9 +126,9 @@ def test_no_two_flags_share_a_bit() -> None:
 
 def test_memory_is_laid_out_in_whole_words() -> None:
     """A reader in another process sees each number whole, and copies records as rows of words."""
-    dtype = ring_layout.record_dtype()
-    assert dtype.itemsize == ring_layout.RECORD_BYTES
-    assert ring_layout.RECORD_BYTES % 8 == ring_layout.COMMIT_OFFSET % 8 == ring_layout.PENDING_AT % 8 == 0
+    dtype = ring_buffer.record_dtype()
+    assert dtype.itemsize == ring_buffer.RECORD_BYTES
+    assert ring_buffer.RECORD_BYTES % 8 == ring_buffer.COMMIT_OFFSET % 8 == ring_buffer.PENDING_AT % 8 == 0
     assert all(offset % kind.itemsize == 0 for kind, offset, *_ in dtype.fields.values())
 
 

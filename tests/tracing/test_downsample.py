@@ -10,8 +10,7 @@ from labkit.plots.bars import STYLES
 from labkit.plots.live.progress import Progress
 from labkit.plots.live.recent import Recent
 from labkit.plots.timeline import timeline
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import STEPS_IN_ALL, WAIT
 from labkit.tracing.downsample import FEW, MOST, downsample
 from labkit.tracing.trace import Trace, from_records

@@ -17,7 +17,7 @@ from synthetic import chrome, many
 from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import ProfilerEvent, Scalar, blank
-from labkit.recording.ring_layout import record_dtype
+from labkit.recording.ring_buffer import record_dtype
 from labkit.recording.schema import COMMUNICATION, COMPUTE, CUDA, DATA, STEP, UNKNOWN, WAIT, Pending, Span
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
 from labkit.tracing.load import load_trace

@@ -26,8 +26,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
 from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 from labkit.recording.schema import Span
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace

@@ -14,7 +14,7 @@ import pytest
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.cores import RUN_QUEUE
-from labkit.recording.ring_layout import CAPACITY
+from labkit.recording.ring_buffer import CAPACITY
 from labkit.recording.schema import COMPUTE
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace

@@ -43,8 +43,8 @@ from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor
 from labkit.launch.server_requests import Answered, Ended, Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
+from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingTap
-from labkit.recording.ring_layout import RING_BYTES
 from labkit.worker.runtimes.registry import RUNTIMES
 
 LOST_S: Final = 5.0  # longer than the relay waits before it takes this machine for lost

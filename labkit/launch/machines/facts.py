@@ -19,7 +19,7 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.options import LOOPBACK
 from labkit.launch.capacity import usable_memory
 from labkit.recording.cores import usable_cores
-from labkit.recording.ring_layout import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
+from labkit.recording.ring_buffer import PENDING_SLOTS, RECORD_FIELDS, RING_BYTES
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import FRAMEWORKS
 

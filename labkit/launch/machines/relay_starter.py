@@ -18,7 +18,7 @@ from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Answered, Ask, Ended, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.recording.clock import Clock
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 
 _Answer = TypeVar("_Answer")
 

@@ -22,8 +22,8 @@ from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.rank_process import Status
 from labkit.launch.resource_usage import Load
 from labkit.recording.clock import Clock
+from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingCopy
-from labkit.recording.ring_layout import RING_BYTES
 
 # The word for the state, exiting, CPU seconds, memory in bytes, GPU load; in ns, offset and error of the clock, and the
 # time of the last report.

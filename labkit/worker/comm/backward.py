@@ -1,12 +1,9 @@
-"""Records when a rank waits for gradients at the end of a backward pass.
+"""Records when a rank waits for gradients at the end of a backward pass, and distributed backward passes.
 
 DistributedDataParallel issues its all-reduces during the backward pass and waits for them at its end, both in C++.
 Exposed communication can only be distinguished from hidden if the start of that wait is known. Its end is recorded
 here, too: the backend's thread that reports the completion may get a core only milliseconds later, when the rank is at
 its next step.
-
-Distributed backward passes, too: torch runs them in C++ on every rank, but calls the hooks of the autograd graph. So
-the compute of each rank is recorded, and the caller's wait for the others.
 """
 
 from __future__ import annotations
@@ -28,10 +25,11 @@ from labkit.worker.comm.torch_internals import BACKWARD, REMOTE_CONTEXT
 
 
 class RpcBackwards:
-    """Records the backward passes that this rank starts, and its part in those of other ranks.
+    """Records the distributed backward passes that this rank starts, and its part in those of other ranks.
 
-    All ranks identify a pass by the id of its context. The caller waits until the last rank has computed its part;
-    after that, gradients are transferred.
+    torch runs them in C++ on every rank, but calls the hooks of the autograd graph. All ranks identify a pass by the
+    id of its context. The caller waits until the last rank has computed its part; after that, gradients are
+    transferred.
     """
 
     def __init__(self, ring: RingWriter) -> None:
@@ -97,13 +95,11 @@ class RpcBackwards:
 
 
 class _BackwardPart:
-    """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass.
-
-    `nbytes`: of gradients that come from the caller, and of those that go there.
-    """
+    """One rank's part of a backward pass: from the arriving gradient to the leaving one, or to the end of the pass."""
 
     def __init__(self, ring: RingWriter, name: str, context_id: int, caller: int, nbytes: tuple[int, ...]) -> None:
-        self._ring, self._name, self._context_id, self._caller, self._nbytes = ring, name, context_id, caller, nbytes
+        self._ring, self._name, self._context_id, self._caller = ring, name, context_id, caller
+        self._nbytes = nbytes  # of gradients that come from the caller, and of those that go there
         self._start_ns = self._sent_ns = 0
 
     def begins(self, _: object) -> None:
@@ -137,12 +133,8 @@ def context_id() -> int | None:
     return found
 
 
-def _unknown() -> int:
-    return -1
-
-
 # Returns the id of this thread's current backward pass; -1: none.
-in_backward: Callable[[], int] = BACKWARD["_current_graph_task_id"] if BACKWARD.found else _unknown
+in_backward: Callable[[], int] = BACKWARD["_current_graph_task_id"] if BACKWARD.found else lambda: -1
 
 
 def at_end_of_pass(callback: Callable[[], None]) -> None:

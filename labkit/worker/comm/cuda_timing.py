@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -81,14 +81,11 @@ class CudaEvents:
 
 
 class GpuMark:
-    """A point in the GPU's work: an event, or, if events cannot be recorded, a time of the host.
-
-    `host_ns` is when the host set it, and `anchor` an event and a host time that belong together.
-    """
+    """A point in the GPU's work, set at `host_ns`: an event, or this time, if events cannot be recorded."""
 
     __slots__ = ("_anchor", "_event", "_ns", "host_ns", "of_gpu")
 
-    def __init__(self, event: torch.cuda.Event | None, anchor: Anchor | None, host_ns: int | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event | None = None, anchor: Anchor | None = None, host_ns: int | None = None) -> None:
         self.host_ns, self.of_gpu = clock() if host_ns is None else host_ns, event is not None
         self._event, self._anchor, self._ns = event, anchor, None if event is not None else self.host_ns
 
@@ -105,41 +102,34 @@ class GpuMark:
 
 
 class DeviceClock:
-    """Times spans and operations by the GPU's work.
-
-    `recording.record.span` uses `span`; the rank calls `flush` when the student's function has returned.
-    """
+    """Times spans and operations by the GPU's work; the rank calls `flush` when the student's function has returned."""
 
     def __init__(self, ring: RingWriter, events: CudaEvents | None = None) -> None:
         self._ring = ring
-        self._events = events if events is not None else CudaEvents()
+        self._events = events or CudaEvents()
         self.thread_flags = ring.thread_flags
         self._anchors: dict[int, Anchor] = {}
         self._anchor_due_ns: dict[int, int] = {}
         self._spans: deque[tuple[Any, ...]] = deque()  # kind, name, line, flags, start, end
-        self._spans_over = 0  # how many have left it
         self._operations: deque[DeviceOperation] = deque()
         self._settling = threading.Lock()
 
     def mark(self, device: int | None = None) -> GpuMark:
-        """GpuMark the end of all work enqueued so far on a GPU in use, by default the current one.
-
-        It is the present host time if events cannot be recorded.
-        """
+        """Mark the end of all work enqueued so far on a GPU, by default the current one if the program uses it."""
         events = self._events
         if events.capturing() or (device is None and not events.awake()):
-            return GpuMark(None, None)
+            return GpuMark()
         device = events.device() if device is None else device
         try:
             anchor = self._anchor(device)
             return GpuMark(events.here(device), anchor)
         except RuntimeError:  # a kernel has failed: CUDA works no more, as the student's next call says
-            return GpuMark(None, None)
+            return GpuMark()
 
     def mark_after(self, device: int, wait: Callable[[], object]) -> GpuMark:
-        """GpuMark the end of the work that `wait` makes the current stream wait for."""
+        """Mark the end of the work that `wait` makes the current stream wait for."""
         if self._events.capturing():
-            return GpuMark(None, None)
+            return GpuMark()
         anchor = self._anchor(device)
         return GpuMark(self._events.on_side_stream(device, wait), anchor)
 
@@ -150,12 +140,11 @@ class DeviceClock:
     def ended(
         self, name: str, line: str, start: GpuMark | int, flags: int = 0, *, kind: int = COMPUTE, end: GpuMark | int | None = None
     ) -> None:
-        """Record a span or a step, with the flags of the thread, and `AUTOMATIC` if labkit records it by itself.
+        """Record a span or a step, which by default ends with all work that is enqueued so far.
 
-        Its start is a time of the host if that was before CUDA was initialized. By default, it ends with all work that
-        is enqueued so far.
+        Its start is a time of the host if that was before CUDA was initialized.
         """
-        marks = [GpuMark(None, None, at) if isinstance(at, int) else at for at in (start, end or self.mark())]
+        marks = [GpuMark(host_ns=at) if isinstance(at, int) else at for at in (start, end or self.mark())]
         self._spans.append((kind, name, line, flags, *marks))
         self.settle()
 
@@ -167,7 +156,6 @@ class DeviceClock:
     def begin_run(self) -> None:
         """Drop what an earlier run has left, which the GPU had not completed when its ranks returned or failed."""
         with self._settling:
-            self._spans_over += len(self._spans)
             self._spans.clear()
 
     def settle(self) -> None:
@@ -187,13 +175,11 @@ class DeviceClock:
                     start_ns, end_ns, device = start.host_ns, end.host_ns, CPU
                 self._ring.write(name, kind, start_ns, end_ns, line=line, device=device, flags=flags)
                 spans.popleft()
-                self._spans_over += 1
             for _ in range(len(self._operations)):  # operations may complete in any order
                 operation = self._operations.popleft()
                 if not operation.settled():
                     self._operations.append(operation)
         except RuntimeError:  # a kernel has failed: CUDA works no more, as `_wait_for_gpu` or the student's next call says
-            self._spans_over += len(self._spans)
             self._spans.clear()
             self._operations.clear()
         finally:
@@ -211,12 +197,12 @@ class DeviceClock:
         until, unwaited_until = begun + limit_s, begun + UNWAITED_LIMIT_S
         self.settle()
         # Without those of other threads that are added from now on. Copies of a deque are made in one step.
-        spans, operations = self._spans_over + len(self._spans), {*tuple(self._operations)}
+        last_span, operations = tuple(self._spans)[-1:], {*tuple(self._operations)}
         for operation in operations:
             operation.blocks()
         while True:
             left = [operation for operation in tuple(self._operations) if operation in operations]
-            of_spans = self._spans_over < spans
+            of_spans = any(span is last_span[0] for span in tuple(self._spans)) if last_span else False
             if not left and not of_spans:
                 return max(0.0, until - time.monotonic())
             now = time.monotonic()
@@ -262,7 +248,7 @@ class _DeviceSpan(TimedSpan):
         self._clock, self._line = device_clock, line
 
     def begin(self) -> GpuMark:
-        """GpuMark the GPU's work so far."""
+        """Mark the GPU's work so far."""
         return self._clock.mark()
 
     def end(self, start: GpuMark) -> None:
@@ -279,18 +265,14 @@ class DeviceOperation(Operation):
         super().__init__(ring, name, *details)
         self._clock, self._device = device_clock, device
         self._start = device_clock.mark(device)
-        self._end: GpuMark | None = None
-        self._wait_start: GpuMark | None = None
-        self._wait_end: GpuMark | None = None
+        self._end = self._wait_start = self._wait_end = cast("GpuMark | None", None)
         self._kept: object = None
 
     def launched(self, wait: Callable[[], object] | None, kept: object) -> None:
-        """Note that it is enqueued.
+        """Note that it is enqueued; `wait` makes the current stream wait for it, None if the student's already does.
 
-        Args:
-            wait: makes the current stream wait for it; None if the student's stream already does.
-            kept: its tensors, to be kept until the student's stream has waited. Otherwise the wait on the side stream
-                could make torch release them too early.
+        `kept`, its tensors, are kept until the student's stream has waited. Otherwise the wait on the side stream could
+        make torch release them too early.
         """
         if wait is None:
             self._end = self._wait_end = self._clock.mark(self._device)

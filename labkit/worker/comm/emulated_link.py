@@ -31,15 +31,9 @@ EXIT_LIMIT_S: Final = 0.5  # for the threads that complete operations to end
 
 
 class Booking:
-    """A scheduled operation of this rank on an emulated link.
+    """A scheduled operation of this rank on an emulated link, which takes `cost_ns` according to the model.
 
-    Args:
-        group, match: the operation, as in `recording.events.Span`.
-        cost_ns: its duration according to the model.
-        limit_s: the program's time limit for its transfer; inf for none.
-
-    Attributes:
-        error: the error that it ends with, as gloo does when a time limit expires; None if it completes.
+    `limit_s` is the program's time limit for its transfer; inf for none.
     """
 
     __slots__ = ("_early_ns", "_group", "_match", "_slow", "error")
@@ -48,7 +42,7 @@ class Booking:
         self._slow, self._group, self._match = slow, group, match
         over = cost_ns > limit_s * 1e9
         self._early_ns = cost_ns - round(limit_s * 1e9) if over else 0  # how much sooner it ends, since it fails
-        self.error: RuntimeError | None = None
+        self.error: RuntimeError | None = None  # that it ends with, as gloo does when a time limit expires
         if over:
             self.error = RuntimeError(
                 f"Timed out waiting {limit_s * 1e3:.0f}ms: this takes {cost_ns / 1e6:.0f}ms over {slow.link}"
@@ -110,7 +104,7 @@ class SlowLink:
     def collective(
         self, name: str, nbytes: int, ranks: Sequence[int], group: str, match: int, at_ns: int, limit_s: float
     ) -> Booking:
-        """Schedule a collective that this rank issues at a time; group and number are as in `Booking`."""
+        """Schedule a collective that this rank issues at a time."""
         cost = self._cost(name, nbytes, tuple(ranks))
         self.shared_link.arrive(group, match, at_ns, cost)
         return Booking(self, group, match, cost.cost_ns, limit_s)

@@ -21,11 +21,10 @@ BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's ow
 class _Ties:
     """The operations that complete a future, and the threads that wait for it."""
 
-    __slots__ = ("first", "known", "operations", "waiters")
+    __slots__ = ("known", "operations", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.first: list[Callable[[Any], None]] = []  # callbacks of `Futures.tell_first` that have not been called
         self.known: bool | None = None  # see `Futures.known`; None: known if there are operations
         self.waiters = 0
 
@@ -63,12 +62,6 @@ class Futures:
         callbacks = self._of_backends if of_backend else self._callbacks
         callbacks.add(ref(callback, callbacks.discard))
         future.add_done_callback(callback)
-
-    def tell_first(self, future: Any, callback: Callable[[Any], None]) -> None:
-        """Call a function once with the future when it has completed, before any waiting thread continues."""
-        ties = self._ties.setdefault(future, _Ties())
-        ties.first.append(callback)
-        self.tell(future, lambda _: _tell(ties, future))
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""
@@ -111,8 +104,9 @@ class Futures:
         ties = self._ties.get(future)
         if future.done():
             if ties is not None:
-                _tell(ties, future)
                 for operation in ties.operations:
+                    if operation.also is not None:
+                        operation.completed()  # the callback that says so may come only after this thread has gone on
                     operation.waited_when_complete()  # which its callback may not have recorded yet
             return wait(future)
         if ties is None:
@@ -123,7 +117,6 @@ class Futures:
         try:
             return wait(future)
         finally:
-            _tell(ties, future)
             ties.waiters -= 1
             for operation in ties.operations:
                 if operation.waited_for:
@@ -163,10 +156,9 @@ def _wait_all(_: Callable[..., Any], futures: Any) -> list[Any]:
     return [future.wait() for future in torch.futures.collect_all(futures).wait()]
 
 
-def _tell(ties: _Ties, future: Any) -> None:
-    while ties.first:
-        try:
-            callback = ties.first.pop()
-        except IndexError:  # another thread was quicker
-            return
-        callback(future)
+def value_of(future: Any) -> Any:
+    """Return the result of a completed future, or its error."""
+    try:
+        return future.value()
+    except Exception as error:  # noqa: BLE001  # whatever the student's function raised
+        return error

@@ -27,9 +27,7 @@ from labkit.worker.comm.backward import in_backward
 from labkit.worker.comm.cuda_timing import DeviceClock
 from labkit.worker.comm.emulated_link import SlowLink, wake_in_time
 from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.group_creation import watch_creation
-from labkit.worker.comm.members import Numbering
-from labkit.worker.comm.pipelines import Pipelines
+from labkit.worker.comm.members import Numbering, watch_creation
 from labkit.worker.comm.process_group import watched_process_group
 from labkit.worker.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.worker.comm.work import keep_for_reducers
@@ -38,11 +36,7 @@ UNTRACED: Final = ("labkit.worker.comm", "labkit.recording")
 
 
 def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
-    """Create the emulated link of a rank, to be passed to `watch_torch` or `watch_rpc`.
-
-    `fd` is the shared memory of the group's links, `costs.shared_link.SHARED_LINK_BYTES` long, which passes to the
-    link.
-    """
+    """Create the emulated link of a rank; `fd` is the shared memory of the group's links, which passes to the link."""
     wake_in_time()
     shared_link = SharedLink(fd)
     shared_link.keep_from_forks()
@@ -62,9 +56,8 @@ def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[]
 def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
     """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
 
-    To be called before `torch.distributed.rpc.init_rpc`, when C++ looks up the functions that it calls. `given` tells
-    whether ranks in the first process group equal the processes' numbers. The returned function does nothing: it stands
-    for that of `watch_torch`.
+    To be called before `init_rpc`, when C++ looks up the functions that it calls. `given` is as in `Numbering`. The
+    returned function does nothing: it stands for that of `watch_torch`.
     """
     _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
     return lambda: None
@@ -73,8 +66,8 @@ def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool =
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     """Record everything that a script may use that labkit did not start: process groups, RPC, and GPUs.
 
-    To be called once torch has been imported. `given`: whether ranks in the first process group equal the processes'
-    numbers, as with torchrun. Returns whether there already was a default group, whose operations are not recorded.
+    To be called once torch has been imported; `given` is as in `Numbering`. Returns whether there already was a default
+    group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
     if rpc.is_available():
@@ -104,7 +97,7 @@ def prepare() -> Futures:
     """
     futures = Futures()
     futures.install()
-    Pipelines(phases.install()).install()
+    phases.install()
     when_imported("torch._dynamo.trace_rules", _run_untraced)
     keep_for_reducers()
     return futures

@@ -76,11 +76,11 @@ def track_memory(*objects: Any) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage of one kind: its size when last counted, and the weak reference that reports its deletion."""
+    """A storage of one kind."""
 
     kind: str
-    nbytes: int
-    end: weakref.ref[Any]
+    nbytes: int  # when last counted
+    end: weakref.ref[Any]  # reports its deletion
 
 
 class Tracker:
@@ -90,13 +90,9 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        ring: RingWriter,
-        modules: list[Any],
-        optimizers: list[Any],
-        allocated: Callable[[], int] | None = None,
+        self, ring: RingWriter, modules: list[Any], optimizers: list[Any], allocated: Callable[[], int] | None = None,
         now: Callable[[], int] = clock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._ring, self._modules, self._optimizers, self._allocated, self._now = ring, modules, optimizers, allocated, now
         self._lock = threading.RLock()  # reentrant: any thread may free a tensor, even this one while it counts
         self._bytes = dict.fromkeys(MEMORY_KINDS, 0)
@@ -156,10 +152,8 @@ class Tracker:
 
     def count(self, kind: str, nbytes: int) -> None:
         """Add bytes to one kind; a negative number removes them."""
-        if not nbytes:
-            return
         with self._lock:
-            if self._ring is None:
+            if self._ring is None or not nbytes:
                 return
             now, rising = self._now(), nbytes > 0
             if rising != self._rising or now - self._written_ns > APART_NS:
@@ -237,7 +231,6 @@ class Tracker:
                         self._own("optimizer state", value)
 
     def _gathered(self, layers: list[Any]) -> None:
-        """Count the newly gathered parameters of these layers."""
         for layer in layers:
             for parameter in layer.parameters(recurse=False):
                 self._own("gathered parameters", parameter)

@@ -25,16 +25,40 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from labkit.ipc.tracebacks import OWN_LIMIT
 from labkit.recording.record import clock
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import CPU, CUDA, OPEN, OWN_THREAD, SERVED, THROUGH_HOST, TIMED, UNWAITED
 
 if TYPE_CHECKING:
     from labkit.worker.comm.emulated_link import Booking
-    from labkit.worker.comm.time_limits import OwnLimit
+
+# NCCL's default; gloo's is three times as long. Torch's defaults do not delay the report of a deadlock, but a program
+# that expects a wait to fail, and handles that, sets a shorter limit.
+RESPECTED: Final = timedelta(minutes=10)
+
+
+def ends_by_itself(limit: timedelta | float | None) -> bool:
+    """Whether a time limit (in seconds if it is a number) is so short that the program expects the wait to fail."""
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit or 0
+    return 0 < seconds < RESPECTED.total_seconds()
+
+
+class OwnLimit(NamedTuple):
+    """A time limit that the program has set for a group's operations, and the student's line that set it, or ""."""
+
+    seconds: float
+    line: str
+
+    def note(self, error: BaseException, start_ns: int) -> None:
+        """Note in the error of an operation that this limit ended it, if it had lasted so long."""
+        if clock() - start_ns >= self.seconds * 1e9:
+            where = f" ({self.line})" if self.line else ""
+            setattr(error, OWN_LIMIT, f"{self.seconds:g} s is the program's own time limit{where}.")
 
 
 class Operation:
@@ -46,28 +70,19 @@ class Operation:
     Args:
         ready: for data on a GPU that gloo moves through the host, when the GPU has computed it (a `GpuMark` of
             `cuda_timing`): the rank neither communicates nor waits before that.
+        limit: the time limit that the program has set for it, if it is that of a process group.
     """
 
     __slots__ = (
-        "_delay_ns", "_flags", "_issue_delay_ns", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "backend_ns",
-        "blocking", "booking", "end_ns", "future", "group", "has_future", "limit", "line", "match", "name", "nbytes", "peer",
-        "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
+        "_delay_ns", "_flags", "_issue_delay_ns", "_limit", "_once", "_ready", "_ring", "_slot", "_wait_delay_ns", "also",
+        "backend_ns", "blocking", "booking", "end_ns", "future", "group", "has_future", "line", "match", "name", "nbytes",
+        "peer", "root", "signature", "start_ns", "timed", "wait_end_ns", "wait_start_ns", "waited_for",
     )  # fmt: skip
 
     def __init__(
-        self,
-        ring: RingWriter,
-        name: str,
-        start_ns: int,
-        nbytes: int = 0,
-        peer: int = -1,
-        group: str = "",
-        match: int = 0,
-        line: str = "",
-        ready: Any = None,
-        signature: str = "",
-        root: int = -1,
-    ) -> None:
+        self, ring: RingWriter, name: str, start_ns: int, nbytes: int = 0, peer: int = -1, group: str = "", match: int = 0,
+        line: str = "", ready: Any = None, signature: str = "", root: int = -1, limit: OwnLimit | None = None,
+    ) -> None:  # fmt: skip
         self._ring, self.name, self.start_ns, self.nbytes = ring, name, start_ns, nbytes
         self.peer, self.root, self.group, self.match, self.line, self.signature = peer, root, group, match, line, signature
         self.end_ns = self.backend_ns = self.wait_start_ns = self.wait_end_ns = 0
@@ -77,9 +92,10 @@ class Operation:
         self._issue_delay_ns, self._wait_delay_ns = self._delay_ns(), 0
         self.waited_for = False  # a Python thread is blocked in it, and writes the record when it continues
         self.booking: Booking | None = None  # on an emulated link
+        self.also: Callable[[], None] | None = None  # is called as its record is written, before a waiting thread continues
         self.blocking = False  # whether one call issues it and waits for it, so that nothing is computed in between
-        self.timed = False  # whether waits for it end after a time limit that the program has set
-        self.limit: OwnLimit | None = None  # this limit, if it is that of a process group
+        self._limit = limit
+        self.timed = limit is not None  # whether waits for it end after a time limit that the program has set
         self._ready = ready
         # Also whether the waiting thread serves a remote call, once one waits.
         self._flags = (ring.thread_flags() & OWN_THREAD) | (THROUGH_HOST if ready is not None else 0)
@@ -175,8 +191,8 @@ class Operation:
     def failed(self, error: BaseException | None = None) -> None:
         """Note that it will never complete, because it or the wait for it has raised an error."""
         now = clock()
-        if error is not None and self.limit is not None:
-            self.limit.note(error, self.start_ns)
+        if error is not None and self._limit is not None:
+            self._limit.note(error, self.start_ns)
         self.end_ns = self.end_ns or now
         if self.wait_start_ns:
             self.wait_end_ns = now
@@ -208,69 +224,33 @@ class Operation:
             device=device, flags=flags | self._flags, backend_ns=min(self.backend_ns, end_ns),
             issue_delay_ns=self._issue_delay_ns, wait_delay_ns=self._wait_delay_ns,
         )  # fmt: skip
+        if self.also is not None:
+            self.also()
         self._leave_slot()
 
     def _leave_slot(self) -> None:
-        self.future = None  # it holds tensors
+        self.future = self.also = None  # they hold tensors
         slot, self._slot = self._slot, -1  # the slot may be reused from now on
         self._ring.unpend(slot)
 
 
-class Batch:
-    """Operations that were launched together, and end together."""
-
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self.operations = operations
-
-    @property
-    def done(self) -> bool:
-        """Whether all have completed or failed."""
-        return all(operation.done for operation in self.operations)
-
-    @property
-    def held(self) -> bool:
-        """Whether an emulated link still delays any of them."""
-        return any(operation.held for operation in self.operations)
-
-    def wait_begins(self, thread: int = 0) -> None:
-        """Note for all of them that this thread is blocked."""
-        for operation in self.operations:
-            operation.wait_begins(thread)
-
-    def wait_ends(self) -> None:
-        """Note for all of them that this thread continues."""
-        for operation in self.operations:
-            operation.wait_ends()
-
-    def backend_completed(self) -> None:
-        """Note that the backend has completed all of them."""
-        for operation in self.operations:
-            operation.backend_completed()
-
-    def hold(self) -> None:
-        """On an emulated link, sleep until all of them end."""
-        self.backend_completed()  # before the first of them sleeps
-        for operation in self.operations:
-            operation.hold()
-
-    def completed(self) -> None:
-        """Note that all have completed now."""
-        for operation in self.operations:
-            operation.completed()
-
-    def failed(self, error: BaseException | None = None) -> None:
-        """Note that none will ever complete."""
-        for operation in self.operations:
-            operation.failed(error)
-
-
 @contextlib.contextmanager
-def blocked(operation: Operation | Batch, thread: int = 0) -> Iterator[None]:
-    """Note that this thread waits for an operation inside this context; an error means that it has failed."""
-    operation.wait_begins(thread)
+def blocked(*operations: Operation, limit: timedelta | float | None = None) -> Iterator[None]:
+    """Note that this thread waits for operations inside this context, and sleep until they end on an emulated link.
+
+    An error means that they have failed. `limit` is the time limit of the wait.
+    """
+    for operation in operations:
+        operation.wait_begins(TIMED if ends_by_itself(limit) else 0)
     try:
         yield
+        for operation in operations:
+            operation.backend_completed()  # before the first of them sleeps
+        for operation in operations:
+            operation.hold()
     except BaseException as error:
-        operation.failed(error)
+        for operation in operations:
+            operation.failed(error)
         raise
-    operation.wait_ends()
+    for operation in operations:
+        operation.wait_ends()

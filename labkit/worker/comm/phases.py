@@ -3,7 +3,9 @@
 Programs that do not know labkit call a module, `backward`, an optimizer's `step` and a `DataLoader`. Each of these
 calls is a span, but only the outermost: a model is recorded, its layers are not. A forward pass inside a backward pass
 is a "recomputation", as by `torch.utils.checkpoint`. Nothing is recorded inside a span of the program's own, nor while
-the rank serves a call, which already has a span.
+the rank serves a call, which already has a span. Each pass of a micro-batch through a stage of
+`torch.distributed.pipelining` is a span; other passes inside a schedule are not recorded, such as those of the loss
+function, and those on empty tensors that find out shapes.
 
 A wrapper of `Module.__call__` costs a fifth of torch's global module hooks, which run for each layer and make
 `torch.compile` warn (docs/decisions.md). `torch.compile` makes the same graphs with the wrappers as without.
@@ -15,6 +17,7 @@ import functools
 import sys
 from _thread import get_ident
 from collections.abc import Callable
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, Final
 
@@ -23,16 +26,17 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder, clock, here, is_students, student_line
+from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, DATA, OPTIMIZER
 from labkit.worker.comm.backward import in_backward
-from labkit.worker.comm.torch_internals import COMPILED_PHASES, DATA_LOADER
+from labkit.worker.comm.torch_internals import COMPILED_PHASES, DATA_LOADER, PIPELINE_STARTS, in_place_of
 from labkit.worker.comm.training_facts import TrainingFacts
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 RECOMPUTATION: Final = "recomputation"
-_CALLER: Final = 3  # frames from `Phases._begin` up to the caller of a wrapper or of an optimizer's hook
+STAGES: Final = "torch.distributed.pipelining.stage"
+SCHEDULES: Final = "torch.distributed.pipelining.schedules"
 
 
 @functools.cache
@@ -44,6 +48,8 @@ def install() -> Phases:
     """
     phases = Phases()
     phases.wrap()
+    when_imported(STAGES, partial(_wrap_stages, phases))
+    when_imported(SCHEDULES, partial(_wrap_schedules, phases))
     return phases
 
 
@@ -138,7 +144,7 @@ class Phases:
                 phase = RECOMPUTATION
             if here.in_span():
                 return lambda: None
-            named = phase, _line(sys._getframe(_CALLER))
+            named = phase, student_line()
         name, line = named
         flags = AUTOMATIC | recorder.ring.thread_flags()
         device_clock = recorder.device_clock
@@ -196,21 +202,6 @@ def _recorder() -> Recorder | None:
     return None if recorder is None or get_ident() in recorder.ring.serving_threads else recorder
 
 
-def _line(caller: FrameType) -> str:
-    """Return the student's line that a phase was called from, which is written out once per place in the run.
-
-    Any number of torch's functions may stand between: `Tensor.backward`, or a `GradScaler` and the wrappers of `step`.
-    """
-    frame: FrameType = caller
-    while not is_students(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    key = id(frame.f_code), frame.f_lasti
-    known = here.lines.get(key)
-    if known is None:
-        known = here.lines[key] = student_line(frame), frame.f_code  # which keeps its id as long as the key
-    return known[0]
-
-
 def _trace_through(wrapper: Any) -> None:
     """Let `torch.compile` trace through a wrapper, and start to compile at what it calls.
 
@@ -226,3 +217,47 @@ def _trace_through(wrapper: Any) -> None:
             COMPILED_PHASES["skip_code"](wrapper.__code__)
 
     when_imported("torch._dynamo.eval_frame", skip)
+
+
+def _wrap_schedules(phases: Phases, module: ModuleType) -> None:
+    for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"):
+        schedule = getattr(module, name, None)
+        if hasattr(schedule, "step"):
+            schedule.step = in_place_of(schedule.step, phases.unrecorded)  # type: ignore[union-attr]
+
+
+def _wrap_stages(phases: Phases, module: ModuleType) -> None:
+    """Record the passes of micro-batches: "forward 3", or "forward 3 of stage 1" for a rank with several stages.
+
+    All schedules (GPipe, 1F1B, interleaved, zero-bubble) compute in three methods of the stage. Zero-bubble schedules
+    split a backward pass in two: "backward 3, inputs" and, later, "backward 3, weights".
+    """
+
+    def passed(phase: str, part: str, torchs: Callable[..., Any], stage: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+        if phase == BACKWARD and not stage.has_backward:
+            return torchs(stage, number, *args, **kwargs)
+        if phase == BACKWARD and not part:
+            full = args[1] if len(args) > 1 else kwargs.get("full_backward", True)
+            part = "" if full else ", inputs"
+        of_stage = f" of stage {stage.stage_index}" if stage.num_stages > stage.group_size else ""
+        named = f"{phase} {number}{of_stage}{part}", student_line()
+        return phases.call(phase, named, torchs, stage, number, *args, **kwargs)
+
+    for method, phase, part in (
+        ("forward_one_chunk", FORWARD, ""),
+        ("backward_one_chunk", BACKWARD, ""),
+        ("backward_weight_one_chunk", BACKWARD, ", weights"),
+    ):
+        for stage in module.PipelineStage.__mro__:
+            if method in vars(stage):  # in the base class that all stages share
+                setattr(stage, method, in_place_of(getattr(stage, method), partial(passed, phase, part)))
+    if PIPELINE_STARTS.found:
+        PIPELINE_STARTS.replace("_get_init_p2p_neighbors_ops", _to_others)
+
+
+def _to_others(torchs: Callable[..., Any], stage: Any) -> Any:
+    """Return the messages with which a schedule begins, without those of a rank to itself, which gloo refuses.
+
+    torch 2.11 has such messages if neighbouring stages are on one rank, as in the V of ZBV; they carry no data.
+    """
+    return [message for message in torchs(stage) if message.group_peer != stage.group_rank]

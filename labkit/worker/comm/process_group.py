@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, ClassVar, Final
 
@@ -21,19 +21,15 @@ from torch.distributed import ProcessGroup, c10d_logger  # the original group, w
 from labkit.recording.group_keys import pair_key
 from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
 from labkit.recording.record import Recorder, clock, is_students, student_line
-from labkit.recording.schema import OPEN, TIMED
 from labkit.worker.comm.backward import Backwards, in_backward
-from labkit.worker.comm.completion import Attendant
 from labkit.worker.comm.cuda_timing import DeviceOperation
 from labkit.worker.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
 from labkit.worker.comm.emulated_link import Booking, SlowLink
 from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.host_copy import HostCopy
 from labkit.worker.comm.members import Numbering, check_peer, numbers_of
-from labkit.worker.comm.operation import Batch, Operation, blocked
-from labkit.worker.comm.time_limits import OwnLimit, backends_limit, ends_by_itself
-from labkit.worker.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS
-from labkit.worker.comm.work import SilentWork, WatchedMessage, WatchedWork
+from labkit.worker.comm.operation import Operation, OwnLimit, blocked, ends_by_itself
+from labkit.worker.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS, TIME_LIMITS
+from labkit.worker.comm.work import Attendant, HostCopy, WatchedMessage, WatchedWork
 
 # Between a program's call of torch.distributed and the methods below: ours, the function, what logs its errors, and
 # what warns that it is deprecated.
@@ -77,12 +73,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._label = ""
         self._ranks: list[int] = []
         self.numbers: list[int] = []  # for a part, whose ranks torch does not list: its ranks in the default group
-        self._count = 0  # of collectives
+        self.collectives = 0  # that it has begun
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
-        self._silent: set[str] = set()  # operations whose completion the backend does not report
-        self._gpu_backend: str | None = None  # a cache of `gpu_backend`
-        self._limit_s = self._message_limit_s = 0.0  # not known yet
         self._created_at = student_line()
         self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
 
@@ -107,53 +100,41 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         part.numbers = [mine[rank] for rank in sorted(args[0] if args else kwargs["ranks"])]
         return part
 
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a new group of the ranks of several groups."""
-        return self.around(self._real.merge_remote_group(*args, **kwargs))
-
-    @property
+    @cached_property
     def gpu_backend(self) -> str:
         """The name of the backend that transfers GPU tensors: "nccl", "gloo", ...; "" if there is none."""
-        if self._gpu_backend is None:
-            self._gpu_backend = next((backend.name() for d, backend in _backends(self._real) if d.type == "cuda"), "")
-        return self._gpu_backend
+        return next((backend.name() for device, backend in _backends(self._real) if device.type == "cuda"), "")
 
     @property
     def moves_on_gpu(self) -> bool:
         """Whether NCCL transfers GPU tensors without the host, so that only the GPU can time operations."""
         return self.gpu_backend == "nccl"
 
-    @property
-    def collectives(self) -> int:
-        """The number of collectives that the group has begun."""
-        return self._count
-
-    @property
+    @cached_property
     def limit_s(self) -> float:
         """The time limit that the program has set for this group's operations, in seconds; inf if it has set none."""
-        self._limit_s = self._limit_s or self._time_limit_s()
-        return self._limit_s
+        limits = [
+            TIME_LIMITS.of(backend.options, "_timeout")
+            for _, backend in _backends(self._real)
+            if TIME_LIMITS.found and backend.name() == "gloo"  # NCCL's ends the process
+        ]
+        return min((limit.total_seconds() for limit in limits if ends_by_itself(limit)), default=math.inf)
 
-    @property
+    @cached_property
     def message_limit_s(self) -> float:
         """The same for messages, to which gloo applies the time limit with which the group was created."""
-        self._message_limit_s = self._message_limit_s or self._time_limit_s()
-        return self._message_limit_s
-
-    def _time_limit_s(self) -> float:
-        limits = [backends_limit(backend) for _, backend in _backends(self._real)]
-        return min((limit.total_seconds() for limit in limits if limit is not None and ends_by_itself(limit)), default=math.inf)
+        return self.limit_s
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend for a kind of device; the caller may change its time limit."""
         assert self.message_limit_s  # evaluate it before the limit changes
-        self._limit_s = 0.0
+        self.__dict__.pop("limit_s", None)
         return PROCESS_GROUPS.of(self._real, "_get_backend")(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of all operations but messages."""
         assert self.message_limit_s  # as above
-        self._limit_s = 0.0
+        self.__dict__.pop("limit_s", None)
         self._set_at[timeout.total_seconds()] = student_line()
         self._real.set_timeout(timeout)
 
@@ -170,8 +151,9 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         return self._ranks[root] if 0 <= root < len(self._ranks) else -1  # torch will reject the rank
 
     def _issue(
-        self, name: str, tensors: tuple[Any, ...], group: str, match: int, signature: str, *, peer: int = -1, root: int = -1
-    ) -> Operation:
+        self, name: str, tensors: tuple[Any, ...], group: str, match: int, signature: str, limit_s: float, *, peer: int = -1,
+        root: int = -1,
+    ) -> Operation:  # fmt: skip
         """Return a new operation, timed by the GPU if NCCL transfers its tensors, otherwise by the host."""
         start_ns = clock()
         nbytes = most_nbytes(tensors)
@@ -179,74 +161,28 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         number = in_backward()
         if number != -1 and not line:  # a thread of the autograd engine runs this on behalf of the main thread
             line = student_line(sys._current_frames().get(threading.main_thread().ident or 0))
+        limit = None
+        if limit_s < math.inf:
+            created_at = self._created_at if limit_s == self.message_limit_s else ""
+            limit = OwnLimit(limit_s, self._set_at.get(limit_s, created_at))
         on_gpu = first_tensor(tensors) if device_clock is not None else None
         device = on_gpu.device.index if on_gpu is not None and on_gpu.is_cuda else None
         given = name, start_ns, nbytes, peer, group, match, line
         operation: Operation
         if device is not None and self.moves_on_gpu:
-            operation = DeviceOperation(device_clock, device, ring, *given, None, signature, root)
+            operation = DeviceOperation(device_clock, device, ring, *given, None, signature, root, limit)
         else:
             ready = device_clock.mark(device) if device is not None and self.gpu_backend == "gloo" else None
-            operation = Operation(ring, *given, ready, signature, root)
-        operation.limit = self._own_limit(self.limit_s)
-        operation.timed = operation.limit is not None
+            operation = Operation(ring, *given, ready, signature, root, limit)
         if number != -1:
             self.backwards.issued(number, operation)
         return operation
 
-    def _own_limit(self, seconds: float) -> OwnLimit | None:
-        if seconds == math.inf:
-            return None
-        created_at = self._created_at if seconds == self.message_limit_s else ""
-        return OwnLimit(seconds, self._set_at.get(seconds, created_at))
-
-    def _execute(
-        self, kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int, match: int, call: Callable[..., Any],
-        args: Any, kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Execute and record an operation that its caller waits for: `_issue` and the wait in half the time."""
-        start_ns, ring, group, line, name = clock(), self.recorder.ring, self._label, student_line(), form.name
-        nbytes, signature = most_nbytes(arguments), signature_of(kind, form, arguments, root)
-        delay_ns = ring.thread_delay()
-        issue_delay_ns = delay_ns()
-        slot = ring.pend(name, start_ns, nbytes=nbytes, root=root, group=group, match=match, line=line, signature=signature)
-        booking = self._booked(kind, arguments, nbytes, match, start_ns)
-        try:
-            work = call(self._real, *args, **kwargs)
-        except BaseException:
-            ring.unpend(slot)
-            if booking is not None:
-                booking.cancel()
-            self._count -= 1
-            raise
-        flags, backend_ns = OPEN, 0
-        timed = self.limit_s < math.inf or (kind.own_limit and ends_by_itself(arguments[-1].timeout))
-        ring.waiting(slot, clock(), TIMED if timed else 0)
-        try:
-            if work is not None:
-                work.wait()
-            if booking is not None:
-                backend_ns = clock()
-                booking.hold()
-            flags = 0
-        except BaseException as error:
-            if (limit := self._own_limit(self.limit_s)) is not None:
-                limit.note(error, start_ns)
-            raise
-        finally:
-            end_ns, wait_delay_ns = clock(), delay_ns()
-            ring.write_communication(
-                name, start_ns, end_ns, wait_start_ns=start_ns, wait_end_ns=end_ns, nbytes=nbytes, root=root, group=group,
-                match=match, line=line, signature=signature, flags=flags | ring.thread_flags(), backend_ns=backend_ns,
-                issue_delay_ns=issue_delay_ns, wait_delay_ns=wait_delay_ns,
-            )  # fmt: skip
-            ring.unpend(slot)
-        return work
-
-    def _booked(self, kind: OperationType, arguments: tuple[Any, ...], nbytes: int, match: int, at_ns: int) -> Booking | None:
+    def _booked(self, kind: OperationType, arguments: tuple[Any, ...], operation: Operation) -> Booking | None:
         """Schedule a collective on the emulated link, if there is one."""
         if self.slow is None:
             return None
+        nbytes, match, at_ns = operation.nbytes, operation.match, operation.start_ns
         if kind.root_has_all and not (nbytes_of(arguments[0]) and nbytes_of(arguments[1])):
             nbytes *= self.size()  # only the root has all parts
         return self.slow.collective(kind.name, nbytes, self._ranks, self._label, match, at_ns, self.limit_s)
@@ -260,14 +196,14 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             operation.launched(None if work is None else work.wait, kept)
         elif work is None:
             operation.completed()
-        elif tells and not self._tell(operation, work, kept):
-            return SilentWork(work, operation, self.futures, False, _called_by_program())
-        return None if work is None else WatchedWork(work, operation, self.futures, tells, _called_by_program())
+        if work is None:
+            return None
+        silent = tells and not isinstance(operation, DeviceOperation) and not self._tell(operation, work, kept)
+        own = _called_by_program()
+        return WatchedWork(work, [operation], self.futures, notified=tells and not silent, own=own, silent=silent)
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
         """Let the backend report when the operation completes; False if it cannot: then only a wait shows its end."""
-        if operation.name in self._silent:
-            return False
         if self.moves_on_gpu:
             tensor = first_tensor(arguments)
             if tensor is None or tensor.is_cuda:
@@ -275,7 +211,6 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         try:
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
-            self._silent.add(operation.name)
             return False
         self.futures.tell(future, operation.on_completion, of_backend=True)
         return True
@@ -288,9 +223,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             match = next(numbers)
         else:
             name = RECV.name
-        operation = self._issue(name, (tensors,), group, match, tensor_in_words(tensors), peer=peer)
-        operation.limit = self._own_limit(self.message_limit_s)
-        operation.timed = operation.limit is not None
+        operation = self._issue(name, (tensors,), group, match, tensor_in_words(tensors), self.message_limit_s, peer=peer)
         if group:
             self._book_message(operation)
         copy = None
@@ -298,7 +231,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             if tensors[0].is_cuda and self.gpu_backend == "gloo":
                 copy = HostCopy(tensors[0])
                 if method == SEND.name:
-                    copy.from_gpu()
+                    copy.copy(to_gpu=False)
                 tensors = [copy.host]
             work = getattr(self._real, method)(tensors, *who, tag)
         except BaseException:
@@ -310,7 +243,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         from_any = not group
         arrived = partial(self._arrived, tag, from_any, received) if from_any or received is not None else None
         operation.blocking = sys._getframe(3).f_code in BLOCKING  # beyond our `send` and torch's `isend`
-        message = WatchedMessage(work, operation, self.futures, arrived, _called_by_program())
+        message = WatchedMessage(work, operation, self.futures, arrived, own=_called_by_program())
         if not operation.blocking:
             self.attendant.watch(message)
         return message
@@ -318,7 +251,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
     def _arrived(self, tag: int, from_any: bool, copy: HostCopy | None, work: Any, operation: Operation) -> None:
         """Copy what has arrived to the GPU; complete the record of a receive from any rank."""
         if copy is not None:
-            copy.to_gpu()
+            copy.copy(to_gpu=True)
         if not from_any or not MESSAGE_SENDERS.found:
             return
         sender = MESSAGE_SENDERS.of(work, "_source_rank")()
@@ -359,14 +292,12 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         """Run a barrier that reports missing ranks; it has no asynchronous form."""
-        self._count += 1
+        self.collectives += 1
         kind = type_of("monitored_barrier")
-        operation = self._issue(kind.name, (), self.label, self._count, "")
-        operation.booking = self._booked(kind, (), 0, self._count, operation.start_ns)
-        limit = args[0] if args else kwargs.get("timeout")
-        with blocked(operation, TIMED if ends_by_itself(limit) else 0):
+        operation = self._issue(kind.name, (), self.label, self.collectives, "", self.limit_s)
+        operation.booking = self._booked(kind, (), operation)
+        with blocked(operation, limit=args[0] if args else kwargs.get("timeout")):
             self._real.monitored_barrier(*args, **kwargs)
-            operation.hold()
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Start a batch: operations until `_end_coalescing` are launched together."""
@@ -375,19 +306,21 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
 
     def _end_coalescing(self, device: torch.device) -> Any:
         launched, self._together = self._together or [], None
-        batch = Batch([operation for operation, _ in launched])
+        operations = [operation for operation, _ in launched]
         try:
             work = self._of_real("end_coalescing")(device)
         except BaseException:
-            batch.failed()
+            for operation in operations:
+                operation.failed()
             raise
         for operation, kept in launched:
             if isinstance(operation, DeviceOperation):
                 operation.launched(None if work is None else work.wait, kept)
         if work is None:
-            batch.completed()
+            for operation in operations:
+                operation.completed()
             return None
-        return WatchedWork(work, batch, self.futures, False, _called_by_program())
+        return WatchedWork(work, operations, self.futures, own=_called_by_program())
 
     def _of_real(self, name: str) -> Any:
         return getattr(self._real, name, None) or BATCHES.of(self._real, f"_{name}")
@@ -422,23 +355,27 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         label = self._label or self.label  # also sets `_ranks`
         root = self._root(arguments) if kind.rooted else -1
-        self._count = match = self._count + 1
+        self.collectives = match = self.collectives + 1
         facts = self.recorder.facts
         if facts is not None and facts.checking and kind.name in COMPARED and form.alike is not None:
             facts.operand(called.name, first_tensor(arguments[form.alike]), label, match)
-        at_once = arguments and not getattr(arguments[-1], "asyncOp", True)  # the caller waits for it at once
-        if at_once and self.recorder.device_clock is None:
-            return self._execute(kind, called, arguments, root, match, inherited, args, kwargs)
+        at_once = bool(arguments) and not getattr(arguments[-1], "asyncOp", True)  # the caller waits for it at once
         signature = signature_of(kind, called, arguments, root)
-        operation = self._issue(called.name, arguments, label, match, signature, root=root)
-        operation.booking = self._booked(kind, arguments, operation.nbytes, match, operation.start_ns)
+        operation = self._issue(called.name, arguments, label, match, signature, self.limit_s, root=root)
+        operation.booking = self._booked(kind, arguments, operation)
         try:
             work = inherited(self._real, *args, **kwargs)
         except BaseException:
             operation.withdrawn()
-            self._count -= 1  # keeps this rank's next collective matched with the others'
+            self.collectives -= 1  # keeps this rank's next collective matched with the others'
             raise
-        return self._followed(operation, work, arguments, not at_once)
+        if not at_once or self._together is not None or isinstance(operation, DeviceOperation):
+            return self._followed(operation, work, arguments, not at_once)
+        operation.blocking = True
+        with blocked(operation, limit=arguments[-1].timeout if kind.own_limit else None):
+            if work is not None:
+                work.wait()
+        return work
 
     return collective
 
@@ -454,48 +391,36 @@ def watched_process_group(
     return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
 
 
-def _on_both_halves(method: str) -> Callable[..., Any]:
-    ours = getattr(ProcessGroup, method)
+def _delegated(method: str, *, both: bool) -> Any:
+    """Return a method or property that uses torch's half; a setter, or with `both`, uses our half, too."""
+    inherited = getattr(ProcessGroup, method)
+    if isinstance(inherited, property):
 
-    def setter(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
-        ours(self, *args, **kwargs)
+        def set_both(self: _WatchedGroup, value: Any) -> None:
+            inherited.__set__(self, value)
+            setattr(self._real, method, value)
+
+        return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
+
+    def call(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+        if both:
+            inherited(self, *args, **kwargs)
         return getattr(self._real, method)(*args, **kwargs)
 
-    return setter
-
-
-def _delegated(method: str) -> Any:
-    inherited = getattr(ProcessGroup, method)
-    if not isinstance(inherited, property):
-        return lambda self, *args, **kwargs: getattr(self._real, method)(*args, **kwargs)
-
-    def set_both(self: _WatchedGroup, value: Any) -> None:
-        inherited.__set__(self, value)
-        setattr(self._real, method, value)
-
-    return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
+    return call
 
 
 INHERITED: Final = frozenset({"BackendType", "boxed", "unbox", "rank", "size", *ProcessGroup.BackendType.__members__})
-MADE: Final[dict[str, Callable[[str], Any]]] = {
-    "recorded": lambda method: _collective(method, *methods()[method]),
-    "both halves": _on_both_halves,
-    "delegated": _delegated,
-}
-
-
-def _half(method: str) -> str:
-    if method in INHERITED:
-        return "inherited"
-    if method in vars(_WatchedGroup):
-        return "ours"
-    if method in methods():
-        return "recorded"
-    return "both halves" if method in PROCESS_GROUPS and method.startswith(("_register", "_set")) else "delegated"
-
-
-# What carries out each method of this version of torch's class.
-HALVES: Final = {method: _half(method) for method in dir(ProcessGroup) if not method.startswith(("__", "_pybind11"))}
-for _method, _how in HALVES.items():
-    if _how in MADE:
-        setattr(_WatchedGroup, _method, MADE[_how](_method))
+HALVES: Final[dict[str, str]] = {}  # what carries out each method of this version of torch's class
+for _method in dir(ProcessGroup):
+    if _method.startswith(("__", "_pybind11")) or _method in INHERITED:
+        continue
+    if _method in vars(_WatchedGroup):
+        HALVES[_method] = "ours"
+    elif _method in methods():
+        HALVES[_method] = "recorded"
+        setattr(_WatchedGroup, _method, _collective(_method, *methods()[_method]))
+    else:
+        _both = _method in PROCESS_GROUPS and _method.startswith(("_register", "_set"))
+        HALVES[_method] = "both halves" if _both else "delegated"
+        setattr(_WatchedGroup, _method, _delegated(_method, both=_both))

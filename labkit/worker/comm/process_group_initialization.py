@@ -19,32 +19,21 @@ from torch.distributed import rpc
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from labkit.recording.record import Recorder
+from labkit.worker.comm.operation import ends_by_itself
 from labkit.worker.comm.rendezvous import Address, Rendezvous
-from labkit.worker.comm.time_limits import ends_by_itself
 from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
 
 
 class Initialization:
     """Replaces the functions by which a rank's program starts and ends communication.
 
-    Args:
-        watch_rpc: starts recording remote calls; called before the program starts RPC, unless the group has.
-        machines: the names and addresses of the group's machines, as in `Place`.
-        connect: opens a new connection to the group's store; None if it has none: then torch uses the program's
-            address.
-        rpc_options: the options with which a program starts RPC that gives none; None: torch's.
-        rpc_name: the name under which the group has initialized RPC; "" if it has not.
+    The arguments are those of `Rendezvous` and `RpcInitialization`.
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        watch_rpc: Callable[[], None],
-        machines: Collection[str] = (),
-        connect: Callable[[], Any] | None = None,
-        rpc_options: Any = None,
-        rpc_name: str = "",
-    ) -> None:
+        self, recorder: Recorder, watch_rpc: Callable[[], None], machines: Collection[str] = (),
+        connect: Callable[[], Any] | None = None, rpc_options: Any = None, rpc_name: str = "",
+    ) -> None:  # fmt: skip
         self._notes: list[str] = []
         rendezvous = Rendezvous(recorder, connect, machines)
         if connect is not None:

@@ -94,10 +94,9 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def waiting(self, name: str, where: str, size: int, timed: bool = False) -> Iterator[None]:
-        """Record that this rank is in a call that returns when `size` processes have entered it.
+        """Record that this rank is in the call `name`, which returns when `size` processes have entered it.
 
-        `name` is the call, `where` the address at which the processes meet. `timed` tells whether the call may end
-        without these ranks: by the program's time limit, or by other programs.
+        `timed`: whether it may end without these ranks, by the program's time limit, or by other programs.
         """
         before = self._operation, self._timed
         group = rendezvous_key(where, size)
@@ -114,11 +113,7 @@ class Rendezvous:
             self._operation, self._timed = before
 
     def meet(self, where: str, size: int, timeout: timedelta = default_pg_timeout) -> Any:
-        """Wait until `size` processes have arrived, as part of the current call if there is one; return their store.
-
-        Raises:
-            DistStoreError: the time limit has expired.
-        """
+        """Wait until `size` processes have arrived, as part of the current call if there is one; return their store."""
         assert self._connect is not None, "a rank without a store of its group has torch meet where the program says"
         if self._operation is None:
             with self.waiting("rendezvous", where, size):

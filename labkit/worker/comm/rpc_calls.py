@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,14 +33,28 @@ from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
 from labkit.worker.comm.backward import RpcBackwards
 from labkit.worker.comm.descriptions import nbytes_of
-from labkit.worker.comm.emulated_link import SlowLink
-from labkit.worker.comm.emulated_rpc import SlowCalls
-from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.operation import Operation, blocked
-from labkit.worker.comm.rpc_names import last_name, spoken
-from labkit.worker.comm.rpc_references import References, step_in_python
-from labkit.worker.comm.time_limits import ends_by_itself
-from labkit.worker.comm.torch_internals import REMOTE_CALLS, in_place_of
+from labkit.worker.comm.emulated_link import SlowLink, hold_until, pass_on
+from labkit.worker.comm.futures import Futures, value_of
+from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
+from labkit.worker.comm.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
+
+# Internal functions that torch calls because of a call of the student's, with names for the student. All other internal
+# functions only synchronize torch's workers, and are not recorded.
+IN_WORDS: Final = {
+    "_rref_typeof_on_owner": "type of an RRef",
+    "_new_local_optimizer": "new optimizer",
+    "_new_script_local_optimizer": "new optimizer",
+    "_local_optimizer_step": "optimizer step",
+    "_script_local_optimizer_step": "optimizer step",
+}
+REMOTE_MODULE: Final = "_remote_forward"  # the function with which torch's RemoteModule calls `forward` of its module
+METHOD_WORDS: Final = ("method", "func", "fn", "attr")  # usual in names of helpers' parameters for the method to call
+# Called with (rref, method name, ...).
+METHOD_CALLS: Final = REMOTE_CALLS["_local_invoke"], REMOTE_CALLS["_local_invoke_async_execution"]
+
+SHORTEST_S: Final = 0.002  # between two looks at which references the rank still uses, soon after a change
+LONGEST_S: Final = 0.05  # and when there is none
+OWN: Final = 3  # the counted uses of a reference that has no others: `held`, `rref` and the argument of `getrefcount`
 
 
 class _NumberedCall(NamedTuple):
@@ -88,16 +104,119 @@ class _Replies:
             return self._expected.pop((here or same)[-1])[2]
 
 
+class _References:
+    """Keeps this rank's references until nothing else uses them; then one thread drops them, one after the other.
+
+    To drop a reference, torch tells its owner. Meanwhile it holds a lock of its own, and Python's global lock, which it
+    may release and take again, for the same moment can also free the tensor of an earlier message. If a second thread
+    drops a reference just then, each of the two has the lock that the other needs, and the process never runs again.
+    Calls that carry references and end at about the same time do this, over TCP in one of some hundred cases.
+    """
+
+    def __init__(self) -> None:
+        self._new: SimpleQueue[Any] = SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread that drops the references."""
+        threading.Thread(target=self._drop, name="labkit-references", daemon=True).start()
+
+    def keep(self, rref: Any) -> Any:
+        """Keep a reference that torch has just made, and return it."""
+        self._new.put(rref)
+        return rref
+
+    def _drop(self) -> None:
+        held: list[Any] = []
+        wait_s = SHORTEST_S
+        while True:
+            if not held:
+                held.append(self._new.get())
+            time.sleep(wait_s)
+            before = len(held)
+            while not self._new.empty():
+                held.append(self._new.get())
+            held = [rref for rref in held if sys.getrefcount(rref) > OWN]
+            wait_s = SHORTEST_S if len(held) != before else min(2 * wait_s, LONGEST_S)
+
+
+class _SlowCalls:
+    """Delays this rank's remote calls, and those that it serves.
+
+    Calls, replies and values fetched through an RRef are messages: the callee starts and the caller resumes when one
+    arrives. For torch's own functions, which run in C++, only the caller is delayed. Other messages that torch sends in
+    C++, such as the gradients of a distributed backward pass, are not delayed at all.
+
+    The methods identify a call by `pair`, the key of its caller and callee ("" for torch's own functions, which run in
+    C++), and `number`, its number on the caller.
+    """
+
+    def __init__(self, slow: SlowLink, futures: Futures) -> None:
+        self._slow, self._futures = slow, futures
+        self._fetched = itertools.count(1)
+
+    def call(self, operation: Operation, pair: str, number: int) -> None:
+        """On the caller: schedule a call of `operation.nbytes`; does nothing for torch's own functions."""
+        if pair:
+            self._send(self._slow.rank, operation.peer, operation.nbytes, f"call {pair}", number, operation.start_ns)
+
+    def arrives(self, pair: str, number: int) -> None:
+        """On the callee: sleep until a received call has arrived over the emulated link."""
+        hold_until(self._slow.shared_link.due_ns(f"call {pair}", number))
+
+    def reply(self, caller: int, number: int, nbytes: int, at_ns: int, *, travels: bool) -> None:
+        """On the callee: schedule a reply, or announce a value that stays there for an RRef, if it does not travel."""
+        pair = call_key(caller, self._slow.rank)
+        if travels:
+            self._send(self._slow.rank, caller, nbytes, f"reply {pair}", number, at_ns)
+        else:
+            self._slow.shared_link.arrive(f"value {pair}", number, at_ns, self._slow.nothing)
+
+    def until_reply(self, operation: Operation, result: Any, pair: str, number: int) -> Any:
+        """On the caller: return a future that completes when the reply has arrived over the emulated link.
+
+        For a function that runs in C++, the compute time is unknown: only the two messages are counted.
+        """
+        held: Any = torch.futures.Future()
+
+        def came(done: Any) -> None:
+            operation.backend_ns = clock()
+            due_ns = self._slow.shared_link.due_ns(f"reply {pair}", number) if pair else self._there_and_back_ns(operation, done)
+            self._slow.at(due_ns, lambda: complete(done))
+
+        def complete(done: Any) -> None:
+            operation.completed()
+            pass_on(done, held)
+
+        self._futures.tell(result, came)
+        return held
+
+    def fetched(self, operation: Operation, pair: str, number: int) -> None:
+        """On the caller of `to_here`: sleep until the value has arrived over the emulated link."""
+        operation.backend_ns = clock()
+        asked_ns = operation.start_ns + round(self._slow.to(operation.peer).latency_s * 1e9)
+        there_ns = self._slow.shared_link.due_ns(f"value {pair}", number) if pair else 0
+        group, number, start_ns = f"fetched by {self._slow.rank}", next(self._fetched), max(asked_ns, there_ns)
+        self._send(operation.peer, self._slow.rank, operation.nbytes, group, number, start_ns)
+        hold_until(self._slow.shared_link.due_ns(group, number))
+
+    def _there_and_back_ns(self, operation: Operation, done: Any) -> int:
+        link, there, back = self._slow.to(operation.peer), operation.nbytes, nbytes_of(value_of(done))
+        return operation.start_ns + round((link.seconds("send", there) + link.seconds("send", back)) * 1e9)
+
+    def _send(self, source: int, destination: int, nbytes: int, group: str, number: int, at_ns: int) -> None:
+        self._slow.message(source, destination, nbytes, group, number, at_ns, ends=1)
+
+
 class RpcCalls:
     """Records the calls that this rank makes and serves, delayed by an emulated link if there is one."""
 
     def __init__(self, recorder: Recorder, futures: Futures, slow: SlowLink | None = None) -> None:
-        self._slow = None if slow is None else SlowCalls(slow, futures)
+        self._slow = None if slow is None else _SlowCalls(slow, futures)
         self._recorder, self._ring = recorder, recorder.ring
         self._futures = futures
         self._numbers = itertools.count(1)
         self._backwards = RpcBackwards(recorder.ring)
-        self._references = References()
+        self._references = _References()
         self._thread = _ServingThread()
         self._replies = _Replies()
         self._promises: dict[int, tuple[Any, _NumberedCall, str]] = {}  # by slot: future, call and function
@@ -117,7 +236,8 @@ class RpcCalls:
         REMOTE_CALLS.set("_py_rref_receiver", staticmethod(receiver))
         PyRRef.to_here = in_place_of(PyRRef.to_here, self._to_here)  # type: ignore[method-assign]
         dist_autograd.backward = in_place_of(dist_autograd.backward, self._backwards.started)
-        step_in_python()
+        if REMOTE_STEPS.found:
+            REMOTE_STEPS.set(_script_local_optimizer_step.__name__, _script_local_optimizer_step)
         REMOTE_CALLS.replace("_init_rpc_backend", self._named)
 
     def _named(self, init: Callable[..., Any], backend: Any, store: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +285,8 @@ class RpcCalls:
         except BaseException:
             operation.withdrawn()
             raise
+        if call is None and not isinstance(result, PyRRef):
+            operation.also = partial(self._replied, function, operation, result)
         if self._slow is not None and not isinstance(result, PyRRef):
             result = self._slow.until_reply(operation, result, pair, number)
         if isinstance(result, PyRRef):
@@ -173,15 +295,13 @@ class RpcCalls:
             operation.completed()  # the call is sent; `to_here` records the rest
         else:
             self._futures.tie(result, [operation])
-            if call is None:
-                self._futures.tell_first(result, partial(self._replied, function, operation))
             if self._slow is None:
                 self._futures.tell(result, operation.completed)
         return result
 
     def _replied(self, function: str, operation: Operation, future: Any) -> None:
         """Record the reply to one of torch's own functions, which the callee runs in C++ without a record."""
-        if nbytes := nbytes_of(_value(future)):
+        if nbytes := nbytes_of(value_of(future)):
             now, name = clock(), RECEIVED_REPLY.recorded(function)
             self._ring.write_communication(name, now, now, nbytes=nbytes, peer=operation.peer, line=operation.line)
 
@@ -221,7 +341,7 @@ class RpcCalls:
         future, call, function = self._promises.pop(promise, (None, None, ""))
         if call is not None:
             self._ring.unpend(promise)
-            self._replying(call, function, _value(future), clock())
+            self._replying(call, function, value_of(future), clock())
 
     def _called(self, call: _NumberedCall, function: str) -> Any:
         """Call the function, like torch's `_run_function`, but send the caller the whole error, which it will show."""
@@ -256,7 +376,7 @@ class RpcCalls:
     def _reply(self, serialize: Callable[..., Any], value: Any) -> Any:
         sent = self._replies.take(value)
         if sent is None:  # torch may be faster than the callback of a future that another thread completes
-            done = (slot for slot, (future, *_) in [*self._promises.items()] if future.done() and _value(future) is value)
+            done = (slot for slot, (future, *_) in [*self._promises.items()] if future.done() and value_of(future) is value)
             for promise in itertools.islice(done, 1):
                 self._kept(promise)
                 sent = self._replies.take(value)
@@ -298,12 +418,63 @@ def _ends_by_itself(limit_s: float) -> bool:
     return ends_by_itself(limit_s)
 
 
-def _value(future: Any) -> Any:
-    """Return the result of a completed future, or its error."""
-    try:
-        return future.value()
-    except Exception as error:  # noqa: BLE001  # whatever the student's function raised
-        return error
+def _script_local_optimizer_step(local_optim_rref: Any, autograd_ctx_id: int) -> None:
+    """Run a step of a `DistributedOptimizer`; the name is torch's, by which the call is recognized.
+
+    It takes the place of a script function of torch's, which the owner of the parameters would run in C++, unrecorded.
+    """
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
+
+def spoken(func: Any, args: Any) -> str | None:
+    """Return the name of a called function for the student; None for an internal function of torch's.
+
+    A method that is called through a reference is "Decoder.forward". It is called by torch, as in
+    `rref.rpc_sync().forward(x)`, or by a helper of the program: a function whose first two arguments are a reference
+    and a method or its name.
+    """
+    if func in METHOD_CALLS:
+        return _method(args[0], args[1], torch_knows_class=True)
+    name = str(getattr(func, "__qualname__", type(func).__name__)).rpartition("<locals>.")[2]
+    if name in IN_WORDS:
+        return IN_WORDS[name]
+    if getattr(func, "__module__", "").startswith("torch.distributed.rpc"):
+        return None
+    if isinstance(func, type) or len(args) < 2:
+        return name
+    at = 1 if isinstance(args[0], PyRRef) else 0  # position of the method
+    rref, method = args[1 - at], args[at]
+    if not isinstance(rref, PyRRef):
+        return name
+    if name == REMOTE_MODULE:
+        return _method(rref, "forward") if rref.is_owner() else "RemoteModule.forward"
+    return _method(rref, method) if _is_method(method, func, at) else name
+
+
+def _is_method(given: Any, helper: Any, at: int) -> bool:
+    """Whether a helper's argument is the method to call, judging by the argument or by the parameter's name."""
+    if not (isinstance(given, str) and given.isidentifier()) and not callable(given):
+        return False
+    code = getattr(helper, "__code__", None)
+    if code is not None and at < code.co_argcount and any(word in code.co_varnames[at] for word in METHOD_WORDS):
+        return True
+    return not isinstance(given, str | type) and "." in str(getattr(given, "__qualname__", "")).rpartition("<locals>.")[2]
+
+
+def _method(rref: Any, method: Any, *, torch_knows_class: bool = False) -> str:
+    own = method if isinstance(method, str) else str(getattr(method, "__name__", type(method).__name__))
+    if rref.is_owner():
+        return f"{type(rref.local_value()).__name__}.{own}"
+    if torch_knows_class:  # torch has asked the owner before the call
+        found = REMOTE_CALLS.of(rref, "_get_type")(blocking=False)
+        return f"{found.value().__name__}.{own}" if found.done() else own
+    return str(getattr(method, "__qualname__", own)).rpartition("<locals>.")[2]
+
+
+def last_name(qualified: str) -> str:
+    """Return the name of one of torch's operators or script functions for the student."""
+    name = qualified.rpartition("::")[2].rpartition(".")[2]
+    return IN_WORDS.get(name, name)
 
 
 # The functions by which torch passes a call to C++, and how to find the call's destination, bytes and function in their

@@ -34,11 +34,6 @@ class RpcOptions(NamedTuple):
     num_worker_threads: int = 16
     rpc_timeout: float = 60.0
 
-    @classmethod
-    def of(cls, given: Any) -> RpcOptions:
-        """Return the options in torch's `TensorPipeRpcBackendOptions`."""
-        return cls(given.num_worker_threads, given.rpc_timeout)
-
     def for_torch(self, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
         """Return torch's `TensorPipeRpcBackendOptions` with these options."""
         return rpc.TensorPipeRpcBackendOptions(
@@ -53,27 +48,19 @@ class RpcInitialization:
     Args:
         tell: prints a note for the student, once per group.
         watch: starts recording calls; called before the program starts RPC.
-        options: those of a program that gives none.
+        options: those of a program that gives none; None: torch's.
         name: the name under which the group has initialized RPC; "" if it has not.
-
-    Attributes:
-        spent: whether the program has started or ended RPC.
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        rendezvous: Rendezvous,
-        tell: Callable[[str], None],
-        watch: Callable[[], None],
-        options: RpcOptions | None = None,
-        name: str = "",
-    ) -> None:
+        self, recorder: Recorder, rendezvous: Rendezvous, tell: Callable[[str], None], watch: Callable[[], None],
+        options: RpcOptions | None, name: str,
+    ) -> None:  # fmt: skip
         self._ring, self._rank, self._size = recorder.ring, recorder.rank, recorder.size
         self._rendezvous, self._tell, self._watch = rendezvous, tell, watch
         self._options, self._name = options or RpcOptions(), name
         self._workers = recorder.size  # of RPC; -1 if the program does not say how many
-        self.spent = False
+        self.spent = False  # whether the program has started or ended RPC
 
     def install(self) -> None:
         """Replace torch's functions."""
@@ -102,13 +89,16 @@ class RpcInitialization:
                 self._start(init, given, options)
             self._workers = address.size
 
+    def _wanted(self, given: Any) -> RpcOptions:
+        return self._options if given is None else RpcOptions(given.num_worker_threads, given.rpc_timeout)
+
     def _check_same(self, name: str, options: Any, asked: Address) -> None:
         """Check that the group has initialized RPC as the program asks for.
 
         Raises:
             LabError: it has not, and RPC cannot be started again.
         """
-        wanted = self._options if options is None else RpcOptions.of(options)
+        wanted = self._wanted(options)
         mapped = getattr(options, "device_maps", None) or getattr(options, "devices", None)
         if mapped or (name, asked.rank, asked.size, wanted) != (self._name, self._rank, self._size, self._options):
             raise LabError(
@@ -122,7 +112,7 @@ class RpcInitialization:
         if not self.spent:
             self._watch()
         self.spent = True
-        wanted = self._options if options is None else RpcOptions.of(options)
+        wanted = self._wanted(options)
         if options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions):
             given["rpc_backend_options"] = wanted.for_torch(
                 getattr(options, "init_method", "env://"),

@@ -1,15 +1,11 @@
 """Every private name of torch (2.10 to 2.13) that labkit uses, and what is lost without it.
 
-torch may change them in any version. If the installed version lacks one, ranks start all the same, what depends on it
-is left out, and `lab.doctor` says so. Programs use torch itself, so their results do not depend on this table.
+If the installed version lacks one, ranks start all the same, what depends on it is left out, and `lab.doctor` says so.
+Programs use torch itself, so their results do not depend on this table. torch is imported where a name is looked up.
 
-This file imports torch only where a name is looked up. Elsewhere, a name of torch that begins with an underscore is an
-error that `tests/test_house.py` finds, with two exceptions, which concern what torch shows and not what it does: the
-methods of process groups that carry out operations (`recording/operations.py`), and classes and functions that are
-recognized by their names, in error messages and on the stack (`ipc/`, `launch/thread_states.py`,
-`group/deadlock_words.py`).
-
-TensorFlow's names are in `worker/runtimes/tensorflow/tensorflow_internals.py`.
+Elsewhere, a name of torch that begins with an underscore is an error that `tests/test_house.py` finds, but for the
+methods of process groups in `recording/operations.py`, and names in error messages and on the stack (`ipc/`,
+`launch/thread_states.py`, `group/deadlock_words.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +21,11 @@ from typing import Any, Final
 
 
 class PrivateNames:
-    """The private names of a framework that one thing in labkit depends on.
+    """The private names of a framework that one thing in labkit depends on; without them, `lost` cannot be done.
 
-    Args:
-        *paths: where they are, for `pkgutil.resolve_name`: "torch.distributed.rpc.api:_invoke_rpc". Words in
-            parentheses at the end are parameters of a function, or names and constants in its code. The names are known
-            by their last part, or, where two have the same, with their class: "Server.join".
-        lost: what labkit does not record or cannot do without them.
+    Paths are as for `pkgutil.resolve_name`: "torch.distributed.rpc.api:_invoke_rpc". Words in parentheses at the end
+    are parameters of a function, or names and constants in its code. The names are known by their last part, or, where
+    two have the same, with their class: "Server.join".
     """
 
     def __init__(self, *paths: str, lost: str) -> None:
@@ -57,11 +51,7 @@ class PrivateNames:
         return name in self.paths
 
     def __getitem__(self, name: str) -> Any:
-        """Return what has this name.
-
-        Raises:
-            ImportError, AttributeError: the installed version lacks it.
-        """
+        """Return what has this name; an ImportError or AttributeError says that the installed version lacks it."""
         path, _, words = self.paths[name].rstrip(")").partition("(")
         found = pkgutil.resolve_name(path)
         if words and not set(words.split(", ")) <= _words(found):

@@ -27,7 +27,7 @@ from labkit.recording.import_hook import when_imported
 from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.recording.record import student_line
 from labkit.worker.comm.backward import in_backward
-from labkit.worker.comm.torch_internals import DDP_HOOKS, MODES
+from labkit.worker.comm.torch_internals import DDP_HOOKS, MODES, in_place_of
 
 FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number
@@ -53,11 +53,7 @@ def _apart(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TrainingFacts:
-    """The facts of one rank.
-
-    Attributes:
-        checking: whether the run compares tensors.
-    """
+    """The facts of one rank."""
 
     def __init__(self) -> None:
         self._no_sync: list[Any] = []  # the models in whose `no_sync` the rank is
@@ -67,7 +63,7 @@ class TrainingFacts:
 
     def begin_run(self, *, check: bool) -> None:
         """Forget the previous run."""
-        self.checking = check
+        self.checking = check  # whether the run compares tensors
         self._facts: list[Fact] = []
         self._steps = self._backwards = 0  # of optimizers; backward passes
         self._optimizers: list[Any] = []
@@ -109,7 +105,6 @@ class TrainingFacts:
         """Wrap the functions of torch that are no phase of training."""
         when_imported("torch.utils.data.distributed", self._watch_samplers)
         original, inside = DistributedDataParallel.no_sync, self._no_sync
-        create, wrapped = DistributedDataParallel.__init__, self._wrapped
 
         @contextlib.contextmanager
         def no_sync(model: Any) -> Iterator[None]:
@@ -120,26 +115,25 @@ class TrainingFacts:
             finally:
                 inside.remove(model)
 
-        @functools.wraps(create)
-        def create_noted(model: Any, *args: Any, **kwargs: Any) -> None:
-            create(model, *args, **kwargs)
-            wrapped.add(model.module)
+        def create(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            self._wrapped.add(model.module)
 
         no_sync.__doc__ = original.__doc__
         DistributedDataParallel.no_sync = no_sync  # type: ignore[assignment, method-assign]
-        DistributedDataParallel.__init__ = create_noted  # type: ignore[assignment, method-assign]
+        DistributedDataParallel.__init__ = in_place_of(DistributedDataParallel.__init__, create)  # type: ignore[method-assign]
 
     def _watch_samplers(self, module: ModuleType) -> None:
-        iterate, set_epoch = module.DistributedSampler.__iter__, module.DistributedSampler.set_epoch
+        def iterate(original: Callable[..., Iterator[Any]], sampler: Any) -> Iterator[Any]:
+            return self._passed(original(sampler), self._note_pass(sampler))
 
-        def iterate_noted(sampler: Any) -> Iterator[Any]:
-            return self._passed(iterate(sampler), self._note_pass(sampler))
-
-        def set_epoch_noted(sampler: Any, epoch: int) -> None:
+        def set_epoch(original: Callable[..., None], sampler: Any, epoch: int) -> None:
             self._epochs[sampler] = self._epochs.get(sampler, 0) + 1
-            set_epoch(sampler, epoch)
+            original(sampler, epoch)
 
-        module.DistributedSampler.__iter__, module.DistributedSampler.set_epoch = iterate_noted, set_epoch_noted
+        sampler = module.DistributedSampler
+        sampler.__iter__ = in_place_of(sampler.__iter__, iterate)
+        sampler.set_epoch = in_place_of(sampler.set_epoch, set_epoch)
 
     @staticmethod
     def _passed(items: Iterator[Any], fact: Fact) -> Iterator[Any]:
@@ -332,7 +326,6 @@ class TrainingFacts:
         self._note(kind, sketches, f"optimizer {number}")
 
     def _named(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's parameters by name."""
         names = {id(p): name for model in self._living_models() for name, p in nn.Module.named_parameters(model)}
         found: dict[str, Any] = {}
         for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -435,7 +428,6 @@ def _number(value: Any) -> Any:
 
 
 def _collectives(model: Any) -> int:
-    """Return the number of collectives of a model's process group."""
     return getattr(model.process_group, "collectives", 0)
 
 
@@ -454,7 +446,6 @@ def _has_hook(ddp: Any) -> bool:
 
 
 def _averaged_by(ddp: Any) -> dict[str, Any]:
-    """Return the parameters, by name, whose gradients DistributedDataParallel averages."""
     return {n: p for n, p in nn.Module.named_parameters(ddp.module) if n not in ddp.parameters_to_ignore}
 
 

@@ -26,7 +26,7 @@ from labkit.group.open_groups import notebook
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.machines import ray as labkit_ray
 from labkit.launch.machines.relay_starter import RelayStarter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 
 # Importing Ray would set variables, which ranks would get.
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")]

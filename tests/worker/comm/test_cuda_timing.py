@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labkit.recording.record import Recorder, here, span, steps
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Span
 from labkit.tracing.trace import from_records
 from labkit.worker.comm import cuda_timing as module

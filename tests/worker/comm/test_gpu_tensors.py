@@ -15,8 +15,7 @@ import torch
 from labkit.errors.exceptions import LabError, RankError
 from labkit.group.group import Group
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 from labkit.worker.comm import install
 from labkit.worker.comm.cuda_timing import DeviceClock, DeviceOperation
 from labkit.worker.comm.futures import Futures
@@ -90,7 +89,7 @@ def all_reduced(moved_by: str) -> tuple[list[float], int, list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._gpu_backend = moved_by
+    group.gpu_backend = moved_by
     recorder, events = recorder_of_this_rank(), Prompt()
     recorder.device_clock = DeviceClock(recorder.ring, events)
     try:
@@ -139,7 +138,7 @@ def reduced_behind_kernels() -> int:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._gpu_backend = "nccl"
+    group.gpu_backend = "nccl"
     recorder = recorder_of_this_rank()
     recorder.device_clock = DeviceClock(recorder.ring, Behind())
     dist.all_reduce(torch.ones(2).as_subclass(OnGpu), group=group)
@@ -244,12 +243,12 @@ def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
     """
     import torch.distributed as dist
 
-    from labkit.worker.comm import host_copy
+    from labkit.worker.comm import work as module
 
     recorder, host, group = recorder_of_this_rank(), Host(), cast("Any", dist.new_group())
-    group._gpu_backend = "gloo"
+    group.gpu_backend = "gloo"
     recorder.device_clock = DeviceClock(recorder.ring, Prompt())
-    host_copy.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    module.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     torch.cuda.Stream, torch.cuda.current_stream, torch.cuda.stream = host.Stream, host.current_stream, host.stream
     torch.cuda.device = contextlib.nullcontext
     memory, seen = torch.zeros(2, 3), torch.zeros(2, 3)
@@ -298,7 +297,7 @@ def barrier_of_nccl() -> list[list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._gpu_backend = "nccl"
+    group.gpu_backend = "nccl"
     work: Any = dist.barrier(group=group, async_op=True)
     while not work._work.is_completed():
         pass
@@ -358,7 +357,7 @@ def batched() -> tuple[list[float], int, list[str], list[str]]:
     import torch.distributed as dist
 
     group: Any = dist.new_group()
-    group._gpu_backend = ""
+    group.gpu_backend = ""
     group._real = Coalescing(group._real)
     other = 1 - dist.get_rank()
     x, y = torch.full((2,), float(dist.get_rank())), torch.zeros(2)

@@ -15,8 +15,7 @@ from torch.nn.functional import mse_loss
 import labkit as lab
 from labkit.plots.memory import memory_uses
 from labkit.recording.record import Recorder, here
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.load import load_trace
 from labkit.tracing.trace import from_records

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Pending, Span
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.comm import operation as module
 from labkit.worker.comm.backward import Backwards, in_backward
-from labkit.worker.comm.completion import Attendant
 from labkit.worker.comm.futures import Futures
-from labkit.worker.comm.operation import Batch, Operation
+from labkit.worker.comm.operation import Operation, blocked
+from labkit.worker.comm.work import Attendant, WatchedWork
 
 
 class Rank:
@@ -237,10 +236,9 @@ def test_the_backend_completes_a_batch_before_the_link_holds_any_of_it(rank: Ran
     operations = [rank.issue(10), rank.issue(10)]
     for operation, due_ns in zip(operations, (50, 80), strict=True):
         operation.booking = Held(rank, due_ns)  # type: ignore[assignment]
-    batch = Batch(operations)
-    rank.at(20, batch.wait_begins)
-    rank.at(30, batch.hold)
-    batch.wait_ends()
+    rank.now_ns = 20
+    with blocked(*operations):
+        rank.now_ns = 30
     assert [(span.backend_ns, span.end_ns) for span in rank.written()] == [(30, 80), (30, 80)]
 
 
@@ -303,18 +301,30 @@ def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -
 
 def test_a_batch_ends_as_one(rank: Rank) -> None:
     operations = [rank.issue(10, "send"), rank.issue(11, "recv")]
-    batch = Batch(operations)
-    assert not batch.done
-    rank.at(20, batch.wait_begins)
-    rank.at(30, batch.wait_ends)
-    assert batch.done
+    rank.now_ns = 20
+    with blocked(*operations):
+        rank.now_ns = 30
     assert [(s.name, *times(s)) for s in rank.written()] == [("send", 10, 20, 30, 30), ("recv", 11, 20, 30, 30)]
-    again = Batch([rank.issue(40), rank.issue(40)])
-    rank.at(50, again.failed)
+    with pytest.raises(ValueError, match="no"), blocked(rank.issue(40), rank.issue(40)):
+        raise ValueError("no")
     assert [s.done for s in rank.written()] == [False, False]
-    last = Batch([rank.issue(60), rank.issue(60)])
-    rank.at(70, last.completed)
-    assert [s.end_ns for s in rank.written()] == [70, 70]
+
+
+@pytest.mark.parametrize("due_ns", [0, 80])
+def test_a_batch_is_completed_when_the_link_holds_none_of_it(rank: Rank, due_ns: int) -> None:
+    class Done:
+        def is_completed(self) -> bool:
+            return True
+
+    operations = [rank.issue(60), rank.issue(60)]
+    if due_ns:
+        operations[1].booking = Held(rank, due_ns)  # type: ignore[assignment]
+    work = WatchedWork(Done(), operations, Futures())
+    for now_ns in (70, 90):
+        rank.now_ns = now_ns
+        assert work.is_completed() is (now_ns > due_ns)
+    end_ns = 90 if due_ns else 70
+    assert [s.end_ns for s in rank.written()] == [end_ns, end_ns]
 
 
 class At:

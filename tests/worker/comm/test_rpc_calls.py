@@ -19,8 +19,10 @@ from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.bars import style_of
 from labkit.plots.flows import flows_of
+from labkit.recording.ring_buffer import RING_BYTES, RingWriter
 from labkit.recording.schema import Span
 from labkit.worker.comm.futures import Futures
+from labkit.worker.comm.operation import Operation
 
 # torch's own call in a distributed optimizer; the ranks have the filters of their first run.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")]
@@ -290,7 +292,7 @@ from torch.distributed import rpc
 from labkit.worker.comm import install
 from labkit.recording.record import Recorder, here
 from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES
 rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory))
@@ -339,12 +341,15 @@ class Late:
 @pytest.mark.parametrize("done", [True, False])
 def test_a_reply_is_written_down_once_and_before_its_caller_goes_on(done: bool) -> None:
     futures, future, reported = Futures(), Late(done=done), []
-    futures.tell_first(future, reported.append)
+    operation = Operation(RingWriter(bytearray(RING_BYTES)), "rpc_sync add", 1)
+    operation.also = lambda: reported.append("reply")
+    futures.tie(future, [operation])
+    futures.tell(future, operation.completed)
     assert futures._wait(lambda _: "value", future) == "value"
-    assert reported == [future]
+    assert reported == ["reply"]
     for callback in future.callbacks:
         callback(future)
-    assert reported == [future]
+    assert reported == ["reply"]
 
 
 def test_the_waiting_rank_of_a_call_is_known() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from labkit.recording.record import here, is_students
-from labkit.recording.ring_buffer import RingReader, RingWriter
-from labkit.recording.ring_layout import RING_BYTES
+from labkit.recording.ring_buffer import RING_BYTES, RingReader, RingWriter
 from labkit.recording.schema import Pending
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.runtimes.tensorflow.blocked import BlockedCall

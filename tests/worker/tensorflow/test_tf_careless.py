@@ -21,7 +21,7 @@ from labkit.errors.exit_reasons import Cause
 from labkit.group.collector import Records
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
 from labkit.recording.clock import Clock
-from labkit.recording.ring_layout import record_dtype
+from labkit.recording.ring_buffer import record_dtype
 from labkit.recording.schema import READING
 from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
 from labkit.worker.runtimes.tensorflow.patches import mistake

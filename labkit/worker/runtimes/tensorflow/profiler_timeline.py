@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from labkit.recording.record import Recorder, TimedSpan, clock
-from labkit.recording.ring_layout import CAPACITY
+from labkit.recording.ring_buffer import CAPACITY
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
 from labkit.worker.runtimes.tensorflow.profiler_events import Role, scope_of, spans_of

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from labkit.recording.clock_sync import Reading, bounds, on_reference
+from labkit.recording.clock import Reading, bounds, on_reference
 from labkit.recording.record import clock
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import PROFILER
 
