@@ -166,6 +166,7 @@ def _frames(innermost: FrameType) -> list[tuple[str, int, str]]:
     frames: list[tuple[str, int, str]] = []
     frame: FrameType | None = innermost
     while frame is not None and len(frames) < MOST_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        line = frame.f_lineno or frame.f_code.co_firstlineno  # between two lines, a frame has none
+        frames.append((frame.f_code.co_filename, line, frame.f_code.co_name))
         frame = frame.f_back
     return frames
