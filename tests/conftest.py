@@ -101,8 +101,8 @@ def pytests_own_settings_stay_out_of_ranks(
 ) -> None:
     """pytest's warnings filter and logging handlers must not reach ranks; the student's have a test file of their
     own."""
-    if "labkit.worker.notebook_settings" in sys.modules and "notebooks_settings" not in request.fixturenames:
-        monkeypatch.setattr("labkit.worker.notebook_settings.NotebookSettings.news", lambda _: None)
+    if "labkit.worker.process_state" in sys.modules and "notebooks_settings" not in request.fixturenames:
+        monkeypatch.setattr("labkit.worker.process_state.NotebookSettings.news", lambda _: None)
 
 
 @pytest.fixture

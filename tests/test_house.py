@@ -184,7 +184,7 @@ def test_a_private_attribute_is_labkits_own() -> None:
     """Attributes of objects of others, of which `private_names` does not know the framework."""
     known = {"sys", "os"}  # such as os._exit
     trees = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
-    given = set().union(*map(names_given, trees.values()))
+    given = {"_replace"}.union(*map(names_given, trees.values()))  # a public method of named tuples
     foreign = {
         module: {ast.unparse(node) for node in private_attributes(tree) if node.attr not in given}
         for module, tree in trees.items()

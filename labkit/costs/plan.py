@@ -13,8 +13,7 @@ from labkit.costs.estimate import MEMORY_KINDS, Estimate, best_estimate
 from labkit.costs.link import Link
 from labkit.costs.strategy import strategies
 from labkit.costs.workload import Precision, Transformer, Workload, workload_of
-from labkit.errors.lists import counted
-from labkit.errors.table import Table
+from labkit.errors.lists import Table, counted
 from labkit.errors.units import bytes_in_words, in_words
 from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mean, public_api
 

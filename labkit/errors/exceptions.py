@@ -133,13 +133,7 @@ def wrapped(text: str) -> str:
 
 
 class _EndedByGroupError(RunError):
-    """A run that the group stopped although no rank had failed.
-
-    Args:
-        headline: which ranks wait for which; how the ranks called the operation; the function and the time limit.
-        hint: the usual mistake behind it, or which arguments must agree; "" if there is none.
-        doings: for each rank, one line on what it was doing.
-    """
+    """A run that the group stopped although no rank had failed; `doings` says, by rank, what it was doing."""
 
     why = "{}"
 
@@ -181,11 +175,9 @@ class RunTimeoutError(_EndedByGroupError):
 class Stopped(KeyboardInterrupt):
     """Stop was pressed during a run. It is a `KeyboardInterrupt`, so that loops around the run end as well.
 
-    Args:
+    Attributes:
         name: the function that ran.
         doings: for each rank, one line on what it was doing.
-
-    Attributes:
         run: as for `RunError`.
     """
 

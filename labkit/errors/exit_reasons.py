@@ -1,6 +1,6 @@
 """Explains why a process ended: its exit code, its signal, or the kernel's out-of-memory (OOM) killer.
 
-Code compares a `Cause`, not the sentences that students read.
+Code compares a `Cause`, not the sentences that students read. `control_group_folders` finds the limits of a container.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import enum
 import re
 import signal
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Final
-
-from labkit.errors.control_groups import control_group_folders
 
 
 class Cause(enum.Enum):
@@ -40,10 +39,7 @@ class Cause(enum.Enum):
 SAMPLE_EVERY_S: Final = 1.0  # seconds between reads of the counters; a kill counts as recent for up to twice as long
 
 _SIGNALS: Final = {
-    "SIGKILL": (
-        Cause.KILLED,
-        "sent by this or another process; if by none of yours, the machine probably ran out of memory",
-    ),
+    "SIGKILL": (Cause.KILLED, "sent by this or another process; if by none of yours, the machine probably ran out of memory"),
     "SIGSEGV": (Cause.CRASHED, "segmentation fault: C or C++ code accessed memory outside its address space"),
     "SIGABRT": (Cause.ABORTED, "C or C++ code aborted; its message is in the rank's output"),
     "SIGBUS": (
@@ -94,10 +90,8 @@ class OOMKillCounters:
 def explain_exit(code: int | None, oom_kills: str = "", lost: str = "") -> tuple[Cause, str]:
     """Say why a process ended, as a value and in words.
 
-    Args:
-        code: its exit code; a negative one is the number of the signal that ended it. None if its machine is lost.
-        oom_kills: where the OOM killer was active at that moment; see `OOMKillCounters.recent`.
-        lost: the name of its machine, and how the loss was noticed.
+    A negative exit code is the number of the signal that ended it; it is None if its machine is lost: `lost` says
+    which, and how that was noticed. `oom_kills` is as `OOMKillCounters.recent`.
     """
     if code is None:
         return Cause.LOST_MACHINE, f"its machine {lost}"
@@ -123,3 +117,35 @@ def _count(file: Path | None) -> int | None:
     except OSError:
         return None
     return int(found[1]) if found else None
+
+
+def control_group_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders of this process's control groups, the innermost first: a limit of any of them holds for the process.
+
+    Folders of version 1 have the controller; in those of version 2 its files may be missing. A container may see only a
+    part of the hierarchy: the groups outside have no folder. Systems without control groups have none.
+
+    The controller is "cpu" or "memory".
+
+    Source: cgroups(7) and proc_pid_mountinfo(5).
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    paths: dict[str, PurePosixPath] = {}  # of this process, by controller; "" is version 2
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), PurePosixPath(path)))
+    for mount in mounts:
+        place, _, file_system = mount.partition(" - ")
+        _, _, _, inside, mounted, *_ = place.split(" ")
+        kind, _, options = file_system.split(" ", 2)
+        wanted = {"cgroup": controller, "cgroup2": ""}.get(kind, kind)
+        if wanted not in paths or (wanted and wanted not in options.split(",")):
+            continue
+        # Without a namespace for control groups, a container's path begins outside what is mounted.
+        own, top = paths[wanted], root / mounted.lstrip("/")
+        below = own.relative_to(inside) if own.is_relative_to(inside) else PurePosixPath()
+        yield from (top / part for part in (below, *below.parents))

@@ -28,14 +28,9 @@ from labkit.errors.lists import listed
 
 
 def check_number(
-    value: Any,
-    expected: str,
-    *,
-    whole: bool = False,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
+    value: Any, expected: str, *, whole: bool = False, at_least: float = -math.inf, above: float = -math.inf,
     below: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a value is a number in a range; by default, it may be infinite.
 
     The message of the `TypeError` or `ValueError` is `expected`: what was given, and what was expected.
@@ -65,50 +60,42 @@ _IN_WORDS: Final = {
 }  # fmt: skip
 
 
-class _StudentsFrames:
-    """An error that a notebook shows under the name of its built-in base class, with the student's frames only."""
+class _StudentsFrames(BaseException):
+    """An error that is shown under the name of its built-in class, and in a notebook with the student's frames only."""
 
-    shown_as: type[BaseException]
+    _builtin: type[BaseException]
+
+    def __init_subclass__(cls) -> None:
+        cls._builtin = cls.__bases__[1]
+        cls.__module__, cls.__name__, cls.__qualname__ = "builtins", cls._builtin.__name__, cls._builtin.__qualname__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.shown_as, self.args  # type: ignore[attr-defined]  # of BaseException
+        return self._builtin, self.args
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook."""
         shell = sys.modules["IPython"].get_ipython()
-        frames = _without_labkit(self.__traceback__)  # type: ignore[attr-defined]  # of BaseException
+        frames = _without_labkit(self.__traceback__)
         if shell is None or frames is None:
-            return [f"{self.shown_as.__name__}: {self}"]
-        lines: list[str] = shell.InteractiveTB.structured_traceback(self.shown_as, self, frames)
+            return [f"{self._builtin.__name__}: {self}"]
+        lines: list[str] = shell.InteractiveTB.structured_traceback(self._builtin, self, frames)
         return lines
 
 
 class Interrupted(_StudentsFrames, KeyboardInterrupt):  # no "Error" in its name, like KeyboardInterrupt
     """Stop was pressed while labkit or a library was running."""
 
-    shown_as = KeyboardInterrupt
-
 
 class WrongTypeError(_StudentsFrames, TypeError):
     """A `TypeError` about an argument that the student gave."""
-
-    shown_as = TypeError
 
 
 class WrongValueError(_StudentsFrames, ValueError):
     """A `ValueError` about an argument that the student gave."""
 
-    shown_as = ValueError
-
 
 class WrongNameError(_StudentsFrames, AttributeError):
     """An `AttributeError` about a name that the student used."""
-
-    shown_as = AttributeError
-
-
-for _kind in (Interrupted, WrongTypeError, WrongValueError, WrongNameError):  # so that a terminal shows the built-in name
-    _kind.__module__, _kind.__name__, _kind.__qualname__ = "builtins", *[_kind.shown_as.__name__] * 2
 
 
 def _without_labkit(traceback: types.TracebackType | None) -> types.TracebackType | None:
@@ -172,8 +159,8 @@ def _for_the_student(
 ) -> Exception | None:
     """Return an error that explains the wrong argument in one line; None for a bug in labkit."""
     if _is_raised_here(error):
-        kind = {TypeError: WrongTypeError, ValueError: WrongValueError}.get(type(error))
-        if kind is not None:
+        kinds: dict[type[Exception], type[Exception]] = {TypeError: WrongTypeError, ValueError: WrongValueError}
+        if kind := kinds.get(type(error)):
             return kind(*(_shortened(part) if isinstance(part, str) else part for part in error.args))
         return error.with_traceback(None) if isinstance(error, TypeError | ValueError) else None
     name = function.__qualname__.removesuffix(".__init__")

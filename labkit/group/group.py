@@ -40,8 +40,8 @@ from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
 from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
 from labkit.ipc.code_names import assigned, function_mentions, mentions, name_of, parameters_of, reads
-from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options
+from labkit.ipc.pickling import Sent
 from labkit.ipc.pickling_errors import Call, Names
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse

@@ -20,16 +20,14 @@ from labkit.group.pool_state import LostRanks, Member, Phase, PoolState, Request
 from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
-from labkit.ipc.definitions import Sent
 from labkit.ipc.options import Options, Place
-from labkit.ipc.pickling import Payload, shared_memory
+from labkit.ipc.pickling import Payload, Sent, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Monitor
 from labkit.launch.starters import Question, Starter, in_background
 from labkit.recording.cores import usable_cores
-from labkit.worker.notebook_settings import NotebookSettings, Settings
-from labkit.worker.process_state import ProcessState, edited
+from labkit.worker.process_state import NotebookSettings, ProcessState, Settings, edited
 from labkit.worker.runtimes.base import Runtime
 
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.

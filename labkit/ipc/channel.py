@@ -43,27 +43,15 @@ class Channel:
         return len(self._rest) >= _HEADER.size  # the rest of it may still be on its way
 
     def send(self, message: Message) -> None:
-        """Send one message. The caller remains responsible for closing its payload.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
+        """Send one message. The caller remains responsible for closing its payload."""
         self.send_frame(encode(message))
 
     def receive(self) -> Message:
-        """Wait for the next message and return it.
-
-        Raises:
-            EOFError: the other side has closed the connection.
-        """
+        """Wait for the next message and return it; an `EOFError` if the other side has closed the connection."""
         return decode(self.receive_frame())
 
     def send_frame(self, frame: Frame) -> None:
-        """Send a frame.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
+        """Send a frame; an `OSError` if the other side has closed the connection."""
         kind, body, payload = frame
         if payload is None:
             self._socket.sendall(_HEADER.pack(kind, 0, 0, len(body), 0, 0) + body)
@@ -81,11 +69,7 @@ class Channel:
             self._socket.sendall(stream)
 
     def receive_frame(self) -> Frame:
-        """Wait for the next frame and return it.
-
-        Raises:
-            EOFError: the other side has closed the connection.
-        """
+        """Wait for the next frame and return it; an `EOFError` as for `receive`."""
         data = self._rest
         while len(data) < _HEADER.size:
             data = self._receive_more(data)

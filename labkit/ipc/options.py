@@ -54,11 +54,9 @@ class Place:
 
 AT_IMPORT: Final[Mapping[str, str]] = dict(os.environ)  # `import labkit` imports this file
 
-NAMES: Final = frozenset(
-    {
-        "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD",
-        "OLDPWD", "TMPDIR", "PYTHONHOME", "VIRTUAL_ENV",
-    }
+NAMES: Final = (
+    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "PWD",
+    "OLDPWD", "TMPDIR", "PYTHONHOME", "VIRTUAL_ENV",
 )  # fmt: skip
 PREFIXES: Final = ("CONDA_", "SLURM_", "SSH_", "XDG_")
 
@@ -75,11 +73,7 @@ RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """The options of a group; they never change.
-
-    Raises:
-        TypeError, ValueError: an invalid option.
-    """
+    """The options of a group; they never change. An invalid one is a `TypeError` or a `ValueError`."""
 
     names: tuple[str, ...]  # the names of the ranks, in rank order
     jobs: tuple[tuple[str, int], ...] = ()  # TensorFlow's job and task number of each rank, in rank order
@@ -109,11 +103,7 @@ class Options:
 
 
 def check_above_0(option: str, value: Any, *, whole: bool = False) -> None:
-    """Check that an option is a number above 0.
-
-    Raises:
-        TypeError, ValueError: it is something else.
-    """
+    """Check that an option is a number above 0."""
     check_number(value, f"{option}={value!r}: expected a {'whole ' * whole}number above 0", whole=whole, above=0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import linecache
 import marshal
 import mmap
@@ -20,18 +21,75 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cloudpickle
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.definitions import Received, Sent
-from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.pickling_errors import Call, explain_unpicklable
 from labkit.ipc.process_memory import ALIGN, address_of, read
-from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_sync_object
+from labkit.ipc.reductions import CACHED, rank_only_error, rank_only_types, reduce_decorated, reduce_ipython, reduce_sync_object
 
 OUT_OF_BAND_BYTES: Final = 1 << 16  # smaller arrays are cheaper inside the message than in a segment of their own
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})  # what most functions return; plain pickle handles these
+
+
+class Sent:
+    """The functions and classes that the notebook has sent to the ranks of one group; a result can refer to them.
+
+    A name would not be enough: the notebook may have redefined it since, while objects of the old class still exist.
+    Both sides hold weak references. When the notebook's definition is gone, the ranks are notified and send theirs by
+    value.
+    """
+
+    def __init__(self) -> None:
+        self._next = itertools.count(1)
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._definitions: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._known: set[int] = set()  # the numbers of which the ranks know
+
+    def number_of(self, definition: Any) -> int:
+        """Return the number of a definition; assign a new one if it has none yet."""
+        if definition not in self._numbers:
+            number = self._numbers[definition] = next(self._next)
+            self._definitions[number] = definition
+            self._known.add(number)
+        return self._numbers[definition]
+
+    def look_up(self, number: int, name: str) -> Any:
+        """Return the definition with this number, unless it was deleted while a result with it was on its way."""
+        definition = self._definitions.get(number)
+        if definition is None:
+            raise LabError(f"the result refers to {name}, which is no longer defined; run the cell that defines it again")
+        return definition
+
+    def take_gone(self) -> list[int]:
+        """Return the numbers of the definitions that were deleted since the last call."""
+        gone = self._known.difference(self._definitions.keys())
+        self._known -= gone
+        return sorted(gone)
+
+
+class Received:
+    """The definitions that a rank has received from the notebook."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def add(self, definitions: Mapping[int, Any]) -> None:
+        """Add definitions by number. A function is sent with every run; all its copies have the same number."""
+        self._numbers.update({definition: number for number, definition in definitions.items()})
+
+    def number_of(self, definition: Any) -> int | None:
+        """Return the number of a definition; None if the notebook has not sent it or has deleted its own."""
+        return self._numbers.get(definition)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove definitions that the notebook has deleted."""
+        gone = set(numbers)
+        for definition, number in list(self._numbers.items()):
+            if number in gone:
+                del self._numbers[definition]
 
 
 @dataclass(slots=True)
@@ -55,27 +113,19 @@ class Payload:
 
 
 def pack(
-    value: Any,
-    *,
-    home: types.ModuleType | None = None,
-    sent: Sent | None = None,
-    received: Received | None = None,
-    label: str = "the value",
-    in_place: bool = False,
-) -> Payload:
-    """Pickle any Python object by value.
+    value: Any, *, home: types.ModuleType | None = None, sent: Sent | None = None, received: Received | None = None,
+    label: str = "the value", in_place: bool = False,
+) -> Payload:  # fmt: skip
+    """Pickle any Python object by value, or raise a `LabError` that names the part that cannot be pickled.
 
     Args:
         value: what to send. Buffers of numpy arrays and CPU tensors are copied once.
         home: the module whose functions and classes are installed in the receiver's `__main__`. None installs nothing,
             which is right for results: they must not overwrite the notebook's definitions.
-        sent: in the notebook, the registry that numbers the functions and classes that are sent.
-        received: in a rank, the functions and classes that came from the notebook; a result refers to them by number.
+        sent: in the notebook, the registry of the functions and classes that are sent.
+        received: in a rank, those that came from the notebook; a result refers to them by number.
         label: how an error names the value.
         in_place: whether large buffers stay in this process's memory, from which the receiver copies them.
-
-    Raises:
-        LabError: some part of the value cannot be pickled; the message names it.
     """
     if type(value) in _PLAIN:  # creating a `_Pickler` would take a tenth of the time of an empty run
         return Payload(pickle.dumps((value, {}, {})))
@@ -136,9 +186,7 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
     """Unpickle an object and install the definitions that came with it in `__main__`.
 
     Its arrays are in newly allocated memory, or in the shared segment, mapped privately: no other process sees writes.
-
-    Raises:
-        EOFError: the process that kept the buffers is gone.
+    An `EOFError` if the process that kept the buffers is gone.
     """
     buffers: list[memoryview] = []
     if payload.owner_pid:
@@ -169,11 +217,7 @@ def unpack(payload: Payload, *, sent: Sent | None = None, received: Received | N
 
 
 def shared_memory(size: int) -> int:
-    """Create an anonymous shared-memory segment of `size` zero bytes.
-
-    Returns:
-        its file descriptor. The memory is freed when no process holds the segment any more.
-    """
+    """Create an anonymous shared-memory segment of `size` zero bytes, freed when no process has its file descriptor."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("labkit", os.MFD_CLOEXEC)
     else:
@@ -246,14 +290,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
     """cloudpickle that installs the student's functions in the receiver's `__main__` and sends tensors out of band."""
 
     def __init__(
-        self,
-        stream: io.BytesIO,
-        home: types.ModuleType | None,
-        sent: Sent | None,
-        received: Received | None,
-        buffer_callback: Callable[[Any], Any],
-        blocks: Mapping[int, Any],
-    ) -> None:
+        self, stream: io.BytesIO, home: types.ModuleType | None, sent: Sent | None, received: Received | None,
+        buffer_callback: Callable[[Any], Any], blocks: Mapping[int, Any],
+    ) -> None:  # fmt: skip
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self._home, self._sent, self._received = home, sent, received
         self._rank_only = rank_only_types() if received is not None else ()
@@ -299,9 +338,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships 
         name = getattr(obj, "__name__", "")
         if self._received is not None and (number := self._received.number_of(obj)) is not None:
             return _sent_definition, (number, name)
-        if self._sent is not None and not getattr(
-            obj, "__closure__", None
-        ):  # a closure's state may have changed when it comes back
+        # A closure's state may have changed when it comes back.
+        if self._sent is not None and not getattr(obj, "__closure__", None):
             self.numbered[self._sent.number_of(obj)] = obj
         if self._home is not None and obj.__module__ == self._home.__name__:
             if self._home.__dict__.get(name) is obj:

@@ -17,11 +17,9 @@ from labkit.ipc.reductions import CannotSendError
 DEEPEST: Final = 12  # levels of containers, attributes and functions; a longer path would not help the student
 
 # Modules of Python whose objects' internals a student does not know: the error names the variable that holds one.
-_OPAQUE: Final = frozenset(
-    {
-        "_asyncio", "_queue", "_thread", "asyncio", "concurrent", "http", "logging", "multiprocessing", "queue", "select",
-        "selectors", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "urllib", "weakref",
-    }
+_OPAQUE: Final = (
+    "_asyncio", "_queue", "_thread", "asyncio", "concurrent", "http", "logging", "multiprocessing", "queue", "select",
+    "selectors", "socket", "sqlite3", "ssl", "subprocess", "tempfile", "threading", "urllib", "weakref",
 )  # fmt: skip
 
 
@@ -107,18 +105,13 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _of_class(value)
     elif hasattr(value, "__wrapped__"):  # a cached function
         yield path, value.__wrapped__
-    elif isinstance(value, types.ModuleType) or type(value) in copyreg.dispatch_table or _is_opaque(type(value)):
+    elif isinstance(value, types.ModuleType) or type(value) in copyreg.dispatch_table:
         return
-    else:
+    elif type(value).__module__.partition(".")[0] not in _OPAQUE:
         if type(value).__module__ == "__main__":
             yield f"the class {type(value).__qualname__}", type(value)
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
         yield from ((f"{path}.{name}", getattr(value, name)) for name in [*slots, *getattr(value, "__dict__", ())])
-
-
-def _is_opaque(kind: type) -> bool:
-    """Whether the student would not know the attributes of this class's objects."""
-    return kind.__module__.partition(".")[0] in _OPAQUE
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:

@@ -59,13 +59,9 @@ def address_of(view: memoryview) -> int:
 
 
 def read(pid: int, regions: Sequence[Region]) -> list[memoryview]:
-    """Copy regions of another process's memory.
+    """Copy regions of another process's memory; return a writable view of each, all in one newly allocated block.
 
-    Returns:
-        a writable view for each region, all in one newly allocated block.
-
-    Raises:
-        OSError: the process is gone, or a region is not mapped.
+    An `OSError` if the process is gone, or a region is not mapped.
     """
     reader = _reader()
     assert reader is not None

@@ -191,7 +191,7 @@ class NewFiles(RankNotice):
 
 @dataclass(slots=True)
 class NewSettings(RankNotice):
-    """The notebook has other settings of `logging` and warnings: a `worker.notebook_settings.Settings`."""
+    """The notebook has other settings of `logging` and warnings: a `worker.process_state.Settings`."""
 
     payload: Payload
 

@@ -7,6 +7,7 @@ import ast
 import functools
 import operator
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -49,16 +50,8 @@ class CellSyntaxError(LabError):
 
     def __init__(self, error: SyntaxError, label: str) -> None:
         self.lineno, self.label = error.lineno or 0, label
-        lines = [f'  File "{label}", line {self.lineno}']
-        text = (error.text or "").rstrip("\n")
-        if text.strip():
-            bare = text.lstrip()
-            lines.append(f"    {bare}")
-            if error.offset:
-                begin = max(0, error.offset - 1 - (len(text) - len(bare)))
-                ends_here = error.end_lineno == error.lineno and (error.end_offset or 0) > error.offset
-                lines.append(" " * (4 + begin) + "^" * ((error.end_offset or 0) - error.offset if ends_here else 1))
-        super().__init__("\n".join([*lines, f"{type(error).__name__}: {error.msg}"]))
+        error.filename = label
+        super().__init__("".join(traceback.format_exception_only(error)).rstrip())
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
@@ -76,12 +69,7 @@ def cell_number(filename: str) -> int | None:
 
 
 def parse(source: str, filename: str, label: str) -> ast.Module:
-    """Parse a cell, and check that ranks can run it.
-
-    Raises:
-        CellSyntaxError: the cell is not valid Python.
-        LabError: the cell contains a magic, or a statement that is allowed only in functions.
-    """
+    """Parse a cell, and check that ranks can run it: a `LabError` says why not."""
     try:
         tree = ast.parse(source, filename)
         for node in _outside_functions(tree):
@@ -98,7 +86,6 @@ def parse(source: str, filename: str, label: str) -> ast.Module:
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree that are not inside functions."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
@@ -134,11 +121,7 @@ class CellRunner:
         self._future = 0  # compiler flags: a `__future__` import also applies to later cells, as in a notebook
 
     def run(self, source: str, filename: str, space: dict[str, Any]) -> Any:
-        """Run a cell.
-
-        Returns:
-            the value of the last line, if that is an expression that does not end in a semicolon; else None.
-        """
+        """Run a cell; return the value of a last expression that does not end in a semicolon."""
         tree = ast.parse(source, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         code = compile(tree, filename, "exec", self._future, dont_inherit=True)  # not this file's __future__

@@ -5,11 +5,13 @@
 - A function whose decorator keeps state that cannot be sent is decorated anew by the receiver.
 - Some objects exist only inside a rank: wrapped models, process groups, futures, DTensors. Some of them cannot be
   pickled. Others can, but fail in the notebook, or look complete there and are only a rank's shard.
+- `input`, `exit` and `get_ipython` of the notebook become those of a rank.
 """
 
 from __future__ import annotations
 
 import _thread
+import builtins
 import contextlib
 import functools
 import multiprocessing.process
@@ -18,10 +20,14 @@ import queue
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
+
+from labkit.errors.exceptions import LabError
+from labkit.ipc.ranks_cell import instead_of_magic
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -29,10 +35,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 class CannotSendError(pickle.PicklingError):
     """An object of a kind that cannot be sent, or not in its current state.
 
-    Args:
-        culprit: the object.
-        reason: the predicate of the sentence that says why: "is locked".
-        remedy: a sentence on what to do.
+    `reason` is the predicate of the sentence that says why ("is locked"), `remedy` a sentence on what to do.
     """
 
     def __init__(self, culprit: Any, reason: str, remedy: str) -> None:
@@ -51,9 +54,6 @@ def reduce_sync_object(obj: Any) -> Reduced | None:
     """Return how to create a lock, a condition or an empty `SimpleQueue` in the receiver; None for other objects.
 
     Events, semaphores and other queues consist of these, and of state that pickle sends.
-
-    Raises:
-        CannotSendError: it is locked or holds items, or it is a thread, a process, a pool, a future or a barrier.
     """
     kind = type(obj)
     if kind in _LOCKS:
@@ -169,3 +169,67 @@ def rank_only_error(obj: Any) -> CannotSendError:
     """Return the error for an object of one of these classes."""
     kinds = ((getattr(sys.modules.get(module), name, ()), advice) for (module, name), advice in _ADVICE.items())
     return CannotSendError(obj, "exists only inside its rank", next(advice for kind, advice in kinds if isinstance(obj, kind)))
+
+
+def install_builtins() -> None:
+    """Replace `input`, `exit` and `get_ipython` in this process, which is a rank."""
+    builtins.input = _input
+    vars(builtins).update(exit=_Exit(), quit=_Exit(), get_ipython=_Shell)
+
+
+def reduce_ipython(thing: Any) -> Any:
+    """Reduce IPython's shell, and the names that it defines in every notebook, to a rank's; None for other objects."""
+    kind = type(thing)
+    if kind is types.MethodType:
+        return (_builtin, ("get_ipython",)) if thing.__func__.__name__ == "get_ipython" else None
+    if not kind.__module__.startswith(("IPython.", "ipykernel.")):
+        return None
+    if kind.__name__.endswith("ExitAutocall"):
+        return _builtin, ("exit",)
+    return (_Shell, ()) if kind.__name__.endswith("InteractiveShell") else None
+
+
+def _builtin(name: str) -> Any:
+    return getattr(builtins, name)
+
+
+def _input(prompt: object = "", /) -> NoReturn:
+    raise LabError(
+        f"input({str(prompt)!r}): a rank has no keyboard. Ask in the notebook, and pass the answer: group.run(f, answer)"
+    )
+
+
+class _Exit:
+    """Ends the function that this rank runs, but not the rank: `exit()` and `exit(0)` succeed, other codes fail."""
+
+    def __call__(self, code: Any = None, **_: Any) -> NoReturn:
+        raise SystemExit(code)
+
+    def __repr__(self) -> str:
+        return "exit() ends the function that this rank runs"
+
+
+class _Shell:
+    """The result of `get_ipython()` in a rank: shell commands work (`!ls` in a function), magics raise an error."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self.user_ns = sys.modules["__main__"].__dict__
+
+    def system(self, command: str) -> None:  # `!command`
+        subprocess.run(command, shell=True, check=False)
+
+    def getoutput(self, command: str, **_: Any) -> list[str]:  # `lines = !command`
+        return subprocess.run(command, shell=True, check=False, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+    def run_line_magic(self, name: str, line: str = "", *_: Any, **__: Any) -> None:
+        if name != "matplotlib":  # it chooses where figures appear; those of ranks always appear under the cell
+            raise LabError(
+                f"{f'%{name} {line}'.strip()!r} is IPython syntax, and ranks run plain Python. {instead_of_magic(name)}"
+            )
+
+    def run_cell_magic(self, name: str, line: str = "", *_: Any) -> None:
+        self.run_line_magic(f"%{name}", line)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"get_ipython().{name}: IPython runs in the notebook, and this is a rank")

@@ -8,12 +8,13 @@ import re
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Final
 
 from labkit.errors.exceptions import OWN_CODE, LabError, RankFailure
 from labkit.errors.exit_reasons import Cause
-from labkit.ipc.rpc_errors import remote_error
 from labkit.recording.record import here, is_students, label
 
 FRAMES: Final = 12  # most frames in a traceback, so that endless recursion does not fill the notebook
@@ -34,15 +35,10 @@ _IN_C = re.compile(r"\nException raised from .* \(most recent call first\):(\nfr
 _SOURCE = re.compile(r"\[/\S+\.(cc|cpp|h):\d+\] ")  # torch's C++ source, before the message
 # Messages of gloo, NCCL, RPC and TensorFlow after the process at the other end has gone.
 _LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "UnavailableError",
-    "connection was aborted",
-    "Collective ops is aborted by",
-    "(this error originated at tensorpipe/",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "UnavailableError", "connection was aborted",
+    "Collective ops is aborted by", "(this error originated at tensorpipe/",
     "remote process exited or there was a network error",
-)
+)  # fmt: skip
 _IN_A_WORKER = re.compile(r" in DataLoader worker process \d+(?=\.$)")  # of torch
 _WORKER_DIED = "DataLoader worker (pid"  # of torch; the connection that is lost then is one to a child process
 _FILE_LINE = re.compile(r'\s*File "(?P<file>[^"]+)", line ')
@@ -52,8 +48,13 @@ _EMPTY = (
     *(os.path.join("tensorflow", "python", *place) for place in (("eager", "execute.py"), ("util", "traceback_utils.py"))),
 )
 _TRACED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # AutoGraph's prefix to a function's name
-
-
+# torch sends an error of a function called by RPC as text: the callee's `WorkerInfo`, then its traceback. Each RPC call
+# that the error passes through wraps the text once more. One traceback is to lead from the caller to the callee.
+_ON = re.compile(r"On WorkerInfo\(id=\d+, name=(?P<name>[^)]*)\):\n")
+_PLACED = re.compile(r" \(on [^)]*\)$")  # the end of a headline: the rank on which the error was raised
+_BEGIN = "Traceback (most recent call last):\n"
+_PASSED_THROUGH = re.compile(r"\s*(\n\nAt:\n  \S+\(\d+\): _handle_exception\s*)?$")  # added by the caller's C++ code
+_DEEPEST: Final = 8  # levels of nested quoting: a KeyError quotes its message each time it is raised
 # A frame of labkit in AutoGraph's own list, with its line of source.
 _OURS_TRACED = re.compile(rf'^ *File "(?:{"|".join(map(re.escape, OWN_CODE))})[^"]*", line \d+, in .*  \*\n.*\n', re.MULTILINE)
 
@@ -72,7 +73,8 @@ def warning(message: Warning | str, category: type[Warning], filename: str, line
 
 def _headline(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        if _raised_in(error, "argparse"):
+        innermost = _innermost(error)
+        if innermost is not None and innermost.f_globals.get("__name__") == "argparse":
             return "argparse refused the command line; a rank has an empty one. Give arguments: parse_args(['--epochs', '3'])"
         return f"the function called exit({error.code!r})" if error.code is not None else "the function called exit()"
     if isinstance(error, LabError):
@@ -94,16 +96,9 @@ def _headline(error: BaseException) -> str:
 
 
 def _of_a_worker(lines: list[str], where: str) -> str:
-    """Return the headline of a message that contains the traceback of a DataLoader's worker."""
     frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
     after = lines[frames[-1] :] if frames else []
     return next((f"{line}{where}" for line in after if not line.startswith(" ")), lines[0])
-
-
-def _raised_in(error: BaseException, module: str) -> bool:
-    """Whether a function of that module raised the error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__") == module
 
 
 def _of_keras(lines: list[str]) -> str:
@@ -124,8 +119,12 @@ def in_students_code(error: BaseException) -> bool:
 
 def raised_by_student(error: BaseException) -> bool:
     """Whether the student's own code raised the error, rather than a library that it called."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and is_students(frames[-1].f_code.co_filename)
+    innermost = _innermost(error)
+    return innermost is not None and is_students(innermost.f_code.co_filename)
+
+
+def _innermost(error: BaseException) -> FrameType | None:
+    return next((frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))), None)
 
 
 def students_traceback(error: BaseException) -> str:
@@ -167,7 +166,6 @@ def _follows_lost_connection(error: BaseException) -> bool:
 
 
 def _lost_connection(text: str) -> bool:
-    """Whether an error's message says that the connection to another rank was lost."""
     return any(words in text for words in _LOST)
 
 
@@ -223,13 +221,18 @@ def _readable(text: str) -> str:
     if "Detected at node" not in text:
         return text
     names = set(here.files.values())
+    return _without_frames(text, lambda file: file not in names and not is_students(file))
+
+
+def _without_frames(text: str, left_out: Callable[[str], bool]) -> str:
+    """Drop the frames of some files, with their source lines."""
     kept: list[str] = []
     skipping = False
     for line in text.splitlines():
-        file = _FILE_LINE.match(line)
-        if file:
-            skipping = file["file"] not in names and not is_students(file["file"])
-        elif line.strip():
+        frame = _FILE_LINE.match(line)
+        if frame:
+            skipping = left_out(frame["file"])
+        elif line.strip() and not line.startswith("    "):
             skipping = False
         if not skipping:
             kept.append(line)
@@ -247,3 +250,41 @@ def _first_message_line(lines: list[str]) -> str:
     """Return the first line of a message that follows a list of frames."""
     last = max((i for i, line in enumerate(lines) if _FILE_LINE.match(line) or line.startswith("Detected at")), default=-1)
     return next((line.strip() for line in lines[last + 1 :] if line.strip()), "")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteError:
+    """An error of a callee, as its caller sees it."""
+
+    headline: str  # one line: its type and message, and the rank on which it was raised
+    traceback: str  # "on shard1:", the callee's frames, and the error
+
+
+def sent_error(worker: object, headline: str, traceback: str) -> str:
+    """Return the text that a callee sends, in torch's format, which begins with its `WorkerInfo`.
+
+    The text is escaped, because the receiver decodes escape sequences, and the message may contain some.
+    """
+    return f"On {worker}:\n{headline}\n{traceback}".encode("unicode_escape").decode()
+
+
+def remote_error(text: str) -> RemoteError | None:
+    """Parse a callee's error from the message of an error; None if the message contains none."""
+    if "On WorkerInfo(" not in text:
+        return None
+    quoted = 0
+    while (on := _ON.search(text)) is None:
+        if quoted == _DEEPEST:
+            return None
+        text, quoted = text.encode("latin-1", "backslashreplace").decode("unicode_escape"), quoted + 1
+    rest = _PASSED_THROUGH.sub("", text[on.end() :], count=1)
+    for _ in range(quoted):
+        rest = _PASSED_THROUGH.sub("", rest.removesuffix("'").removesuffix('"'), count=1)
+    headline, _, whole = rest.partition("\n")
+    before, _, frames = whole.partition(_BEGIN)
+    if before or _BEGIN in frames:  # a chain of errors, each with its own traceback
+        frames = whole
+    if not _PLACED.search(headline):  # else the callee had itself made the call that failed
+        headline += f" (on {on['name']})"
+    students = _without_frames(frames, lambda file: os.path.isabs(file) and not is_students(file))  # torch lists libraries'
+    return RemoteError(headline, f"on {on['name']}:\n{students}".rstrip())

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from labkit.errors.control_groups import control_group_folders
 from labkit.errors.exceptions import LabError
+from labkit.errors.exit_reasons import control_group_folders
 from labkit.errors.units import in_words
 from labkit.launch.server_requests import BATCH
 

@@ -114,8 +114,7 @@ def _start(start: tuple[str | None, str | None]) -> list[Finding]:
 
 def _ask_network() -> dict[str, Any]:
     """Return whether ranks have a private network, which only a process with a single thread can make, or why not."""
-    from labkit.worker.network_namespace import make, wanted
-    from labkit.worker.other_users import other_users
+    from labkit.worker.network_namespace import make, other_users, wanted
 
     try:
         network = make(wanted(os.environ)).unless_asked_outside(os.environ)

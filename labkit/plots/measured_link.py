@@ -14,7 +14,7 @@ from labkit.costs.fit import Fit
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.errors.table import Table
+from labkit.errors.lists import Table
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.image import WIDTH_IN

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from labkit.costs.prediction import UNITS, Prediction
-from labkit.errors.table import Table
+from labkit.errors.lists import Table
 from labkit.errors.units import three_digits
 from labkit.errors.wrong_calls import public_api
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, measurement_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
-from labkit.errors.control_groups import control_group_folders
+from labkit.errors.exit_reasons import control_group_folders
 
 RUN_QUEUE: Final = "/proc/thread-self/schedstat"  # nanoseconds on a core, nanoseconds in the run queue, time slices
 LONGEST: Final = 64  # bytes of such a line

@@ -13,14 +13,14 @@ import pdb  # noqa: T100  # not left behind: this is the debugger
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Final
 
 from labkit.errors.exceptions import OWN_CODE, RankFailure
 from labkit.ipc.protocol import AtBreakpoint, Command, LeftBreakpoint, Message
-from labkit.recording.import_hook import when_imported
 from labkit.recording.record import here, is_students, span
 
+_LABKITS: Final = (*OWN_CODE, "<labkit")
 _NOT_HERE: Final = ("interact", "run", "restart")
 
 
@@ -91,22 +91,15 @@ class RankPdb(pdb.Pdb):
         stack, current = super().get_stack(f, t)
         students = (i for i, (frame, _) in enumerate(stack) if is_students(frame.f_code.co_filename))
         first = min(next(students, 0), current)
-        kept = [i for i in range(first, len(stack)) if i == current or not _is_labkits(stack[i][0].f_code.co_filename)]
+        kept = [i for i in range(first, len(stack)) if i == current or not stack[i][0].f_code.co_filename.startswith(_LABKITS)]
         return [stack[i] for i in kept], kept.index(current)
-
-
-def _is_labkits(filename: str) -> bool:
-    return filename.startswith((*OWN_CODE, "<labkit"))
 
 
 class Quit(BaseException):
     """The student has typed `q`. A program that catches `Exception`, for example to skip a bad batch, ends as well."""
 
 
-def is_quit(error: BaseException) -> bool:
-    """Whether the student has ended the function with the debugger's `q`."""
-    bdb = sys.modules.get("bdb")
-    return isinstance(error, Quit) or (bdb is not None and isinstance(error, bdb.BdbQuit))
+QUITS: Final = (Quit, bdb.BdbQuit)  # what a function raises after the debugger's `q`
 
 
 def quit_failure(rank: int, name: str, at_ns: int) -> RankFailure:
@@ -114,8 +107,8 @@ def quit_failure(rank: int, name: str, at_ns: int) -> RankFailure:
     return RankFailure(rank, name, "was ended at a breakpoint, with q", at_ns=at_ns, verb="", own=True, in_python=True)
 
 
-_IN_CHILD = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
-_SERVING = "in code that the rank runs for other ranks, or after its function has returned."
+_IN_CHILD: Final = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."
+_SERVING: Final = "in code that the rank runs for other ranks, or after its function has returned."
 _PDBS_NAMES: Final = ("__exception__", "__return__", "__pdb_convenience_variables")  # among those of a module, or of a cell
 
 
@@ -136,8 +129,9 @@ class Debugger:
         self.stream: Any = _Stream(self._ask)
 
     def install(self) -> None:
-        """Make pdb ask at the notebook's prompt, as soon as it is imported."""
-        when_imported("pdb", self._patch)
+        """Make pdb ask at the notebook's prompt."""
+        vars(pdb)["Pdb"] = type("Pdb", (RankPdb,), {"debugger": self})
+        vars(pdb)["input"] = self.stream.answer  # for pdb's questions, such as that of `clear`
 
     def begin(self) -> None:
         """A function or a cell begins."""
@@ -152,7 +146,7 @@ class Debugger:
         if self.used:
             self.used = False
             sys.settrace(None)
-            sys.modules["pdb"].Pdb().clear_all_breaks()  # their lines may be those of another cell in the next run
+            pdb.Pdb().clear_all_breaks()  # their lines may be those of another cell in the next run
             for name in _PDBS_NAMES:
                 sys.modules["__main__"].__dict__.pop(name, None)
 
@@ -179,12 +173,6 @@ class Debugger:
         """The rank continues until its next breakpoint, or the student ends the run."""
         if self.used and os.getpid() == self._rank_pid:
             self._send(LeftBreakpoint(self.stream.taken(), quits))
-
-    def _patch(self, module: ModuleType) -> None:
-        from labkit.worker.debugger import RankPdb
-
-        vars(module)["Pdb"] = type("Pdb", (RankPdb,), {"debugger": self})
-        vars(module)["input"] = self.stream.answer  # for pdb's questions, such as that of `clear`
 
     def _ask(self, text: str) -> str:
         self._send(AtBreakpoint(text))

@@ -1,4 +1,4 @@
-"""Rich output of a rank: sends `display`, figures and the values of last expressions to the cell that started the run.
+"""Output of a rank besides prints: `display`, figures, values of last expressions and warnings, for the run's cell.
 
 It follows IPython's protocol (`_repr_html_` etc., `_repr_mimebundle_`) without importing IPython, which takes longer
 than most runs. Without a notebook, as in a plain script, the text form is printed.
@@ -16,28 +16,28 @@ import itertools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-from labkit.ipc.protocol import Displayed
-from labkit.ipc.tracebacks import students_traceback
+from labkit.ipc.protocol import Displayed, Warned
+from labkit.ipc.tracebacks import students_traceback, warning
 from labkit.recording.import_hook import when_imported
 
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
+MOST_WARNINGS: Final = 20  # different ones, that a rank sends in a run
+MOST_CHARACTERS: Final = 2_000  # of a warning
+# In a warning of each DistributedOptimizer on each worker, which no program can avoid: torch sets the filter "always".
+HIDDEN: Final = "`TorchScript` support for functional optimizers"
 LEAST_DISPLAYS: Final = 4  # for each rank, even if there are many
 LEAST_BYTES: Final = 1 << 20  # for each rank, even if there are many
 METHODS: Final = {
-    "_repr_html_": "text/html",
-    "_repr_markdown_": "text/markdown",
-    "_repr_svg_": "image/svg+xml",
-    "_repr_png_": "image/png",
-    "_repr_jpeg_": "image/jpeg",
-    "_repr_latex_": "text/latex",
-    "_repr_json_": "application/json",
+    "_repr_html_": "text/html", "_repr_markdown_": "text/markdown", "_repr_svg_": "image/svg+xml", "_repr_png_": "image/png",
+    "_repr_jpeg_": "image/jpeg", "_repr_latex_": "text/latex", "_repr_json_": "application/json",
     "_repr_javascript_": "application/javascript",
-}
+}  # fmt: skip
 WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
 IPYTHONS: Final = ("IPython.core.display_functions", "IPython.core.display")  # from IPython 8 on; in IPython 7
 BACKEND: Final = "module://labkit.worker.figure_backend"
@@ -80,24 +80,15 @@ class RankDisplay:
         self,
         *objects: Any,
         metadata: Mapping[str, Any] | None = None,
-        display_id: str | bool | None = None,
-        raw: bool = False,
+        display_id: str | bool | None = None,  # True generates one
+        raw: bool = False,  # whether the objects are dicts of content by MIME type
         clear: bool = False,
         update: bool = False,
         **_: Any,
     ) -> _Handle | None:
-        """Display objects below the cell, labelled with this rank; replaces IPython's `display`.
+        """Display objects below the cell, labelled with this rank; it replaces IPython's `display`.
 
-        Args:
-            objects: the objects.
-            metadata: the metadata by MIME type.
-            display_id: a key under which the display can be updated; True generates one.
-            raw: whether the objects are dicts of content by MIME type.
-            clear: whether to remove first what this rank has displayed.
-            update: whether to replace the display with this key.
-
-        Returns:
-            a handle with which the display can be updated; None without a key.
+        Returns a handle with which the display can be updated; None without a `display_id`.
         """
         key = f"labkit {next(self._numbers)}" if display_id is True else str(display_id or "")
         if clear:
@@ -177,12 +168,51 @@ class _Handle:
         self._shown_by, self.display_id = shown_by, key
 
     def display(self, thing: Any, **kwargs: Any) -> None:
-        """Display an object under the same key."""
         self._shown_by.display(thing, display_id=self.display_id, **kwargs)
 
     def update(self, thing: Any, **kwargs: Any) -> None:
-        """Replace the display with another object."""
         self._shown_by.display(thing, display_id=self.display_id, update=True, **kwargs)
+
+
+class RankWarnings:
+    """Sends each warning to the notebook when it is first issued in a run, and at the end the number of repetitions."""
+
+    def __init__(self, send: Callable[[Warned], None]) -> None:
+        self._send, self._rank_pid = send, os.getpid()
+        self._repetitions: dict[str, int] = {}
+        self._left_out = 0
+
+    def install(self) -> None:
+        """Replace the function with which this process shows warnings."""
+        warnings.formatwarning = warning
+        warnings.showwarning = self._show
+
+    def end(self) -> None:
+        """Send the numbers of repetitions at the end of a run."""
+        repetitions, self._repetitions = self._repetitions, {}
+        for text, count in repetitions.items():
+            if count:
+                self._send(Warned(text, count))
+        if self._left_out:
+            self._send(Warned(f"... {self._left_out:,} other warnings left out ...", 1))
+            self._left_out = 0
+
+    def _show(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> Any:  # fmt: skip
+        if HIDDEN in str(message):
+            return
+        text = warnings.formatwarning(message, category, filename, lineno, line)[:MOST_CHARACTERS]
+        if file is not None or os.getpid() != self._rank_pid:  # processes that the rank has forked are no ranks
+            (file or sys.stderr or io.StringIO()).write(text)
+        elif text in self._repetitions:
+            self._repetitions[text] += 1
+        elif len(self._repetitions) >= MOST_WARNINGS:
+            self._left_out += 1
+        else:
+            self._repetitions[text] = 0
+            self._send(Warned(text, 1))
 
 
 def _is_figure(thing: Any) -> bool:
@@ -208,21 +238,18 @@ def _bundle(thing: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         return None
     elif not isinstance(thing, type):
         for name, kind in METHODS.items():
-            _add(data, metadata, kind, getattr(type(thing), name, None), thing)
+            method = getattr(type(thing), name, None)
+            made, _ = _attempt(method, thing) if callable(method) else (None, False)
+            if isinstance(made, tuple):
+                made, metadata[kind] = made
+            if made is not None:
+                data[kind] = made
         bundle = getattr(type(thing), "_repr_mimebundle_", None)
         made, _ = _attempt(bundle, thing, include=None, exclude=None) if bundle else (None, False)
         made, how = made if isinstance(made, tuple) else (made, {})
         data |= made or {}
         metadata |= how or {}
     return {"text/plain": _text(thing)} | data, metadata
-
-
-def _add(data: dict[str, Any], metadata: dict[str, Any], kind: str, method: Any, thing: Any) -> None:
-    made, _ = _attempt(method, thing) if callable(method) else (None, False)
-    if isinstance(made, tuple):
-        made, metadata[kind] = made
-    if made is not None:
-        data[kind] = made
 
 
 def _text(thing: Any) -> str:
@@ -245,7 +272,6 @@ def _attempt(method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any
 
 
 def _plain(kind: str, value: Any) -> Any:
-    """Convert content to what a notebook's file can store."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value if isinstance(value, str) else json.loads(json.dumps(value, default=repr)) if "json" in kind else str(value)

@@ -17,10 +17,9 @@ def context_error(wait_s: float = 0.0) -> RuntimeError | None:
 
     After a kernel has failed, every later CUDA call fails too, and only a new process has a valid context.
 
-    Source: "CUDA Runtime API", NVIDIA, error handling: later calls report errors of kernels.
+    Running kernels of the current stream may still fail; it waits so long for them.
 
-    Args:
-        wait_s: how long to wait for running kernels of the current stream, which may still fail.
+    Source: "CUDA Runtime API", NVIDIA, error handling: later calls report errors of kernels.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -43,8 +42,8 @@ def without_child_deaths() -> Iterator[Callable[[BaseException], BaseException]]
     raises an error in the main thread, wherever that is, also while it sends a message. A worker that dies also breaks
     its connection, and either comes first.
 
-    Returns:
-        gives an error's cause: what the program's handler raises if a child process has died just now; else the error.
+    Gives what returns an error's cause: what the program's handler raises if a child process has died just now; else
+    the error.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if not callable(handler):

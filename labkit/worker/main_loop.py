@@ -14,28 +14,27 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError, RankFailure
-from labkit.ipc import notebook_builtins, pickling, protocol
+from labkit.ipc import pickling, protocol
 from labkit.ipc.channel import Channel
 from labkit.ipc.code_names import name_of
-from labkit.ipc.definitions import Received
+from labkit.ipc.pickling import Received
 from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import CellRunner
+from labkit.ipc.reductions import install_builtins
 from labkit.ipc.stdio import quiet_stderr, reopen_closed
 from labkit.ipc.tracebacks import OWN_LIMIT, cause_of, headline, in_students_code, raised_by_student, students_traceback
 from labkit.recording.cores import thread_delays
 from labkit.recording.record import Recorder, here, is_students
 from labkit.recording.ring_buffer import RingWriter
-from labkit.worker.debugger import Debugger, is_quit, quit_failure
-from labkit.worker.display import RankDisplay
+from labkit.worker.debugger import QUITS, Debugger, quit_failure
+from labkit.worker.display import RankDisplay, RankWarnings
 from labkit.worker.late_errors import context_error, without_child_deaths
 from labkit.worker.network_namespace import PrivateNetwork
-from labkit.worker.notebook_settings import AppliedSettings
-from labkit.worker.process_state import Imports, WorkingFolder, apply
+from labkit.worker.process_state import AppliedSettings, Imports, WorkingFolder, apply
 from labkit.worker.runtimes.base import Released, Runtime
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
 from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
-from labkit.worker.warnings_capture import RankWarnings
 
 GPU_AFTER_ERROR_S: Final = 0.1  # for records of a GPU that is behind: the student waits for the error
 _MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
@@ -51,7 +50,7 @@ def main(sock: socket.socket, ring: mmap.mmap, network: PrivateNetwork) -> None:
     me = os.getpid()
     os.register_at_fork(after_in_child=channel.close)
     sys.modules["__main__"] = types.ModuleType("__main__")
-    notebook_builtins.install()
+    install_builtins()
     try:
         rank_config = channel.receive()
         assert isinstance(rank_config, protocol.RankConfig)
@@ -75,16 +74,14 @@ class _Rank:
         self._profiler = TorchProfiler()
         self._received = Received()  # functions and classes from the notebook
         self._cells = CellRunner()
-        self._notes: list[str] = []  # remarks on the run for the student
+        self._notes: list[str] = []  # remarks for the student, not yet sent
         self._before = 0, 0  # numbers of recorded and of failed communications when the function began
         self._imports = Imports(rank_config.place.machine)
         self._copy_errors: dict[type[Message], BaseException] = {}  # from copying the notebook's state
         self._unread_result: pickling.Payload | None = None  # a result that the notebook reads from this rank's memory
         self._runtime: Runtime = RUNTIMES[rank_config.options.runtime](rank_config, network, self._wait_for_release)
         self._folder = WorkingFolder(rank_config.place)
-        self._folder_notes: list[str] = []  # remarks on it, for the student
-        elsewhere = rank_config.place.elsewhere
-        before = () if elsewhere else tuple(sys.path)  # another machine may have its libraries in other folders
+        before = () if rank_config.place.elsewhere else tuple(sys.path)  # another machine may have its libraries elsewhere
         self._copy(protocol.Changes(rank_config.folder, rank_config.path, before, rank_config.environment), kept=())
         self._display = RankDisplay(self._send, rich=rank_config.rich, size=rank_config.size)
         self._display.install()
@@ -106,8 +103,8 @@ class _Rank:
             protocol.Observe: self._observe,
             protocol.Changes: self._follow,
             protocol.NewFiles: lambda message: self._learn(message.files),
-            protocol.NewSettings: self._apply_settings,
-            protocol.Forget: self._forget,
+            protocol.NewSettings: lambda message: self._settings.apply(self._unpack(message.payload)),
+            protocol.Forget: lambda message: self._received.forget(message.numbers),
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
         }
         self._attempt(lambda _: self._send(self._runtime.offer()), rank_config)
@@ -144,7 +141,7 @@ class _Rank:
                 self._raised(death)
 
     def _take(self, handler: Callable[[Any], None], notice: Message) -> None:
-        """Handle a notice, which has no reply; the next function or cell raises the error, if there is one."""
+        """Handle a notice, which has no reply; the next function or cell raises its error."""
         self._copy_errors.pop(type(notice), None)
         try:
             handler(notice)
@@ -163,7 +160,7 @@ class _Rank:
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN
-        self._send(protocol.Ready([*notes, *self._take_folder_notes()]))
+        self._send(protocol.Ready([*notes, *self._take_notes()]))
 
     def _learn(self, files: protocol.Files) -> None:
         """Store the names of the student's files, and the sources of those that only the notebook can read."""
@@ -176,35 +173,23 @@ class _Rank:
         here.forget_spans()  # a span keeps the line at which its name was first used in this run
 
     def _unpack(self, payload: pickling.Payload) -> Any:
-        """Unpickle a payload, and install its definitions in `__main__`."""
         return pickling.unpack(payload, received=self._received)
 
     def _copy(self, changes: protocol.Changes, kept: Collection[str]) -> None:
-        """Apply changes of the notebook's process, except to variables that are kept.
-
-        Raises:
-            OSError: this rank cannot enter the folder.
-        """
+        """Apply changes of the notebook's process, except to variables that are kept."""
         apply(changes, kept, elsewhere=self._rank_config.place.elsewhere)
         if changes.folder is not None:
-            self._folder_notes += self._folder.enter(changes.folder)
+            self._notes += self._folder.enter(changes.folder)
 
-    def _take_folder_notes(self) -> list[str]:
-        notes, self._folder_notes = self._folder_notes, []
+    def _take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
         return notes
 
     def _follow(self, changes: protocol.Changes) -> None:
-        """Apply changes of the notebook's process, except to the variables that belong to this rank."""
         try:
             self._copy(changes, kept=self._variables)
         except OSError as error:
             raise LabError(f"this rank cannot enter the notebook's working folder: {error}") from None
-
-    def _apply_settings(self, message: protocol.NewSettings) -> None:
-        self._settings.apply(self._unpack(message.payload))
-
-    def _forget(self, message: protocol.Forget) -> None:
-        self._received.forget(message.numbers)
 
     def _install(self, message: protocol.Install) -> None:
         here.forget_spans()  # as in `_learn`
@@ -223,8 +208,10 @@ class _Rank:
     def _observe(self, message: protocol.Observe) -> None:
         if message.begin:
             self._runtime.begin_recording()
-        notes, self._notes = self._notes, []
-        self._send(protocol.Observed([] if message.begin else [*notes, *self._runtime.end_recording()]))
+            self._send(protocol.Observed([]))
+        else:
+            self._notes += self._runtime.end_recording()
+            self._send(protocol.Observed(self._take_notes()))
 
     def _call(self, message: protocol.CallFunction) -> None:
         here.forget_spans()  # as in `_learn`
@@ -262,7 +249,6 @@ class _Rank:
         self._done(None, "nothing")
 
     def _wait_for_release(self) -> None:
-        """Tell the notebook that this rank only serves others from now on, and wait until it is released."""
         self._send(protocol.Serving())
         message = self._channel.receive()
         assert isinstance(message, protocol.Release), f"expected Release while serving, got {message}"
@@ -299,11 +285,7 @@ class _Rank:
             self._warnings.end()
 
     def _wait_for_gpu(self, name: str) -> None:
-        """Wait for running kernels on the GPU, so that their errors are reported in this run, not in the next.
-
-        Raises:
-            LabError: a kernel failed.
-        """
+        """Wait for running kernels on the GPU, so that their errors are reported in this run, not in the next."""
         recorder = here.recorder
         if recorder is None or recorder.device_clock is None:
             return
@@ -323,7 +305,7 @@ class _Rank:
         self._flush()
         ring, (communications, failures) = self._ring, self._before
         communicated, unfinished = ring.communications != communications, ring.in_progress or ring.failures != failures
-        notes = [*self._runtime.notes(), *self._take_folder_notes()]
+        notes = [*self._runtime.notes(), *self._take_notes()]
         facts = here.recorder.facts.take() if here.recorder is not None and here.recorder.facts is not None else []
         self._send(protocol.Returned(communicated, unfinished, self._runtime.spent, notes, self._exits, facts, payload))
         if payload.owner_pid:
@@ -342,7 +324,7 @@ class _Rank:
 
     def _failure(self, error: BaseException, verb: str = "failed:") -> RankFailure:
         at_ns = time.perf_counter_ns()
-        if is_quit(error):
+        if isinstance(error, QUITS):
             return quit_failure(self._rank_config.rank, self._rank_config.name, at_ns)
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(

@@ -30,11 +30,11 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 from labkit.errors.exceptions import LabError
-from labkit.worker.other_users import other_users
 
 VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
@@ -50,16 +50,18 @@ INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")  # environment va
 CAPABILITY_VERSION_3: Final = 0x20080522
 CAP_SYS_ADMIN: Final = 21
 PR_CAPBSET_DROP: Final = 24
+ACCOUNTS: Final = Path("/etc/passwd")
+SOURCES: Final = Path("/etc/nsswitch.conf")  # where accounts come from
+LOCAL_SOURCES: Final = {"files", "compat", "altfiles", "systemd"}  # others, such as LDAP, have accounts of a whole site
+FIRST_PERSON: Final = 1000  # smaller user ids belong to the system
+NOBODY: Final = 65534
+NO_LOGIN: Final = ("nologin", "false")
 
 Result = TypeVar("Result")
 
 
 def wanted(environment: Mapping[str, str]) -> str:
-    """Return the mode that environment variables ask for: `PRIVATE`, `SHARED` or `WHERE_ALLOWED`.
-
-    Raises:
-        LabError: they ask for an unknown mode.
-    """
+    """Return the mode that environment variables ask for: `PRIVATE`, `SHARED` or `WHERE_ALLOWED`."""
     given = environment.get(VARIABLE, WHERE_ALLOWED)
     if given not in (PRIVATE, SHARED, WHERE_ALLOWED):
         raise LabError(
@@ -70,11 +72,9 @@ def wanted(environment: Mapping[str, str]) -> str:
 
 
 class PrivateNetwork:
-    """The network in which the libraries open sockets.
+    """The network in which the libraries open sockets: that of a network namespace, or the machine's if `fd` is -1.
 
-    Args:
-        fd: the file descriptor of a network namespace, or -1 for the machine's network.
-        why: why there is no private network; "" if there is one.
+    `why` says why there is no private network; "" if there is one.
     """
 
     def __init__(self, fd: int = -1, why: str = "") -> None:
@@ -86,71 +86,48 @@ class PrivateNetwork:
         return self._fd >= 0
 
     def unless_several(self, machines: int, environment: Mapping[str, str]) -> PrivateNetwork:
-        """Return this network, or the machine's if the ranks are on several: a private network has no others.
-
-        Raises:
-            LabError: the variables require a private network.
-        """
-        if not self.private or machines == 1:
-            return self
-        if wanted(environment) == PRIVATE:
-            raise LabError(f"{VARIABLE}=private: in private networks, ranks of several machines cannot meet. Unset it.")
-        return PrivateNetwork(why="the ranks are on several machines")
+        """Return this network, or the machine's if the ranks are on several: a private network has no others."""
+        refusal = f"{VARIABLE}=private: in private networks, ranks of several machines cannot meet. Unset it."
+        return self._unless(machines > 1, environment, "the ranks are on several machines", refusal)
 
     def unless_asked_outside(self, environment: Mapping[str, str]) -> PrivateNetwork:
-        """Return this network, or the machine's if variables choose an interface that a private network does not have.
-
-        Raises:
-            LabError: the variables require a private network as well.
-        """
+        """Return this network, or the machine's if variables choose an interface that a private one does not have."""
         named = {name: environment.get(name, LOOPBACK_INTERFACE) for name in INTERFACES}
-        asked = [f"{name}={interface}" for name, interface in named.items() if interface != LOOPBACK_INTERFACE]
-        if not self.private or not asked:
+        asked = next((f"{name}={interface}" for name, interface in named.items() if interface != LOOPBACK_INTERFACE), "")
+        refusal = f"{VARIABLE}=private and {asked}: a private network has only the interface 'lo'. Unset one."
+        return self._unless(bool(asked), environment, f"{asked} asks for it", refusal)
+
+    def _unless(self, unfit: bool, environment: Mapping[str, str], why: str, refusal: str) -> PrivateNetwork:
+        if not self.private or not unfit:
             return self
         if wanted(environment) == PRIVATE:
-            raise LabError(f"{VARIABLE}=private and {asked[0]}: a private network has only the interface 'lo'. Unset one.")
-        return PrivateNetwork(why=f"{asked[0]} asks for it")
+            raise LabError(refusal)
+        return PrivateNetwork(why=why)
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function in this network; the threads that it starts stay there.
-
-        Raises:
-            OSError: this process may not enter the network, because it has dropped the capability.
-        """
+        """Call a function in this network; the threads that it starts stay there."""
         if not self.private:
             return function(*args, **kwargs)
-        results: list[Result] = []
-        errors: list[BaseException] = []
-        done = _thread.allocate_lock()
-        done.acquire()
+        outcome: Future[Result] = Future()
+        _thread.start_new_thread(self._call_inside, (outcome, function, args, kwargs))
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # breaks a reference cycle: an error's traceback refers to this frame
 
-        def inside() -> None:
-            try:
-                system_call("setns", self._fd, CLONE_NEWNET)
-                results.append(function(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
-                errors.append(error)
-            finally:
-                done.release()
-
-        _thread.start_new_thread(inside, ())
-        with done:
-            pass
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # breaks a reference cycle: the error's traceback refers to this frame
-        return results[0]
+    def _call_inside(self, outcome: Future[Result], function: Callable[..., Result], args: Any, kwargs: dict[str, Any]) -> None:
+        try:
+            system_call("setns", self._fd, CLONE_NEWNET)
+            outcome.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001  # raised again in the calling thread
+            outcome.set_exception(error)
+            del outcome  # as above
 
 
 def make(mode: str) -> PrivateNetwork:
-    """Create the network for the ranks of this process, and the capability to enter it.
+    """Create the network for the ranks of this process, and the capability to enter it, with a single thread.
 
-    The process must have a single thread.
-
-    Raises:
-        LabError: the mode is `PRIVATE`, and the system does not allow a private network.
+    A `LabError` if the mode is `PRIVATE`, and the system does not allow a private network.
     """
     if mode == SHARED:
         return PrivateNetwork(why=f"{VARIABLE}={SHARED}")
@@ -171,14 +148,35 @@ def make(mode: str) -> PrivateNetwork:
         return PrivateNetwork(why=f"this system does not allow a private one: {why}")
 
 
+def other_users(me: int) -> bool:
+    """Whether people other than this user and root may have accounts here; True if that is unknown.
+
+    Source: passwd(5) and nsswitch.conf(5), the Linux man-pages.
+    """
+    try:
+        accounts = [line.split(":") for line in ACCOUNTS.read_text().splitlines() if line.count(":") == 6]
+    except OSError:
+        return True
+    people = {int(uid) for _, _, uid, _, _, _, shell in accounts if os.path.basename(shell) not in NO_LOGIN}
+    known = any(int(account[2]) == me for account in accounts)
+    return not known or _has_directory() or any(uid >= FIRST_PERSON and uid not in (me, NOBODY) for uid in people)
+
+
+def _has_directory() -> bool:
+    """Whether accounts come from a directory, too, whose members cannot be listed."""
+    try:
+        lines = SOURCES.read_text().splitlines()
+    except OSError:
+        return False  # the C library then reads files only
+    sources = " ".join(line.partition(":")[2] for line in lines if line.strip().startswith("passwd:")).split()
+    return not {source for source in sources if not source.startswith("[")} <= LOCAL_SOURCES
+
+
 def _made(as_owner: bool) -> int:
     """Create a network namespace that this process may enter, and return its file descriptor.
 
     A child process creates and tests it: a process cannot leave a user namespace again, and some systems let users
     create one but allow nothing inside it.
-
-    Raises:
-        OSError: the system does not allow it.
     """
     ours, childs = socket.socketpair()
     with ours, childs:
@@ -200,7 +198,7 @@ def _made(as_owner: bool) -> int:
     for fd in user:
         try:
             system_call("setns", fd, CLONE_NEWUSER)
-            _keep_only(CAP_SYS_ADMIN)
+            _set_capabilities(1 << CAP_SYS_ADMIN)  # with the others of an owner, ranks could write read-only files
         except OSError:
             os.close(network)
             raise
@@ -223,17 +221,10 @@ def _make_and_send(to: socket.socket, as_owner: bool) -> NoReturn:
 
 
 def enter_new(as_owner: bool) -> bool:
-    """Enter a new network namespace, with a loopback interface only.
+    """Enter a new network namespace, with a loopback interface only; an `OSError` if the system does not allow it.
 
-    Args:
-        as_owner: whether to enter a new user namespace first if the system requires it; the process must have a single
-            thread.
-
-    Returns:
-        whether it entered a user namespace.
-
-    Raises:
-        OSError: the system does not allow it.
+    If the system requires it and `as_owner` is set, it enters a new user namespace first, and returns True; the process
+    must have a single thread.
     """
     as_user = False
     try:
@@ -248,28 +239,15 @@ def enter_new(as_owner: bool) -> bool:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         system_call("unshare", CLONE_NEWNET)
-    _raise_loopback()
-    return as_user
-
-
-def _raise_loopback() -> None:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
-
-
-def _keep_only(capability: int) -> None:
-    """Drop the other capabilities of a user namespace's owner, with which ranks could write read-only files."""
-    _set_capabilities(1 << capability)
+    return as_user
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities of this process, and of the programs that it starts.
-
-    Raises:
-        OSError: the system does not allow it.
-    """
+    """Drop all capabilities of this process, and of the programs that it starts."""
     with contextlib.suppress(OSError):  # there is no capability with this number
         for capability in itertools.count():
             system_call("prctl", PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -281,11 +259,7 @@ def _set_capabilities(mine: int) -> None:
 
 
 def system_call(call: str, *args: Any) -> None:
-    """Make a system call through its function in the C library; a text is a `bytes`.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Make a system call through its function in the C library; a text is a `bytes`. An `OSError` if it fails."""
     if getattr(ctypes.CDLL(None, use_errno=True), call)(*args):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

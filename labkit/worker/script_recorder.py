@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,10 +58,8 @@ def begin() -> None:
     """
     # Removed, because processes that this one starts, such as DataLoader workers, import the script, but are no ranks.
     folder = os.environ.pop(TRACE_VARIABLE)
-    try:
+    with _reporting(f"{TRACE_VARIABLE}={folder}: this rank runs without being recorded"):
         _Script(Path(folder).absolute(), os.environ).start()
-    except Exception as error:  # noqa: BLE001  # recording must not end the training
-        _report(f"{TRACE_VARIABLE}={folder}: {_words(error)}. This rank runs without being recorded.")
 
 
 class _Script:
@@ -71,7 +69,6 @@ class _Script:
         self._environment = environment
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
         self._rank = rank
-        self._alone = size == 1
         self._elsewhere = size - int(environment.get("LOCAL_WORLD_SIZE", "1"))  # ranks, at most
         # The restart count is part of the key, because torchrun's store survives a restart.
         self._key = f"labkit/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{size}"
@@ -101,7 +98,7 @@ class _Script:
         self._store: Any = None
         self._server: ClockServer | None = None
         self._reference: tuple[Sequence[str], int, bytes] | None = None  # hosts, port and secret of rank 0's clock
-        self._met = self._alone
+        self._met = size == 1
         self._ask_at_s, self._ask_again_s = 0.0, ASK_FIRST_S
 
     def start(self) -> None:
@@ -113,7 +110,7 @@ class _Script:
         self._thread.start()
 
     def _record_torch(self) -> None:
-        try:
+        with _reporting("communication is not recorded"):
             from labkit.worker.comm import install
 
             if install.watch_script(self._recorder):
@@ -123,15 +120,13 @@ class _Script:
                 )
             self._torch_imported = True
             self._wake.set()
-        except Exception as error:  # noqa: BLE001  # as above
-            _report(f"communication is not recorded: {_words(error)}")
 
     # The following methods run on the thread, and at the end on the main thread.
 
     def _work(self) -> None:
         until_s = time.monotonic() + MEET_LIMIT_S
         hurry = False
-        try:
+        with _reporting(f"only the newest {CAPACITY} records will be kept"):
             while not self._over:
                 meeting = self._torch_imported and not self._met and time.monotonic() < until_s
                 self._wake.wait(HURRY_S if hurry else MEET_EVERY_S if meeting else CHECK_EVERY_S)
@@ -145,8 +140,6 @@ class _Script:
                     self._meet()
                 if self._reference is not None and time.monotonic() > self._ask_at_s:
                     self._ask()
-        except Exception as error:  # noqa: BLE001  # as above
-            _report(f"only the newest {CAPACITY} records will be kept: {_words(error)}")
 
     def _move(self) -> bool:
         """Move records from the ring to a file if there are many; return whether it did."""
@@ -162,13 +155,11 @@ class _Script:
         return True
 
     def _meet(self) -> None:
-        if self._met:
-            return
-        try:
-            self._met = self._exchange()
-        except Exception as error:  # noqa: BLE001  # as above
-            self._met = True
-            _report(f"the clock is not compared with rank 0's: {_words(error)}")
+        if not self._met:
+            met = True  # also after an error
+            with _reporting("the clock is not compared with rank 0's"):
+                met = self._exchange()
+            self._met = met
 
     def _exchange(self) -> bool:
         """On rank 0: publish the run's id and the clock's address. On others: read them. Return whether it is done."""
@@ -208,7 +199,7 @@ class _Script:
         """Finish recording when the script ends."""
         if self._about["pid"] != os.getpid():
             return  # a process that the rank has forked
-        try:
+        with _reporting("the end is not recorded"):
             self._over = True
             self._wake.set()
             self._thread.join(END_LIMIT_S)
@@ -218,8 +209,6 @@ class _Script:
             self._meet_at_last()
             self._about |= {"ended_ns": clock(), "name": self._recorder.name}
             self._write_about()
-        except Exception as error:  # noqa: BLE001  # as above
-            _report(_words(error))
 
     def _meet_at_last(self) -> None:
         """Meet the other ranks if the thread had no time for it, and take a last reading of the clock."""
@@ -285,8 +274,13 @@ def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host in ("::1", "localhost")
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+@contextlib.contextmanager
+def _reporting(lost: str) -> Iterator[None]:
+    """Report an error in the `with` block, and what is lost because of it: recording must not end the training."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # whatever it is
+        _report(f"{lost}: {type(error).__name__}: {error}")
 
 
 def _report(text: str) -> None:

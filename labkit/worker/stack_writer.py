@@ -84,8 +84,7 @@ def prepare() -> None:
 def write_when_asked(memory: int) -> None:
     """Write where the threads of this process are whenever a signal requests it; called in the main thread.
 
-    Args:
-        memory: the file descriptor of the rank's recording memory.
+    `memory` is the file descriptor of the rank's recording memory.
     """
     os.lseek(memory, TEXT_AT, os.SEEK_SET)
     faulthandler.register(INTERRUPT, memory, all_threads=True)
@@ -112,11 +111,7 @@ def _write(memory: int, main: int) -> None:
 
 
 def look(main: int) -> Look:
-    """Where the threads of this process are, without the calling thread.
-
-    Args:
-        main: the `ident` of the main thread.
-    """
+    """Where the threads of this process are, without the calling thread; `main` is the `ident` of the main thread."""
     own, used = _thread.get_ident(), {ident: _used(clock) for ident, clock in _clocks().items()}
     # No local variable holds these frames: this function's own is among them, and the cycle would keep all of them.
     threads = [
@@ -171,6 +166,7 @@ def _frames(innermost: FrameType) -> list[tuple[str, int, str]]:
     frames: list[tuple[str, int, str]] = []
     frame: FrameType | None = innermost
     while frame is not None and len(frames) < MOST_FRAMES:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        line = frame.f_lineno or frame.f_code.co_firstlineno  # between two lines, a frame has none
+        frames.append((frame.f_code.co_filename, line, frame.f_code.co_name))
         frame = frame.f_back
     return frames

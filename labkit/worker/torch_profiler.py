@@ -6,6 +6,7 @@ import heapq
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from labkit.recording.record import clock
 from labkit.worker.comm.torch_internals import PROFILED_THREADS, PROFILER
 
 MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
-MARKS: Final = 5  # several, because the first one runs with cold caches
+MARKS: Final = 5  # at each end of a profile; several, because the first one runs with cold caches
 MARK: Final = "labkit reads the clock"
 LEFT_OUT: Final = ("Trace", "overhead")  # categories of events about the profiler itself
 STARTS: Final = ("_prepare_profiler", "_enable_profiler")
@@ -37,11 +38,7 @@ class TorchProfiler:
         self._originals: dict[str, Any] = {}  # the functions of torch that start profilers, by name
 
     def start(self) -> None:
-        """Start recording. The first start in a process takes a second, or several seconds with a GPU.
-
-        Raises:
-            LabError: the student's own profiler is still running.
-        """
+        """Start recording. The first start in a process takes a second, or several seconds with a GPU."""
         if not PROFILER.found:
             raise LabError("lab.profile: this version of torch is not known to labkit (lab.doctor() says more)")
         if PROFILER["_profiler_enabled"]():
@@ -87,7 +84,6 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
-    """Return the events of a profiler that has been stopped."""
     fd, path = tempfile.mkstemp(suffix=".json")
     os.close(fd)
     try:
@@ -110,42 +106,51 @@ def _all_threads() -> Any:
 
 
 def events_of(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
-    """Convert the events of a profiler's file to labkit's clock.
+    """Return the events in a profiler's file, on labkit's clock in ns; [] if the profiler has lost marks.
 
-    The profiler's times are wall-clock times, derived from the processor's time-stamp counter. The marks at the start
-    and at the end give the offset to labkit's clock within some microseconds; in between it is interpolated linearly.
+    The profiler's times are wall-clock times, derived from the processor's time-stamp counter. The marks are as for
+    `on_our_clock`.
+    """
+    base_ns = int(content.get("baseTimeNanoseconds", 0))
+    seen = [e for e in content["traceEvents"] if e.get("ph") == "X" and e.get("cat") not in LEFT_OUT and "dur" in e]
+    times = []
+    for event in seen:
+        start_ns = base_ns + round(float(event["ts"]) * 1e3)
+        times.append((start_ns, start_ns + round(float(event["dur"]) * 1e3)))
+    of_marks = sorted(t for t, e in zip(times, seen, strict=True) if e["name"] == MARK and e["cat"] == "user_annotation")
+    kept = [i for i, e in enumerate(seen) if e["name"] != MARK]
+    if len(kept) > MOST_EVENTS:
+        kept = heapq.nlargest(MOST_EVENTS, kept, key=lambda i: times[i][1] - times[i][0])
+    converted = on_our_clock([times[i] for i in kept], of_marks, marks)
+    return [
+        (_track(seen[i]), str(seen[i]["name"]), str(seen[i]["cat"]), start_ns, end_ns)
+        for i, (start_ns, end_ns) in zip(kept, converted, strict=False)
+    ]
 
-    Args:
-        content: the file's content.
-        marks: for each mark, in order, labkit's clock in ns before its start, inside it, and after its end.
 
-    Returns:
-        the events, with times in ns; [] if the profiler has lost marks.
+def on_our_clock(
+    times: Sequence[tuple[int, int]], seen: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, int]]:
+    """Convert starts and ends on a profiler's clock; [] if it has lost marks, and so perhaps other events.
+
+    The marks at the start and at the end give the offset to labkit's clock within some microseconds; in between it is
+    interpolated linearly. `seen` is when the profiler saw each mark start and end; `marks` is labkit's clock in ns
+    before its start, inside it, and after its end.
     """
     import numpy as np
 
-    base_ns = int(content.get("baseTimeNanoseconds", 0))
-    seen = [e for e in content["traceEvents"] if e.get("ph") == "X" and e.get("cat") not in LEFT_OUT and "dur" in e]
-    spans = [(base_ns + round(float(e["ts"]) * 1e3), round(float(e["dur"]) * 1e3)) for e in seen]
-    of_marks = sorted(s for s, e in zip(spans, seen, strict=True) if e["name"] == MARK and e["cat"] == "user_annotation")
-    if len(of_marks) != len(marks):
-        return []  # the profiler has lost marks, and may have lost other events
+    if len(seen) != len(marks) or not times:
+        return []
     readings = []
     for part in (slice(None, len(marks) // 2), slice(len(marks) // 2, None)):
         exchanges = []
-        for (before_ns, inside_ns, after_ns), (start_ns, length_ns) in zip(marks[part], of_marks[part], strict=True):
-            exchanges += [(before_ns, start_ns, inside_ns), (inside_ns, start_ns + length_ns, after_ns)]
+        for (before_ns, inside_ns, after_ns), (start_ns, end_ns) in zip(marks[part], seen[part], strict=True):
+            exchanges += [(before_ns, start_ns, inside_ns), (inside_ns, end_ns, after_ns)]
         ours = bounds(exchanges)
         readings.append(Reading(ours.at_ns + ours.offset_ns, -ours.offset_ns, ours.within_ns))
-    kept = [i for i, e in enumerate(seen) if e["name"] != MARK]
-    if len(kept) > MOST_EVENTS:
-        kept = heapq.nlargest(MOST_EVENTS, kept, key=lambda i: spans[i][1])
-    times = np.array([(spans[i][0], sum(spans[i])) for i in kept], np.int64).reshape(-1, 2)
-    starts, ends = on_reference(times[:, 0], readings).tolist(), on_reference(times[:, 1], readings).tolist()
-    return [
-        (_track(seen[i]), str(seen[i]["name"]), str(seen[i]["cat"]), start_ns, max(start_ns, end_ns))
-        for i, start_ns, end_ns in zip(kept, starts, ends, strict=True)
-    ]
+    both = np.array(times, np.int64)
+    starts, ends = on_reference(both[:, 0], readings).tolist(), on_reference(both[:, 1], readings).tolist()
+    return [(start_ns, max(start_ns, end_ns)) for start_ns, end_ns in zip(starts, ends, strict=True)]
 
 
 def _track(event: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import pytest
 from fake_control_groups import fake_control_groups
 from processes import left_after
 
-from labkit.errors.exit_reasons import SAMPLE_EVERY_S, Cause, OOMKillCounters, explain_exit
+from labkit.errors.exit_reasons import SAMPLE_EVERY_S, Cause, OOMKillCounters, control_group_folders, explain_exit
 
 
 @pytest.mark.parametrize(
@@ -142,3 +142,27 @@ def test_a_rank_that_the_oom_killer_ends() -> None:
             [sys.executable, "-c", PROGRAM, str(group / "cgroup.procs")], capture_output=True, text=True, timeout=200, check=True
         )
         assert program.stdout.startswith("rank 1 failed: killed by SIGKILL (out of memory: the kernel's OOM killer ended it;")
+
+
+@pytest.mark.parametrize(
+    ("path", "mounted_from", "folders"),
+    [
+        ("/", "/", ["."]),
+        ("/pods/two", "/", ["pods/two", "pods", "."]),
+        ("/docker/a/inner", "/docker/a", ["inner", "."]),  # a container without a namespace of its own
+        ("/docker/a", "/docker/b", ["."]),
+    ],
+)
+@pytest.mark.parametrize(("version", "mounted"), [("v1", "cpu,cpuacct"), ("v2", ".")])
+def test_the_folders_of_a_process_begin_with_the_innermost(
+    version: str, mounted: str, path: str, mounted_from: str, folders: list[str], tmp_path: Path
+) -> None:
+    below = fake_control_groups(tmp_path, version, path, mounted_from) / mounted
+    found = [folder for folder in control_group_folders("cpu", tmp_path) if "unified" not in folder.parts]
+    assert found == [below / folder for folder in folders]
+
+
+def test_a_system_without_control_groups_has_no_folders(tmp_path: Path) -> None:
+    assert not list(control_group_folders("cpu", tmp_path))
+    fake_control_groups(tmp_path, "none")
+    assert not list(control_group_folders("cpu", tmp_path))

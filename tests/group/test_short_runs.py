@@ -13,7 +13,7 @@ import pytest
 import labkit as lab
 from labkit.ipc import pickling
 from labkit.ipc.channel import Channel
-from labkit.ipc.definitions import Received, Sent
+from labkit.ipc.pickling import Received, Sent
 from labkit.ipc.protocol import CallFunction, Changes, Frame, decode
 from labkit.worker.process_state import ProcessState
 

@@ -9,7 +9,7 @@ import pytest
 
 import labkit as lab
 from labkit.errors.exceptions import LabError
-from labkit.ipc.definitions import Received, Sent
+from labkit.ipc.pickling import Received, Sent
 
 pytestmark = pytest.mark.processes
 

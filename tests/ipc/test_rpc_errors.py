@@ -10,7 +10,7 @@ import pytest
 from doings import waiting
 
 import labkit as lab
-from labkit.ipc.rpc_errors import remote_error, sent
+from labkit.ipc.tracebacks import remote_error, sent_error
 
 TRACEBACK = """Traceback (most recent call last):
   File "cell 5", line 7, in served
@@ -26,7 +26,7 @@ class Info:
 
 def received(headline: str = "ValueError: no", traceback: str = TRACEBACK) -> str:
     """The error as torch raises it on the other side."""
-    return sent(Info(), headline, traceback).encode().decode("unicode_escape")
+    return sent_error(Info(), headline, traceback).encode().decode("unicode_escape")
 
 
 AT = "\n\nAt:\n  /torch/distributed/rpc/internal.py(236): _handle_exception\n"

@@ -16,9 +16,9 @@ import pytest
 import labkit as lab
 from labkit.group import output, processes
 from labkit.group.output import MOST, Displays
-from labkit.ipc.notebook_builtins import reduce_ipython
 from labkit.ipc.protocol import Displayed
 from labkit.ipc.ranks_cell import cell_filename
+from labkit.ipc.reductions import reduce_ipython
 from labkit.worker.display import IPYTHONS, LEAST_DISPLAYS, MOST_BYTES, MOST_DISPLAYS, WIDGET, RankDisplay
 
 

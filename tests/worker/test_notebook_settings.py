@@ -18,7 +18,7 @@ from labkit.group import output
 from labkit.group.output import WARNED_AFTER_S, GroupedWarnings, Output
 from labkit.group.processes import RankPool
 from labkit.ipc.protocol import Message, NewSettings, Warned
-from labkit.worker.warnings_capture import MOST
+from labkit.worker.display import MOST_WARNINGS
 
 pytestmark = pytest.mark.processes
 
@@ -239,7 +239,7 @@ def test_many_warnings_are_bounded_and_custom_showwarning_works(notebooks_settin
                 warnings.simplefilter("always")
                 warnings.warn("recorded")
             warnings.showwarning("shown", UserWarning, "file.py", 1, file=sys.stdout)
-            for i in range({MOST + 5}):
+            for i in range({MOST_WARNINGS + 5}):
                 warnings.warn(str(i))
             if not (child := os.fork()):
                 warnings.warn("of a child")
@@ -252,7 +252,7 @@ def test_many_warnings_are_bounded_and_custom_showwarning_works(notebooks_settin
     assert run.results == [1]
     assert lines[0].endswith("UserWarning: shown")
     assert lines[1].endswith("UserWarning: of a child"), "what is no rank writes"
-    assert len(lines) == 3 + 2 * MOST + 1
+    assert len(lines) == 3 + 2 * MOST_WARNINGS + 1
     assert lines[-1] == "[rank 0] ... 5 other warnings left out ..."
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.worker import other_users as module
-from labkit.worker.other_users import other_users
+from labkit.worker import network_namespace as module
+from labkit.worker.network_namespace import other_users
 
 SYSTEM = """\
 root:x:0:0:root:/root:/bin/bash

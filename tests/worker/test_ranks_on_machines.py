@@ -16,8 +16,7 @@ from labkit.errors.exceptions import LabError
 from labkit.ipc.options import Options, Place
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.worker.network_namespace import PrivateNetwork
-from labkit.worker.runtimes.rpc import Rpc
-from labkit.worker.runtimes.torch import THROUGH_HOST, Torch
+from labkit.worker.runtimes.torch import THROUGH_HOST, Rpc, Torch
 
 pytest.importorskip("torch")
 

@@ -23,8 +23,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import PyRRef, internal
 from torch.distributed.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 
-from labkit.ipc.rpc_errors import sent
-from labkit.ipc.tracebacks import headline, students_traceback
+from labkit.ipc.tracebacks import headline, sent_error, students_traceback
 from labkit.recording.group_keys import call_key
 from labkit.recording.operations import PROMISE, RECEIVED_REPLY, REMOTE, REPLY, SERVE, TO_HERE, UNSEEN_PROMISE, VALUE
 from labkit.recording.record import Recorder, clock, student_line
@@ -231,7 +230,7 @@ class RpcCalls:
             line = headline(error)
             # The caller may never see the error, since it may not wait for the future.
             sys.stderr.write(f"{function} failed: {line}\n")
-            text = sent(rpc.get_worker_info(), line, students_traceback(error))
+            text = sent_error(rpc.get_worker_info(), line, students_traceback(error))
             return internal.RemoteException(text, type(error) if isinstance(error, Exception) else RuntimeError)
 
     def _replying(self, call: _NumberedCall, function: str, result: Any, start_ns: int) -> None:

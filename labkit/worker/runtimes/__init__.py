@@ -6,7 +6,7 @@ What to open for which change:
   `TABLE` in notebook/doctor.py (tests worker/test_registry.py); `OPERATIONS` in notebook/measure_link.py; frames that
   tracebacks leave out: ipc/tracebacks.py; values that cannot be sent: ipc/reductions.py; library threads that wait:
   launch/thread_states.py. What a runtime does not record is in no figure, and no deadlock is found in it
-- torch: torch.py; its sockets: torch_sockets.py; RPC: rpc.py; tests worker/comm/test_initialization.py
+- torch and RPC: torch.py; its sockets: torch_sockets.py; tests worker/comm/test_initialization.py
 - torchrun's variables in ranks: base.py; a rank's GPUs, `lab.device`: devices.py; tests group/test_group.py
 - modules that are imported before ranks are forked (`preload`), ranks that others can replace (`replaceable`), after
   how long they count as blocked (`certain_after_s`), and so on: attributes of the runtime; tests

@@ -74,36 +74,29 @@ class Runtime:
 
     def offer(self) -> Offer:
         """In the rank: return what the other ranks must know before they set up."""
-        address = self.place.listening
-        return Offer(address, _free_port(address) if self.rank_config.rank == 0 else 0)
+        if self.rank_config.rank != 0:
+            return Offer(self.place.listening)
+        with socket.socket() as probe:  # the port is not reserved: bare ranks that bind it may have to try again
+            probe.bind((self.place.listening, 0))
+            return Offer(self.place.listening, probe.getsockname()[1])
 
     def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
         """In the rank, before `set_up`: have the framework's operations recorded.
 
-        Args:
-            recorder: this rank's recorder.
-            shared_link: file descriptor of the memory of an emulated link that ranks share; -1 without one.
-
-        Returns:
-            what starts the recording of remote calls, for `adapt_initialization`.
+        Returns what starts the recording of remote calls, for `adapt_initialization`. `shared_link` is the file
+        descriptor of the memory of an emulated link that ranks share; -1 without one.
         """
         return lambda: None
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
-        """In the rank: prepare it for the student's function.
-
-        Returns:
-            remarks for the student, each shown once.
-        """
+        """In the rank: prepare it for the student's function; return remarks for the student, each shown once."""
         self._torchrun_environment(offers[0])
         return []
 
     def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
         """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
 
-        Args:
-            recorder: this rank's recorder.
-            record_rpc: starts the recording of remote calls; it must be called before RPC starts.
+        `record_rpc` starts the recording of remote calls; it must be called before RPC starts.
         """
 
         def watch() -> None:
@@ -116,11 +109,9 @@ class Runtime:
         when_imported("torch", lambda _: watch())
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:  # noqa: ARG002  # TensorFlow needs it
-        """In the rank: called before a function or a cell runs.
+        """In the rank: called before a function or a cell runs; `all_called`: whether all ranks of the group run it.
 
-        Args:
-            keep: whether to keep what the previous run has set up, as from one cell to the next.
-            all_called: whether all ranks of the group run it.
+        `keep` keeps what the previous run has set up, as from one cell to the next.
         """
         if self._initialization is not None:
             self._initialization.begin_run(keep=keep)
@@ -174,14 +165,3 @@ class Runtime:
 def has_server(jobs: Collection[str], job: str) -> bool:
     """Whether a TensorFlow rank with this job runs a server, on which the chief computes."""
     return "ps" in jobs and job in ("worker", "ps")
-
-
-def _free_port(address: str) -> int:
-    """Return a port that is free now at an address of this machine.
-
-    It is not reserved: bare ranks that bind it may have to try again.
-    """
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

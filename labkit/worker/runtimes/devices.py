@@ -29,9 +29,6 @@ def devices(n: int = 1) -> list[Any]:
         n: the number of devices to return. If the rank has fewer, they repeat, so that a model split over two devices
             also runs on one.
 
-    Returns:
-        a list of `n` `torch.device`.
-
     Raises:
         TypeError: `n` is not a whole number.
         ValueError: `n` is less than 1.

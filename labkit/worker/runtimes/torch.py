@@ -1,8 +1,9 @@
-"""Sets up and tears down a rank of torch.distributed. torch is imported late, in the ranks."""
+"""Sets up and tears down a rank of torch.distributed, or of its RPC. torch is imported late, in the ranks."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -41,6 +42,8 @@ class Torch(Runtime):
     emulates_links = True
     has_torch_profiler = True
     _master = Offer(port=-1)  # where the group's store is, once it is known
+    _rpc_options: RpcOptions | None = None
+    _rpc_name = ""  # under which this rank has initialised RPC
 
     def offer(self) -> Offer:
         """On rank 0: start a store. Return where it is, and this rank's GPUs."""
@@ -62,18 +65,12 @@ class Torch(Runtime):
         listening = self.network.call(socket.create_server, (address, 0), backlog=max(128, self.rank_config.size))
         with quiet_stderr():  # without a name server, torch warns that 127.0.0.1 has no name
             self._store = TCPStore(
-                address,
-                listening.getsockname()[1],
-                self.rank_config.size,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listening.detach(),
-            )
+                address, listening.getsockname()[1], self.rank_config.size, is_master=True, wait_for_workers=False,
+                multi_tenant=True, master_listen_fd=listening.detach(),
+            )  # fmt: skip
         return self._store.port
 
     def _gpus(self) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that this rank would use, its own or shared ones."""
         import torch
 
         own = self._own_devices()
@@ -93,7 +90,6 @@ class Torch(Runtime):
         return watch_torch(recorder, self._slow_link(shared_link))
 
     def _slow_link(self, shared_link: int) -> SlowLink | None:
-        """What holds messages back, if the group has a link."""
         from labkit.worker.comm.install import slow_link
 
         link = self.options.link
@@ -104,13 +100,12 @@ class Torch(Runtime):
         import torch.distributed as dist
 
         device, notes = self._prepare(offers)
-        store = self._store if self.rank_config.rank == 0 else self._connect()
         own_gpu = device is not None and not notes
         # With a device, NCCL connects at once; a rank that is alone may never need it.
         at_once = own_gpu and self.rank_config.size > 1
         dist.init_process_group(
             "nccl" if own_gpu else "gloo",
-            store=dist.PrefixStore("labkit", store),
+            store=dist.PrefixStore("labkit", self._joined_store()),
             rank=self.rank_config.rank,
             world_size=self.rank_config.size,
             **({"device_id": device} if at_once else {}),
@@ -125,25 +120,18 @@ class Torch(Runtime):
         from labkit.worker.comm.install import watch_device
         from labkit.worker.comm.process_group_initialization import Initialization
 
-        self._initialization = Initialization(
-            recorder, record_rpc, self.place.names, self._connect, self._rpc_options(), self._rpc_name()
-        )
+        rpc = self._rpc_options, self._rpc_name
+        self._initialization = Initialization(recorder, record_rpc, self.place.names, self._connect, *rpc)
         watch_device(recorder, devices()[0])
 
-    def _rpc_options(self) -> RpcOptions | None:
-        """Return the group's options of RPC; None without RPC."""
-        return None
-
-    def _rpc_name(self) -> str:
-        """Return the name under which this rank has initialised RPC; "" if it has not."""
-        return ""
-
     def _connect(self) -> Any:
-        """Connect to the group's store."""
         from torch.distributed import TCPStore
 
         with quiet_stderr():  # as above
             return TCPStore(self._master.address, self._master.port, self.rank_config.size, is_master=False)
+
+    def _joined_store(self) -> Any:
+        return self._store if self.rank_config.rank == 0 else self._connect()
 
     def tear_down(self) -> None:
         """Destroy the process group; without that, the process may abort when it exits."""
@@ -153,16 +141,13 @@ class Torch(Runtime):
             dist.destroy_process_group()
 
     def _prepare(self, offers: Sequence[Offer]) -> tuple[Any, list[str]]:
-        """Set environment variables, threads and device.
-
-        Returns:
-            the device, or None without a GPU, and remarks for the student, such as that ranks share GPUs.
-        """
+        """Set environment variables, threads and device; return the GPU, or None, and remarks for the student."""
         import torch
 
         self._master = offers[0]
         self._torchrun_environment(self._master)
-        self._choose_interfaces()
+        for variable in INTERFACES if self.place.nodes == 1 else ():
+            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
         torch.set_num_threads(self.threads)
         own = self._own_devices()
         os.environ["LABKIT_DEVICES"] = ",".join(own)
@@ -174,11 +159,6 @@ class Torch(Runtime):
             where = f"on {self.place.machine}" if self.place.elsewhere else "here"
             raise LabError(f"devices='cuda': torch sees no GPU {where}. Leave `devices` out to run on the CPU.")
         return device, [note] if (note := self._about_gpus(offers)) else []
-
-    def _choose_interfaces(self) -> None:
-        """Choose the network interface of messages on one machine, unless the program has."""
-        for variable in INTERFACES if self.place.nodes == 1 else ():
-            os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
     def _about_gpus(self, offers: Sequence[Offer]) -> str:
         """Return why a group with GPUs does not use NCCL, the same on all its ranks; "" if it does, or has no GPUs."""
@@ -193,6 +173,66 @@ class Torch(Runtime):
         if self.options.link is not None:
             return f"link=...: what NCCL sends cannot be delayed. {THROUGH_HOST}"
         return ""
+
+
+class Rpc(Torch):
+    """`torch.distributed.rpc` is initialised, each rank with its name, unless the program does so."""
+
+    serving_threads = 16
+    has_rpc = True
+    rank_name = "worker{}"
+    valid_name = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
+    name_error = "{!r} is not a valid RPC name; expected at most 127 letters, digits and _ : - characters"
+
+    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
+        """Record remote calls, and what goes through process groups."""
+        from labkit.worker.comm.install import watch_rpc
+
+        return watch_rpc(recorder, self._slow_link(shared_link))
+
+    def set_up(self, offers: Sequence[Offer]) -> list[str]:
+        """Join the RPC group, unless the program starts RPC: torch can do so only once in a process."""
+        import torch.distributed as dist
+        from torch.distributed import rpc
+
+        if not rpc.is_available():
+            raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
+        from labkit.worker.comm.rpc_initialization import RpcOptions
+
+        _, notes = self._prepare(offers)
+        self._rpc_options = options = RpcOptions(*self.options.rpc_options)
+        if self.rank_config.starts_rpc:
+            return notes
+        self._rpc_name = self.rank_config.name
+        place = dist.PrefixStore("labkit", self._joined_store()), self.rank_config.rank, self.rank_config.size
+        dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
+        with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
+            rpc.init_rpc(
+                self.rank_config.name,
+                rank=self.rank_config.rank,
+                world_size=self.rank_config.size,
+                rpc_backend_options=options.for_torch("labkit://"),
+            )
+        return notes
+
+    def _about_gpus(self, offers: Sequence[Offer]) -> str:
+        """Return that ranks share GPUs; "" if none do. Remote calls carry tensors of the CPU in any case."""
+        return f"{shared}." if (shared := sharing(offers)) else ""
+
+    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
+        """As for torch; and record how many threads serve, if RPC runs."""
+        super().adapt_initialization(recorder, record_rpc)
+        if self._rpc_name and self._rpc_options is not None:
+            recorder.ring.serving(self._rpc_options.num_worker_threads)
+
+    def tear_down(self) -> None:
+        """Shut RPC down without waiting for the other ranks, which may have failed."""
+        from torch.distributed import rpc
+
+        from labkit.worker.comm.rpc_initialization import is_running
+
+        if is_running():
+            rpc.shutdown(graceful=False)
 
 
 def sharing(offers: Sequence[Offer]) -> str:

@@ -31,74 +31,52 @@ LISTENING: Final = "0A"  # the state of a socket in /proc
 
 
 def open_in(network: PrivateNetwork, own_port: Callable[[], int]) -> None:
-    """Open torch's sockets in a network from now on, in this process.
+    """Open torch's sockets in the ranks' private network from now on, in this process.
 
-    Args:
-        network: the ranks' private network.
-        own_port: returns the port of the group's store, which need not be looked for: that takes 3 ms of each start.
+    `own_port` returns the port of the group's store, which need not be looked for: that takes 3 ms of each start.
     """
     from torch.distributed import rpc
+
+    stores: Any = dist.Store
+    init, clone = dist.TCPStore.__init__, stores.clone
 
     def server_of(host: str, port: int, limit: timedelta) -> PrivateNetwork:
         return network if host in HERE and port == own_port() else _server_of(network, host, port, limit)
 
-    _replace(dist.TCPStore, "__init__", lambda init: _store_in(network, server_of, init))
-    _replace(dist.Store, "clone", lambda clone: _clone_in(network, server_of, clone))
-    kinds: list[tuple[Any, tuple[str, ...]]] = [
-        (dist.ProcessGroup, ("split_group", "merge_remote_group")),
-        (getattr(dist, "ProcessGroupGloo", None), ("__init__", "create_device", "create_default_device")),
-    ]
-    for kind, names in kinds:
-        for name in names:
-            if hasattr(kind, name):  # some versions and builds of torch lack some
-                _replace(kind, name, lambda function: _in(network, function))
-    if rpc.is_available() and RPC_SOCKETS.found:
-        RPC_SOCKETS.replace("_set_and_start_rpc_agent", network.call)
-
-
-def _replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    replacement: Any = wrap(getattr(owner, name))
-    setattr(owner, name, staticmethod(replacement) if name.startswith("create_") else replacement)
-
-
-def _in(network: PrivateNetwork, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return network.call(function, *args, **kwargs)
-
-    return call
-
-
-def _store_in(
-    network: PrivateNetwork, server_of: Callable[..., PrivateNetwork], init: Callable[..., None]
-) -> Callable[..., None]:
-    """Wrap a store's constructor: a store that is served outside is reached through the machine's network."""
-
-    def call(self: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
+    def make_store(self: Any, host_name: str, *args: Any, **kwargs: Any) -> None:
+        """Make a store; one that is served outside is reached through the machine's network."""
         given = dict(zip(("port", "world_size", "is_master", "timeout"), args, strict=False)) | kwargs
         own = given.get("is_master") or "port" not in given  # torch rejects a call without a port
         where = network if own else server_of(host_name, given["port"], given.get("timeout", STANDARD))
         where.call(init, self, host_name, *args, **kwargs)
 
-    return call
-
-
-def _clone_in(network: PrivateNetwork, server_of: Callable[..., PrivateNetwork], clone: Callable[..., Any]) -> Callable[..., Any]:
-    def call(store: Any) -> Any:
+    def clone_store(store: Any) -> Any:
         inner = store
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
         tcp = isinstance(inner, dist.TCPStore)
         return (server_of(inner.host, inner.port, inner.timeout) if tcp else network).call(clone, store)
 
-    return call
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: network.call(function, *args, **kwargs)
+
+    patched: list[tuple[Any, str, Any]] = [(dist.TCPStore, "__init__", make_store), (stores, "clone", clone_store)]
+    for name in ("split_group", "merge_remote_group"):
+        if hasattr(dist.ProcessGroup, name):  # some versions and builds of torch lack some
+            patched.append((dist.ProcessGroup, name, within(getattr(dist.ProcessGroup, name))))
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    if gloo is not None:
+        patched.append((gloo, "__init__", within(gloo.__init__)))
+        makers = [n for n in ("create_device", "create_default_device") if hasattr(gloo, n)]
+        patched += [(gloo, n, staticmethod(within(getattr(gloo, n)))) for n in makers]
+    for owner, name, replacement in patched:
+        setattr(owner, name, replacement)
+    if rpc.is_available() and RPC_SOCKETS.found:
+        RPC_SOCKETS.replace("_set_and_start_rpc_agent", network.call)
 
 
 def _server_of(network: PrivateNetwork, host: str, port: int, limit: timedelta) -> PrivateNetwork:
-    """Wait for the server of a store, and return the network in which it listens.
-
-    Raises:
-        DistNetworkError: no server has come within the time limit.
-    """
+    """Wait for the server of a store, and return the network in which it listens."""
     if host not in HERE:
         return MACHINE
     until_s = time.monotonic() + limit.total_seconds()

@@ -23,7 +23,7 @@ from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, headline
 from labkit.recording.clock import Clock
 from labkit.recording.ring_layout import record_dtype
 from labkit.recording.schema import READING
-from labkit.worker.runtimes.tensorflow import callbacks as tf_callbacks
+from labkit.worker.runtimes.tensorflow import patches
 from labkit.worker.runtimes.tensorflow.patches import mistake
 
 pytestmark = pytest.mark.tf
@@ -224,8 +224,8 @@ class Backup:
 
 
 def test_a_backup_is_saved_again_if_another_worker_was_removing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf_callbacks, "_task", lambda _: 0)
-    shared, disturbed = tf_callbacks.SharedBackups(), Backup(tmp_path / "backup", disturbed=2)
+    monkeypatch.setattr(patches, "_task", lambda _: 0)
+    shared, disturbed = patches.SharedBackups(), Backup(tmp_path / "backup", disturbed=2)
     shared.save(Backup._save_model, disturbed)
     assert files(tmp_path / "backup") == ["weights"]
     shared.end(Backup.on_train_end, disturbed)

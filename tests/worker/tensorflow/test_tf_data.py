@@ -14,8 +14,7 @@ import labkit as lab
 from labkit.recording.schema import DATA
 from labkit.tracing.intervals import Intervals, difference, length, union
 from labkit.tracing.silent_faults import FaultKind
-from labkit.worker.runtimes.tensorflow.profiler_events import Role, spans_of
-from labkit.worker.runtimes.tensorflow.session import Event
+from labkit.worker.runtimes.tensorflow.profiler_events import Event, Role, spans_of
 
 pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

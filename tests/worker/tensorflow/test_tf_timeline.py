@@ -20,9 +20,8 @@ from labkit.recording.schema import OPEN, READING, Span
 from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow import profiler_events
-from labkit.worker.runtimes.tensorflow.profiler_events import Role, scope_of, spans_of
+from labkit.worker.runtimes.tensorflow.profiler_events import Event, Role, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
-from labkit.worker.runtimes.tensorflow.session import Event
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow

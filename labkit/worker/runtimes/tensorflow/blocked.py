@@ -23,7 +23,6 @@ from labkit.recording.record import Recorder, clock, here, is_students, student_
 from labkit.recording.ring_buffer import RingWriter
 
 CHECK_EVERY_S: Final = 0.25
-DESCRIBE_EVERY_NS: Final = 2_000_000_000  # the description is updated, because queues may have become shorter
 IDLE_SHARE: Final = 0.1  # of one core; TensorFlow's polling threads use a fiftieth of this
 
 NAME: Final = "TensorFlow"
@@ -51,38 +50,21 @@ class BlockedCall:
         self._now_ns = self._cpu_ns = 0
         self._call: FrameType | None = None  # TensorFlow's frame in which the main thread was at the last check
         self._slot: int | None = None
-        self._description = ""
-        self._since_ns = self._described_ns = 0
 
     def check(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
         """Check whether the main thread is blocked, and update the record."""
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
         call = call_within(innermost) if idle and not _service.is_set() else None
         blocked = call is not None and call is self._call
-        if not blocked:
-            self._remove()
-        elif innermost is not None:
-            if self._slot is None:
-                self._since_ns = self._now_ns
-            if self._slot is None or now_ns - self._described_ns > DESCRIBE_EVERY_NS:
-                self._described_ns = now_ns
-                self._record(innermost)
-        # Keep a reference to the frame only while its call may be blocked: it keeps all arguments of the call alive.
-        self._call, self._now_ns, self._cpu_ns = call, now_ns, cpu_ns
-
-    def _record(self, innermost: FrameType) -> None:
-        description = describe(innermost)
-        if self._slot is not None and description == self._description:
-            return
-        self._remove()
-        self._description = description
-        self._slot = self._ring.pend(description, self._since_ns, group=TENSORFLOW, line=student_line(innermost))
-        self._ring.waiting(self._slot, self._since_ns)
-
-    def _remove(self) -> None:
-        if self._slot is not None:
+        if blocked and self._slot is None and innermost is not None:
+            name, line = describe(innermost), student_line(innermost)
+            self._slot = self._ring.pend(name, self._now_ns, group=TENSORFLOW, line=line)
+            self._ring.waiting(self._slot, self._now_ns)
+        elif not blocked and self._slot is not None:
             self._ring.unpend(self._slot)
             self._slot = None
+        # Keep a reference to the frame only while its call may be blocked: it keeps all arguments of the call alive.
+        self._call, self._now_ns, self._cpu_ns = call, now_ns, cpu_ns
 
 
 def detect_blocked_calls(recorder: Recorder) -> None:
@@ -138,20 +120,15 @@ def _is_tensorflows(file: str) -> bool:
 def describe(innermost: FrameType) -> str:
     """Return the function that the student called and a thread is in, given its innermost frame."""
     called = traced = ""
-    for frame in _until_student(innermost):
+    frame: FrameType | None = innermost
+    while frame is not None and not is_students(frame.f_code.co_filename):
         file = frame.f_code.co_filename
         if _is_tensorflows(file) and not file.endswith(_WRAPPERS):
             called = frame.f_code.co_qualname
         traced = traced or _traced(frame)
+        frame = frame.f_back
     called = traced or _short(called)
     return f"{NAME}'s {called}" if called else NAME
-
-
-def _until_student(innermost: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = innermost
-    while frame is not None and not is_students(frame.f_code.co_filename):
-        yield frame
-        frame = frame.f_back
 
 
 def _short(qualified: str) -> str:

@@ -145,11 +145,7 @@ def _address(function: Any) -> int:
 
 
 def _code(address: int, name: str) -> bytes:
-    """Return the machine code of a function.
-
-    Raises:
-        OSError: the loader knows no function of this name at this address.
-    """
+    """Return the machine code of a function; an `OSError` if the loader knows none of this name at this address."""
     found, symbol = _Found(), ctypes.POINTER(_Symbol)()
     look = ctypes.CDLL(None).dladdr1
     known = look(ctypes.c_void_p(address), ctypes.byref(found), ctypes.byref(symbol), RTLD_DL_SYMENT)
@@ -175,12 +171,11 @@ def _region(maps: Sequence[str], address: int) -> tuple[int, int, str]:
 
 
 def _jump_called(linked: _Linked, text: tuple[int, int, str], growth: int, code: bytes) -> tuple[int, int]:
-    """Find where the code of the vector's growth calls the destructor.
+    """Find where the code of the vector's growth calls the destructor: the jump, and the entry through which it jumps.
+
+    Zeros if there is no such call.
 
     Source: "System V Application Binary Interface", chapter 5, "Dynamic Linking", and its supplement for AMD64.
-
-    Returns:
-        the addresses of the jump, and of the entry through which it jumps; zeros if there is no such call.
     """
     start, end, permissions = text
     if not linked.l_ld or "x" not in permissions:

@@ -7,28 +7,23 @@ collective is issued by one thread and executed by others; numbers of contexts c
 
 tf.data runs its functions, such as that of `map`, in executors too, beside the program. Only the time in which the
 program waits for the next batch becomes a span.
+
+The key of a send contains both devices; a receive does not name its source. The step's number and the tensor's name
+connect the two. Outside a tf.function TensorFlow copies the inputs of operations; the event's name then contains both
+devices.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from labkit.recording.operations import OTHER, type_of_kernel
+from labkit.recording.operations import OTHER, RECV, SEND, type_of_kernel
 from labkit.recording.schema import DATA, Span
-from labkit.worker.runtimes.tensorflow.profiler_messages import (
-    COPIED,
-    RECEIVES,
-    SENDS,
-    copy_of,
-    ends_of,
-    messages_of,
-    within_the_rank,
-)
-from labkit.worker.runtimes.tensorflow.session import Event
 
 BROADCAST_ROOT: Final = 0  # the strategies' variables come from the first worker
 OPTIMIZERS: Final = re.compile(
@@ -47,15 +42,34 @@ LOOP: Final = re.compile(r"ReduceIterator::(?:(?!Scan\b)[^:]+::)*Scan(?P<input>:
 REDUCES: Final = "ReduceDatasetOp::DoCompute"
 SCOPE: Final = re.compile(r"labkit_span_(\d+)(_\d+)?$")
 REPLICA: Final = re.compile(r"(?:^|/)replica_(\d+)(?:/|$)")
+MESSAGES: Final = "TensorFlow messages"  # the group of sends and receives between ranks
+COPIES: Final = "TensorFlow copies"  # the group of those between a rank's devices, without the rank's number
+COPIED: Final = "_Send input "  # prefix of the event of a copy outside a tf.function
+SENDS: Final = ("_Send", "_HostSend")  # types of operations; the second of each is for small values, such as a condition
+RECEIVES: Final = ("_Recv", "_HostRecv")
+DEVICE: Final = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)/device:\w+:(\d+)")
+NUMBERED: Final = re.compile(r"(.*)/_(\d+)$")
+End = tuple[str, int, int]  # one end of a message: job, task and device
 PAUSE_NS: Final = 50_000  # operations with shorter pauses, in which the executor schedules the next one, become one span
 EAGER_PAUSE_NS: Final = 1_000_000  # the same outside a tf.function, where Python runs between them
 FORWARD, BACKWARD, OPTIMIZER, COMPUTE = "forward", "backward", "optimizer", "compute"
+T = TypeVar("T")
+
+
+class Event(NamedTuple):
+    """An event of TensorFlow's profiler."""
+
+    thread: int  # the number of its thread
+    name: str  # TensorFlow's name for it, such as "sgd/split:SplitV"
+    start_ns: int  # on the clock of `time.perf_counter_ns`
+    end_ns: int
+    stats: dict[str, Any]  # TensorFlow's details, by name
 
 
 class Role(NamedTuple):
     """A rank's role in the cluster."""
 
-    rank: int  # its number
+    rank: int
     ranks: Mapping[tuple[str, int], int]  # the numbers of all ranks, by TensorFlow's job and task number
     devices: int  # the number of its devices
     coordinates: bool = False  # whether it is the coordinator, whose functions run on other ranks while it waits
@@ -80,7 +94,6 @@ class _IssuedOperation:
     name: str
     start_ns: int
     context: int = 0
-    end_ns: int = 0
     eager: bool = False
 
 
@@ -93,16 +106,10 @@ def spans_of(
     events: Iterable[Event], role: Role, names: Sequence[str] = (), nbytes: Callable[..., int] = lambda *_: 0,
     times: Counter[tuple[int, int, int]] | None = None,
 ) -> list[Span]:  # fmt: skip
-    """Convert the events of a session to the spans of a rank.
+    """Convert the events of a session of the profiler to the spans of a rank.
 
-    Args:
-        events: the events of one session of the profiler.
-        role: the rank's role in the cluster.
-        names: the names of the student's spans in tf.functions, by their numbers.
-        nbytes: returns the size of a collective or a message in bytes, given its name, its instance key or -1, and
-            whether it ran outside a tf.function; 0 if unknown, -1 if no tensor is sent.
-        times: how often each device has run a collective, by group, instance key and device, in earlier sessions;
-            updated.
+    The student's spans in tf.functions have these `names`, by their numbers. `nbytes` is as `Sizes.nbytes`. `times` is
+    how often each device has run a collective in earlier sessions, by group, instance key and device; it is updated.
     """
     reader = _ProtoReader(role, names, nbytes, Counter() if times is None else times)
     reader.read(events)
@@ -122,7 +129,7 @@ class _ProtoReader:
         self._algorithms: list[Event] = []
         self._members: dict[int, int] = {}  # the number of devices in a group, by the group's key
         self._main: list[Span] = []
-        self._eager: list[tuple[int, int, int]] = []
+        self._eager: list[tuple[int, int, int]] = []  # thread, start and end of operations outside a tf.function
         self._of_data: set[int] = set()  # the numbers of calls of tf.data's functions
 
     def read(self, events: Iterable[Event]) -> None:
@@ -173,25 +180,25 @@ class _ProtoReader:
             if not _is_loop(within):
                 self._of_data.add(stats.get("id", 0))
         elif (loop := LOOP.match(name)) and loop["input"]:
-            self._main.append(_data(self._role.rank, event.start_ns, event.end_ns, self._device(0)))
+            self._main.append(self._span(DATA, event.start_ns, event.end_ns, device=self._device(0), measured=True))
         elif "tf_function_call" in stats and not self._role.coordinates:
-            self._main.append(_compute(self._role.rank, name, event.start_ns, event.end_ns))
+            self._main.append(self._span(name, event.start_ns, event.end_ns))
         elif name == "tf.function-graph_building":
             outer = next((e.name for e in reversed(within) if "tf_function_call" in e.stats), "")
-            self._main.append(_compute(self._role.rank, f"tracing {outer}".strip(), event.start_ns, event.end_ns))
+            self._main.append(self._span(f"tracing {outer}".strip(), event.start_ns, event.end_ns))
         elif name == "EagerExecute" and not self._role.coordinates and not any(_kind(e) in PYTHON for e in within):
             self._take_eager(event)
         elif name.startswith(COPIED):
-            self._main += copy_of(event, self._role.rank, self._device)
+            self._main += _copy_of(event, self._role.rank, self._device)
         elif ":" in name and "::" not in name:
             self._take_operation(event, within)
 
     def _take_eager(self, event: Event) -> None:
         operation = str(event.stats.get("eager_op", ""))
         if operation.startswith(NEXT_EAGERLY):
-            self._main.append(_compute(self._role.rank, DATA, event.start_ns, event.end_ns))
+            self._main.append(self._span(DATA, event.start_ns, event.end_ns))
         elif not event.stats.get("is_func") and not operation.startswith("Collective"):
-            self._eager.append((event.start_ns, event.end_ns, event.thread))
+            self._eager.append((event.thread, event.start_ns, event.end_ns))
 
     def _take_operation(self, event: Event, within: Sequence[Event]) -> None:
         kind = _kind(event)
@@ -207,7 +214,7 @@ class _ProtoReader:
             e.stats.get("id", 0) for e in reversed(within) if e.name == "ExecutorState::Process"
         )
         if kind in SENDS and "key" in event.stats:
-            source, target = ends_of(event)
+            source, target = _ends_of(event)
             if source and target:
                 executor.device = source[2]
                 if target[:2] == source[:2]:
@@ -221,11 +228,11 @@ class _ProtoReader:
         for executor in self._executors.values():
             if executor.step != -1 and executor.operations:  # -1: constant folding
                 found += self._phases(executor) + self._waits_for_data(executor)
-                sent += messages_of(
+                sent += _messages_of(
                     executor.operations, self._ends, self._role.rank, self._role.ranks, step=executor.step,
                     device=self._device(executor.device), nbytes=self._nbytes,
                 )  # fmt: skip
-        found += within_the_rank(sent)
+        found += _within_the_rank(sent)
         found += self._collectives()
         found += self._eager_spans()
         return found
@@ -250,6 +257,9 @@ class _ProtoReader:
                 usual = of_thread[executor.started_on].most_common(1)
                 executor.device = usual[0][0] if usual else 0
 
+    def _span(self, name: str, start_ns: int, end_ns: int, **about: Any) -> Span:
+        return Span(self._role.rank, name, "compute", start_ns, end_ns, **about)
+
     def _device(self, number: int) -> str:
         return f"CPU:{number}" if self._role.devices > 1 else "cpu"
 
@@ -257,7 +267,7 @@ class _ProtoReader:
         """Return forward, backward and optimizer of one executor, and the student's own spans."""
         operations = sorted((e for e in executor.operations if _computes(e)), key=lambda e: e.start_ns)
         labels = _labels(operations)
-        device, rank, found = self._device(executor.device), self._role.rank, []
+        device, found = self._device(executor.device), []
         scopes: dict[int, list[int]] = defaultdict(list)
         for i, event in enumerate(operations):
             for number in _scopes(event.name):
@@ -266,37 +276,24 @@ class _ProtoReader:
         whole = {number for number, inside in scopes.items() if len({labels[i] for i in inside}) == 1}
         for number, inside in scopes.items():
             start_ns, end_ns = operations[inside[0]].start_ns, max(operations[i].end_ns for i in inside)
-            found.append(Span(rank, self._names[number], "compute", start_ns, end_ns, device=device))
+            found.append(self._span(self._names[number], start_ns, end_ns, device=device))
         own = set().union(*(scopes[number] for number in whole)) if whole else set()
-        pieces: list[tuple[str, int, int]] = []
-        for i, event in enumerate(operations):
-            if i in own:
-                continue
-            if pieces and pieces[-1][0] == labels[i] and event.start_ns - pieces[-1][2] <= PAUSE_NS:
-                pieces[-1] = (labels[i], pieces[-1][1], max(pieces[-1][2], event.end_ns))
-            else:
-                pieces.append((labels[i], event.start_ns, event.end_ns))
-        found += [Span(rank, label, "compute", s, e, device=device, measured=True) for label, s, e in pieces]
+        others = ((labels[i], e.start_ns, e.end_ns) for i, e in enumerate(operations) if i not in own)
+        for label, start_ns, end_ns in _joined(others, PAUSE_NS):
+            found.append(self._span(label, start_ns, end_ns, device=device, measured=True))
         # Operations in the student's own spans are measured as well.
-        found += [
-            Span(
-                rank,
-                _innermost(operations[i].name, self._names),
-                "compute",
-                operations[i].start_ns,
-                operations[i].end_ns,
-                device=device,
-                measured=True,
-            )
-            for i in sorted(own)
-        ]
+        for event in (operations[i] for i in sorted(own)):
+            name = self._names[_scopes(event.name)[-1]]
+            found.append(self._span(name, event.start_ns, event.end_ns, device=device, measured=True))
         return found
 
     def _waits_for_data(self, executor: _Executor) -> list[Span]:
-        """Return the time in which one executor waited for batches of a dataset."""
         device = self._device(executor.device)
         waits = [e for e in executor.operations if _kind(e) in NEXT]
-        return [_data(self._role.rank, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device) for e in waits]
+        return [
+            self._span(DATA, e.start_ns, self._ends.get(e.stats.get("_p", 0), e.end_ns), device=device, measured=True)
+            for e in waits
+        ]
 
     def _collectives(self) -> list[Span]:
         found, times = [], self._times
@@ -333,24 +330,22 @@ class _ProtoReader:
 
     def _eager_spans(self) -> list[Span]:
         """Return the operations outside a tf.function; those in close succession form one span."""
-        pieces: list[list[int]] = []
-        for start_ns, end_ns, thread in sorted(self._eager, key=lambda e: (e[2], e[0])):
-            if pieces and pieces[-1][2] == thread and start_ns - pieces[-1][1] <= EAGER_PAUSE_NS:
-                pieces[-1][1] = max(pieces[-1][1], end_ns)
-            else:
-                pieces.append([start_ns, end_ns, thread])
-        return [_compute(self._role.rank, COMPUTE, s, e) for s, e, _ in pieces]
+        pieces = _joined(sorted(self._eager), EAGER_PAUSE_NS)
+        return [self._span(COMPUTE, start_ns, end_ns) for _, start_ns, end_ns in pieces]
+
+
+def _joined(parts: Iterable[tuple[T, int, int]], pause_ns: int) -> list[tuple[T, int, int]]:
+    """Join parts that are neighbours, are of one kind, and have at most a short pause between them."""
+    joined: list[tuple[T, int, int]] = []
+    for kind, start_ns, end_ns in parts:
+        if joined and joined[-1][0] == kind and start_ns - joined[-1][2] <= pause_ns:
+            joined[-1] = (kind, joined[-1][1], max(joined[-1][2], end_ns))
+        else:
+            joined.append((kind, start_ns, end_ns))
+    return joined
 
 
 _EXECUTED: Final = ("CollectiveExecutor::RunClosure", "CollectiveExecutor::CompleteParamsAsync::Done")
-
-
-def _compute(rank: int, name: str, start_ns: int, end_ns: int) -> Span:
-    return Span(rank, name, "compute", start_ns, end_ns)
-
-
-def _data(rank: int, start_ns: int, end_ns: int, device: str) -> Span:
-    return Span(rank, DATA, "compute", start_ns, end_ns, device=device, measured=True)
 
 
 def _is_loop(within: Sequence[Event]) -> bool:
@@ -365,7 +360,6 @@ def _context(within: Sequence[Event]) -> int:
 
 
 def _kind(event: Event) -> str:
-    """Return the type of an operation."""
     return event.name.rpartition(":")[2]
 
 
@@ -378,18 +372,11 @@ def _parts(name: str) -> list[str]:
     return [part for part in name.rpartition(":")[0].split("/") if not INLINED.match(part)]
 
 
-def _before_gradient(name: str) -> list[str]:
-    """Return the scopes of an operation, without those after `gradient_tape`, which belong to the forward operation."""
-    parts = _parts(name)
-    return parts[: parts.index("gradient_tape")] if "gradient_tape" in parts else parts
-
-
 def _scopes(name: str) -> list[int]:
-    return [int(m[1]) for part in _before_gradient(name) if (m := SCOPE.match(part))]
-
-
-def _innermost(name: str, names: Sequence[str]) -> str:
-    return names[_scopes(name)[-1]]
+    """Return the spans around an operation, without those after `gradient_tape`, which are the forward operation's."""
+    parts = _parts(name)
+    before = parts[: parts.index("gradient_tape")] if "gradient_tape" in parts else parts
+    return [int(m[1]) for part in before if (m := SCOPE.match(part))]
 
 
 def _labels(operations: Sequence[Event]) -> list[str]:
@@ -413,3 +400,82 @@ def _labels(operations: Sequence[Event]) -> list[str]:
         else:
             labels[i] = FORWARD if i < last else COMPUTE
     return [labels[i] for i in range(len(operations))]
+
+
+def _ends_of(send: Event) -> tuple[End | None, End | None]:
+    """Return the source and the target of a send."""
+    source, _, target, *_ = [*str(send.stats["key"]).split(";"), "", "", ""]
+    found = [DEVICE.match(text) for text in (source, target)]
+    ends = [(m[1], int(m[2]), int(m[3])) if m else None for m in found]
+    return ends[0], ends[1]
+
+
+def _messages_of(
+    operations: Iterable[Event], ends: Mapping[int, int], rank: int, ranks: Mapping[tuple[str, int], int], *, step: int,
+    device: str, nbytes: Callable[..., int],
+) -> list[Span]:  # fmt: skip
+    """Return the messages that one executor sends to other devices and receives from them.
+
+    `ends` are the end times of asynchronous operations in ns, by their contexts; `step` is the number of the call, the
+    same in all processes.
+    """
+    found = []
+    times: Counter[tuple[str, int]] = Counter()  # in a loop, one message per iteration
+    for event in sorted(operations, key=lambda e: e.start_ns):
+        kind = event.name.rpartition(":")[2]
+        if kind not in SENDS + RECEIVES:
+            continue
+        tensor, number = _tensor(event.name.rpartition(":")[0])
+        times[tensor, number] += 1
+        time = times[tensor, number]
+        if kind in SENDS and "key" in event.stats:
+            source, target = _ends_of(event)
+            if source is None or target is None or source == target:
+                continue
+            peer, size = ranks.get(target[:2], rank), nbytes(tensor)
+            found.append(
+                Span(
+                    rank, SEND.name, "communication", event.start_ns, event.end_ns, nbytes=max(size, 0), peer=peer,
+                    group=MESSAGES if peer != rank else _copies(rank), match=_match(step, tensor, number, time), device=device,
+                    sized=bool(size),
+                )
+            )  # fmt: skip
+        elif kind in RECEIVES and event.stats.get("_p") in ends:
+            end_ns, size = ends[event.stats["_p"]], nbytes(tensor)
+            found.append(
+                Span(
+                    rank, RECV.name, "communication", event.start_ns, end_ns, event.start_ns, end_ns, nbytes=max(size, 0),
+                    group=MESSAGES, match=_match(step, tensor, number - 1, time), device=device, sized=bool(size),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _within_the_rank(messages: Iterable[Span]) -> list[Span]:
+    """Return all of a rank's messages, with the peer set in those that it has received from itself."""
+    messages = list(messages)
+    own = {s.match for s in messages if s.name == SEND.name and s.peer == s.rank}
+    return [replace(s, group=_copies(s.rank), peer=s.rank) if s.name == RECV.name and s.match in own else s for s in messages]
+
+
+def _copy_of(event: Event, rank: int, name: Callable[[int], str]) -> list[Span]:
+    """Return the span of a copy between devices outside a tf.function; [] if there is only one device."""
+    devices = [int(m[3]) for m in DEVICE.finditer(event.name)]
+    if len(devices) != 2 or devices[0] == devices[1]:
+        return []
+    return [Span(rank, "copy", "communication", event.start_ns, event.end_ns, peer=rank, device=name(devices[0]), sized=False)]
+
+
+def _copies(rank: int) -> str:
+    return f"{COPIES} of rank {rank}"
+
+
+def _tensor(name: str) -> tuple[str, int]:
+    """Return the tensor's name, and the number that TensorFlow gave the send; the receive has the next number."""
+    numbered = NUMBERED.match(name)
+    return (numbered[1], int(numbered[2])) if numbered else (name, 0)
+
+
+def _match(step: int, tensor: str, number: int, time: int) -> int:
+    """Return a number that connects a send and its receive; the step's number is the same in all processes."""
+    return (step & 0x7FFFFFFF) << 32 | zlib.crc32(f"{tensor} {number} {time}".encode())

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final
 
 from labkit.recording.record import Recorder, TimedSpan, clock
 from labkit.recording.ring_layout import CAPACITY
 from labkit.recording.schema import COMPUTE, READING, Span, device_code, flags_of
 from labkit.worker.runtimes.tensorflow.profiler_defect import SafeStop, safe_stop
-from labkit.worker.runtimes.tensorflow.profiler_events import Role, scope_of, spans_of
-from labkit.worker.runtimes.tensorflow.session import Session
+from labkit.worker.runtimes.tensorflow.profiler_events import Event, Role, scope_of, spans_of
 from labkit.worker.runtimes.tensorflow.sizes import Sizes
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CALLS, PENDING, PROFILER
+from labkit.worker.torch_profiler import MARK, MARKS, on_our_clock
 
 OFF: Final = "LABKIT_TENSORFLOW_TIMELINE"  # the variable that disables TensorFlow's profiler if it is 0
 SLICE_NS: Final = 1_000_000_000  # the usual age at which a session is read
@@ -33,6 +38,13 @@ SETTLE_S: Final = 0.005  # the profiler sees an operation only some time after i
 FINISH_S: Final = 5.0  # longest wait for operations that the function has left running
 LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
 MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
+OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
+HOST: Final = b"/host:CPU"
+# Prefixes of the names of events that are not needed; these are more than half of all events.
+LEFT_OUT: Final = (
+    b"ThreadpoolListener", b"TFE_", b"convert_to_tensor", b"EagerCopyToDevice", b"ValidateInput", b"EagerKernelExecute",
+    b"KernelAndDevice", b"EagerLocalExecute", b"Iterator:", b"Prefetch", b"tf.constant", b"Loop", b"ParallelFor", b"MemCpyAsync",
+)  # fmt: skip
 
 
 class ProfilerTimeline:
@@ -131,8 +143,7 @@ class ProfilerTimeline:
     def _stop(self, *, go_on: bool = False) -> tuple[int, int]:
         """Stop the session and write its events to the ring; if `go_on`, start another one in between.
 
-        Returns:
-            when operations are not recorded: from the end of the session to the start of the next one.
+        Returns when operations are not recorded: from the end of the session to the start of the next one.
         """
         session, self._session, self._due_ns = self._session, None, 0
         if session is not None:
@@ -316,3 +327,107 @@ def _finish_running_operations() -> None:
         waiter = threading.Thread(target=wait, daemon=True)
         waiter.start()
         waiter.join(FINISH_S)
+
+
+class Session:
+    """A session of the profiler, from its creation until `stop`. A process can have one session at a time."""
+
+    def __init__(self, stopping: AbstractContextManager[None]) -> None:
+        self._stopping = stopping
+        # TensorFlow creates the folder when it writes its file, at the end; a rank that is killed before leaves none.
+        self._folder = os.path.join(tempfile.gettempdir(), f"labkit-{secrets.token_hex(8)}")
+        self._marks: list[tuple[int, int, int]] = []
+        self._data = b""
+        self._session = PROFILER["ProfilerSession"]()
+        self._session.start(self._folder, OPTIONS)
+        self._mark()
+
+    def stop(self) -> None:
+        """Stop the session; afterwards another one may start."""
+        self._mark()
+        session, self._session = self._session, None
+        try:
+            with self._stopping:
+                session.export_to_tb()
+            files = sorted(Path(self._folder).rglob("*.xplane.pb"))
+            self._data = b"".join(file.read_bytes() for file in files)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def events(self) -> list[Event]:
+        """Return the events, grouped by thread, in no particular order within one; [] if the profiler has lost some."""
+        return _read(self._data, self._marks)
+
+    def _mark(self) -> None:
+        """Let the profiler record short events whose times are also read on labkit's clock."""
+        trace_me = PROFILER["TraceMe"]
+        for _ in range(MARKS):
+            before_ns = clock()
+            mark = trace_me(MARK)
+            inside_ns = clock()
+            mark.Stop()
+            self._marks.append((before_ns, inside_ns, clock()))
+
+
+def _read(data: bytes, marks: Sequence[tuple[int, int, int]]) -> list[Event]:
+    space = _space()
+    space.ParseFromString(data)
+    found: list[Event] = []
+    recorded_marks: list[tuple[int, int]] = []  # in nanoseconds since the session began
+    for plane in space.planes:
+        if plane.name != HOST:
+            continue
+        stats = {number: about.name.decode(errors="replace") for number, about in plane.stat_metadata.items()}
+        names = {
+            n: about.name.decode(errors="replace")
+            for n, about in plane.event_metadata.items()
+            if not about.name.startswith(LEFT_OUT)
+        }
+        has_details = {n: _needs_details(name) for n, name in names.items()}
+        for line in plane.lines:
+            for event in line.events:
+                name = names.get(event.metadata_id)
+                if name is None:
+                    continue
+                start_ns = event.offset_ps // 1000
+                end_ns = start_ns + event.duration_ps // 1000
+                if name == MARK:
+                    recorded_marks.append((start_ns, end_ns))
+                    continue
+                details = event.stats if has_details[event.metadata_id] else ()
+                about = {stats[stat.metadata_id]: _value(stat, stats) for stat in details}
+                found.append(Event(line.id, name, start_ns, end_ns, about))
+    times = on_our_clock([(e.start_ns, e.end_ns) for e in found], sorted(recorded_marks), marks)
+    return [e._replace(start_ns=start_ns, end_ns=end_ns) for e, (start_ns, end_ns) in zip(found, times, strict=False)]
+
+
+def _needs_details(name: str) -> bool:
+    """Whether an event's details are needed; those of operations that neither send nor receive are not."""
+    _, colon, kind = name.rpartition(":")
+    return not colon or "::" in name or kind.startswith(("_", "Collective"))
+
+
+def _value(stat: Any, names: dict[int, str]) -> Any:
+    kind = stat.WhichOneof("value")
+    if kind == "ref_value":
+        return names[stat.ref_value]
+    value = getattr(stat, kind)
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _space() -> Any:
+    """Return an empty message of TensorFlow's type XSpace with bytes instead of strings, some of which are no UTF-8."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto()
+    PROFILER["DESCRIPTOR"].CopyToProto(file)
+    pending = list(file.message_type)
+    while pending:
+        message = pending.pop()
+        pending += message.nested_type
+        for one in message.field:
+            if one.type == one.TYPE_STRING:
+                one.type = one.TYPE_BYTES
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.XSpace"))()

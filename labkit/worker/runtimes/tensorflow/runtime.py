@@ -16,7 +16,6 @@ from labkit.ipc.stdio import quiet_stderr
 from labkit.recording.record import here
 from labkit.worker.runtimes.base import MIB, Runtime, has_server
 from labkit.worker.runtimes.tensorflow import patches, servers
-from labkit.worker.runtimes.tensorflow.empty_replicas import EmptyReplicas
 from labkit.worker.runtimes.tensorflow.profiler_events import Role
 from labkit.worker.runtimes.tensorflow.profiler_timeline import ProfilerTimeline
 
@@ -103,9 +102,9 @@ class TensorFlow(Runtime):
         tf.config.threading.set_inter_op_parallelism_threads(between)
         if has_server(cluster, job):
             self._server = tf.distribute.Server(cluster, job_name=job, task_index=task, protocol="grpc")
-        role = Role(
-            rank_config.rank, {}, self.options.devices_per_rank, "ps" in cluster and job == "chief", has_server(cluster, job)
-        )
+        ranks = {one: rank for rank, one in enumerate(self.options.jobs)}
+        coordinates = "ps" in cluster and job == "chief"
+        role = Role(rank_config.rank, ranks, self.options.devices_per_rank, coordinates, has_server(cluster, job))
         return [*notes, *too_few, *self._record(own, role)]
 
     def raised_in_python(self, error: BaseException) -> bool:
@@ -142,10 +141,9 @@ class TensorFlow(Runtime):
             return ["TensorFlow's operations on GPUs are not in the pictures: use lab.span, or TensorFlow's own profiler."]
         if here.recorder is None:
             return []
-        here.recorder.facts = empty_replicas = EmptyReplicas()
-        empty_replicas.install()
-        ranks = {job: rank for rank, job in enumerate(self.options.jobs)}
-        self._timeline = ProfilerTimeline(here.recorder, role._replace(ranks=ranks))
+        here.recorder.facts = patches.EmptyReplicas()
+        here.recorder.facts.install()
+        self._timeline = ProfilerTimeline(here.recorder, role)
         return self._timeline.install()
 
     def _own(self, gpus: Sequence[Any]) -> Sequence[Any]:
@@ -182,11 +180,9 @@ def _for_dtensor(addresses: Sequence[str], task: int) -> dict[str, str]:
     Source: "Distributed training with DTensors", TensorFlow's tutorial, and `tensorflow/dtensor/python/config.py`.
     """
     return {
-        "DTENSOR_CLIENT_ID": str(task),
-        "DTENSOR_NUM_CLIENTS": str(len(addresses)),
-        "DTENSOR_JOB_NAME": "worker",
+        "DTENSOR_CLIENT_ID": str(task), "DTENSOR_NUM_CLIENTS": str(len(addresses)), "DTENSOR_JOB_NAME": "worker",
         "DTENSOR_JOBS": ",".join(addresses),
-    }
+    }  # fmt: skip
 
 
 def threads_between(threads: int, cluster: Mapping[str, Sequence[str]]) -> int:

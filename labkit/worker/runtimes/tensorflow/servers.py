@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
-import stat
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,24 +19,16 @@ LOOPBACK: Final = "lo"
 
 
 def apply(
-    network: PrivateNetwork,
-    options: Any,
-    wait_for_release: Callable[[], None],
-    check: Callable[[tuple[Any, ...]], None],
+    network: PrivateNetwork,  # in which they listen
+    options: Any,  # the ConfigProto for servers that are given none
+    wait_for_release: Callable[[], None],  # until no other rank needs this rank's servers; instead of an endless `join`
+    check: Callable[[tuple[Any, ...]], None],  # called with the arguments that make this rank a part of a cluster
     *,
-    one_machine: bool = True,
+    one_machine: bool,  # whether all ranks are on this machine, so that the servers need not listen for others
 ) -> list[str]:
     """Patch TensorFlow's servers in this process. Call it once, before the student's code runs.
 
-    Args:
-        network: the network in which they listen.
-        options: the ConfigProto for servers that are given none.
-        wait_for_release: waits until no other rank needs this rank's servers; it replaces `join`, which never returns.
-        check: called with the arguments of each function that makes this rank a part of a cluster.
-        one_machine: whether all ranks are on this machine, so that the servers need not listen for others.
-
-    Returns:
-        a sentence if some of the servers are as TensorFlow starts them.
+    Returns a sentence if some of the servers are as TensorFlow starts them.
     """
 
     def start_and_bind(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,11 +72,19 @@ def apply(
         wait_for_release()
         raise Released
 
-    connect = _connections_within() if network.private else lambda: None
+    kept: list[Any] = []
 
-    def call_later(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_within(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let gRPC connect in the private network.
+
+        It connects on its own threads, which it starts on first use and ends when it is no longer used. So it is first
+        used there, by an idle server of tf.data's that exists as long as the rank.
+        """
         reads_from_a_service()
-        connect()
+        if network.private and not kept:
+            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
+            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
+            kept[0].start()  # patched like all servers, so it starts in the private network
         return call(*args, **kwargs)
 
     starts = [name for name in CLUSTER.paths if name.startswith("TFE_")]
@@ -97,29 +95,12 @@ def apply(
     DATA_SERVICE.apply(
         **dict.fromkeys(("DispatchGrpcDataServer.start", "WorkerGrpcDataServer.start"), start_and_bind),
         **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
-        **dict.fromkeys(clients, call_later),
+        **dict.fromkeys(clients, call_within),
     )
     missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE) if not entry.found]
     if not missing or not one_machine:
         return []
     return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
-
-
-def _connections_within() -> Callable[[], None]:
-    """Return a function that makes gRPC open this process's connections in the private network from now on.
-
-    gRPC opens them on its own threads, which it starts on first use and ends when it is no longer used. So it is first
-    used in the private network, by an idle server of tf.data's that exists as long as the rank.
-    """
-    kept: list[Any] = []
-
-    def enter() -> None:
-        if not kept:
-            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
-            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
-            kept[0].start()  # patched like all servers, so it starts in the private network
-
-    return enter
 
 
 def _listen_within_this_machine() -> None:
@@ -133,13 +114,7 @@ def _listen_within_this_machine() -> None:
 
 
 def duplicate(fd: int) -> socket.socket:
-    """Return a socket object for a duplicate of a file descriptor.
-
-    Raises:
-        OSError: the descriptor is not a socket, or already closed.
-    """
-    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+    """Return a socket object for a duplicate of a file descriptor; an `OSError` if that is not an open socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)

@@ -64,11 +64,8 @@ class Sizes:
     def nbytes(self, name: str, group: int = -1, instance: int = -1, eager: bool = False) -> int:
         """Return the size of a collective or of a message in bytes; 0 if unknown, `NOTHING` if no tensor is sent.
 
-        Args:
-            name: the operation's name in its graph.
-            group: the key of the collective's group; -1 for a message.
-            instance: its instance key; -1 for a message.
-            eager: whether it ran outside a tf.function.
+        It needs the operation's name in its graph, the keys of a collective's group and instance, and whether it ran
+        `eager`, outside a tf.function.
         """
         if eager:
             return self._eager.get((group, instance), 0)

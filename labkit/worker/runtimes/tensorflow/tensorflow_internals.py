@@ -19,12 +19,9 @@ from labkit.worker.comm.torch_internals import PrivateNames
 
 
 class Patch(PrivateNames):
-    """Functions that labkit replaces in the ranks.
+    """Functions that labkit replaces in the ranks; there are no paths if what is replaced has no name in Python.
 
-    Args:
-        *paths: as for `PrivateNames`; none if what is replaced has no name in Python.
-        lost: as for `PrivateNames`.
-        listed: the row on it in the table for students, in `docs/programs.md`; "" if programs do not notice it.
+    `listed` is the row on it in the table for students, in `docs/programs.md`; "" if programs do not notice it.
     """
 
     def __init__(self, *paths: str, lost: str, listed: str = "") -> None:
