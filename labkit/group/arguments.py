@@ -20,14 +20,13 @@ from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.code_names import name_of
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
-from labkit.launch.capacity import check_capacity
+from labkit.launch.capacity import check_capacity, processes_visible
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.base import Runtime
 from labkit.worker.runtimes.devices import gpu_count
 from labkit.worker.runtimes.registry import RUNTIMES
 
 MAX_RANKS: Final = 1024
-PROC: Final = "/proc/self/stat"
 
 
 class FixedArgument:
@@ -83,7 +82,7 @@ def check_environment() -> None:
         raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
         raise LabError("labkit starts ranks on Linux and macOS; on Windows, install it in WSL2 and open the notebooks from there")
-    if sys.platform == "linux" and not os.path.exists(PROC):
+    if not processes_visible():
         raise LabError("the file system /proc is not mounted here, and labkit cannot find its processes without it")
 
 

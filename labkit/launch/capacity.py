@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -54,6 +55,7 @@ ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that
 UNLIMITED: Final = 1 << 62
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
+PROC: Final = "/proc/self/stat"
 FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 
 
@@ -78,6 +80,11 @@ def count_open_files() -> int:
         with contextlib.suppress(OSError):
             return len(os.listdir(folder))
     return 0
+
+
+def processes_visible() -> bool:
+    """Whether labkit can find its processes; on Linux it needs the file system /proc."""
+    return sys.platform != "linux" or os.path.exists(PROC)
 
 
 def check_capacity(ranks: int, rank_bytes: int) -> None:

@@ -130,7 +130,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.undo()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits, "where nothing can be raised, nothing is changed"
-    monkeypatch.setattr("labkit.group.arguments.PROC", "/missing/proc")
+    monkeypatch.setattr("labkit.launch.capacity.PROC", "/missing/proc")
     monkeypatch.setattr(sys, "platform", "linux")
     assert refused(2, runtime="bare").startswith("the file system /proc is not mounted here")
     monkeypatch.undo()
