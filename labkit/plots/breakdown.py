@@ -13,7 +13,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES, waiting_in_words
-from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, axes_for, describe, shortened
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import CHIP, INK, INKS, axes_for, describe, shortened
 from labkit.plots.view import View, sharing_in_words, view_of
 from labkit.tracing.step_times import HasTrace, busy_machine, spread_ns, trace_of
 from labkit.tracing.trace import Share, Trace
