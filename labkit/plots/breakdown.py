@@ -203,8 +203,7 @@ def _ranks_and_steps(view: View) -> str:
     if view.whole.origin:
         ranks += f", {view.whole.origin}"
     if view.zoomed:
-        first, last = view.chosen[0], view.chosen[-1]
-        return f"{ranks}, step {first}" if first == last else f"{ranks}, steps {first} to {last}"
+        return f"{ranks}, {view.chosen_in_words()}"
     return f"{ranks}, {view.steps} steps" if view.steps > 1 else ranks
 
 
