@@ -17,6 +17,7 @@ from labkit.tracing.trace import Trace
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
+Pair = tuple[int, int]  # the ranks that send and receive
 
 
 def after_backward(trace: Trace) -> NDArray[np.int64]:
@@ -92,9 +93,6 @@ def _inside(intervals: Intervals, at_ns: NDArray[np.int64]) -> NDArray[np.bool_]
     latest = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(intervals[:, 1]))
     found: NDArray[np.bool_] = at_ns < latest[np.searchsorted(intervals[:, 0], at_ns, side="right")]
     return found
-
-
-Pair = tuple[int, int]  # the ranks that send and receive
 
 
 @dataclass(frozen=True, slots=True)
