@@ -17,11 +17,11 @@ from typing import Any, Final
 from PIL import Image
 
 import labkit as lab
+from labkit.plots.image import as_image
 from labkit.plots.live.curves import draw_below
 from labkit.plots.live.drawing import LiveFrame
 from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live, Screen
-from labkit.plots.style import as_image
 from labkit.plots.timeline import figure_of
 
 WIDTH, MARGIN = 900, 10  # pixels

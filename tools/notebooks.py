@@ -17,7 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 
-from labkit.plots.style import HTML_CLASS
+from labkit.plots.image import HTML_CLASS
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_LIMIT_S = 120

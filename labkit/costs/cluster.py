@@ -16,6 +16,12 @@ from labkit.costs.rounds import Round
 from labkit.costs.workload import Workload
 from labkit.errors.wrong_calls import check_number, public_class
 
+# The axes of a mesh: replicas of a model, shards of it, its stages, parts of its layers.
+REPLICATE: Final = "replicate"
+SHARD: Final = "shard"
+PIPELINE: Final = "pipeline"
+TENSOR: Final = "tensor"
+
 
 @public_class
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +102,6 @@ class MeshAxis:
 def _nodes_of(nodes: int, ranks: int, size: int, stride: int) -> tuple[int, ...]:
     firsts = [rank for rank in range(ranks) if rank // stride % size == 0]
     return tuple((first + k * stride) * nodes // ranks for first in firsts for k in range(size))
-
-
-# The axes of a mesh: replicas of a model, shards of it, its stages, parts of its layers.
-REPLICATE: Final = "replicate"
-SHARD: Final = "shard"
-PIPELINE: Final = "pipeline"
-TENSOR: Final = "tensor"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,16 @@ UNITS: Final = {
     "B": ("B", 1.0), "kB": ("B", 1e3), "MB": ("B", 1e6), "GB": ("B", 1e9),
     "KiB": ("B", 2.0**10), "MiB": ("B", 2.0**20), "GiB": ("B", 2.0**30),
 }  # fmt: skip
+_COUNTS: Final = frozenset(
+    {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}
+)
+LARGEST: Final = 1e30  # bytes or seconds: more is certainly a mistake, and would overflow
+GPIPE: Final = "gpipe"
+ONE_F_ONE_B: Final = "1f1b"
+INTERLEAVED: Final = "interleaved 1f1b"
+_SCHEDULES: Final = {  # letters and digits only, in lower case
+    "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "interleaved": INTERLEAVED, "interleaved1f1b": INTERLEAVED,
+}  # fmt: skip
 
 
 class Working(str):
@@ -151,18 +161,6 @@ def in_seconds(seconds: float) -> str:
 def transfer_in_latex(nbytes: float, link: Link) -> str:
     """The time in which bytes pass through a link, as a fraction in LaTeX."""
     return rf"\frac{{8 \cdot {in_latex(nbytes, 'B')}}}{{{in_latex(link.gbit_per_s * 1e9, 'bit/s')}}}"
-
-
-_COUNTS: Final = frozenset(
-    {"ranks", "stages", "micro_batches", "chunks", "buckets", "batch", "sequence", "hidden", "value_bytes", "calls"}
-)
-LARGEST: Final = 1e30  # bytes or seconds: more is certainly a mistake, and would overflow
-GPIPE: Final = "gpipe"
-ONE_F_ONE_B: Final = "1f1b"
-INTERLEAVED: Final = "interleaved 1f1b"
-_SCHEDULES: Final = {  # letters and digits only, in lower case
-    "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "interleaved": INTERLEAVED, "interleaved1f1b": INTERLEAVED,
-}  # fmt: skip
 
 
 def check_arguments(**arguments: Any) -> None:

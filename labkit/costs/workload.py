@@ -107,16 +107,11 @@ def _of_transformer(model: Transformer, sequences: int, value_bytes: float) -> W
     tokens, hidden = model.sequence, model.sequence * model.width
     half = value_bytes / 2
     return Workload(
-        samples=sequences,
-        parameters=model.parameters,
-        layers=model.layers,
+        samples=sequences, parameters=model.parameters, layers=model.layers, heads=model.heads,
         forward_flops=tokens * (2 * model.parameters + 4 * model.layers * model.width * tokens),
-        whole_bytes=hidden * (9 * half + 1),
-        divided_bytes=hidden * (23 * half + 1),
-        hidden_bytes=hidden * value_bytes,
+        whole_bytes=hidden * (9 * half + 1), divided_bytes=hidden * (23 * half + 1), hidden_bytes=hidden * value_bytes,
         output_bytes=4 * hidden * half + 4 * tokens * model.vocabulary,  # the logits in 32 bits, as Korthikanti et al. have
-        heads=model.heads,
-    )
+    )  # fmt: skip
 
 
 def _of_module(model: nn.Module, batch: Any, precision: Precision | None) -> tuple[Workload, Precision]:

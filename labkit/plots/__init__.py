@@ -12,5 +12,6 @@ What to open for which change:
 - what is a bar, and its text: bars.py (`caption`), in the explorer explorer/picture.js; the axis of a mesh: `axis_of`
   in recording/group_keys.py; when arrows are drawn: flows.py; which rows and steps: view.py; tests test_figures.py
 - what share of the time rows compute: busy.py; when figures say that ranks shared cores: view.py; tests test_notes.py
-- how wide figures are shown, their alternative text, fonts: style.py, figure.py, labkit.mplstyle; tests test_image.py
+- how wide figures are shown, their alternative text: image.py, figure.py; fonts: style.py, labkit.mplstyle; tests
+  test_image.py
 """

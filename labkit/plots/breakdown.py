@@ -13,7 +13,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import percent, time_in_words, unit_of
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.bars import STYLES, waiting_in_words
-from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, axes_for, describe, shortened
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import CHIP, INK, INKS, axes_for, describe, shortened
 from labkit.plots.view import View, sharing_in_words, view_of
 from labkit.tracing.step_times import HasTrace, busy_machine, spread_ns, trace_of
 from labkit.tracing.trace import Share, Trace
@@ -202,8 +203,7 @@ def _ranks_and_steps(view: View) -> str:
     if view.whole.origin:
         ranks += f", {view.whole.origin}"
     if view.zoomed:
-        first, last = view.chosen[0], view.chosen[-1]
-        return f"{ranks}, step {first}" if first == last else f"{ranks}, steps {first} to {last}"
+        return f"{ranks}, {view.chosen_in_words()}"
     return f"{ranks}, {view.steps} steps" if view.steps > 1 else ranks
 
 

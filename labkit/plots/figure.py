@@ -12,7 +12,7 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from labkit.plots.style import show
+from labkit.plots.image import show
 
 
 @contextlib.contextmanager

@@ -156,7 +156,8 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     count like them, and have a cross if they were wrong.
     """
     drawn = [o for o in outcomes if o.guess is not None]
-    ratios = [_ratio(o.guess or 0.0, o.measured) for o in drawn]
+    pairs = [(o.guess or 0.0, o.measured) for o in drawn]
+    ratios = [1.0 if guess == right else guess / right if right else math.inf for guess, right in pairs]
     factors = np.array([max(ratio, 1 / ratio if ratio else math.inf) for ratio in ratios])
     is_count = np.array([o.is_count for o in drawn], bool)
     kinds = " and ".join(["choices"] * (choices > 0) + ["counts"] * bool(is_count.any()))
@@ -186,13 +187,6 @@ def draw_calibration(outcomes: Sequence[Outcome], right: int = 0, choices: int =
     return describe(ax, f"All guesses of the course: {summary}.")
 
 
-def _ratio(guess: float, measured: float) -> float:
-    """How many times the measurement a guess is; infinite if only the measurement is 0."""
-    if guess == measured:
-        return 1.0
-    return guess / measured if measured else math.inf
-
-
 def _beside(outcome: Outcome, value: float) -> str:
     words = outcome.in_words(value)
     if words == outcome.in_words(outcome.measured) or not outcome.measured or outcome.is_count:
@@ -218,10 +212,9 @@ def _factor(ratio: float) -> str:
 def _summary(factors: np.ndarray, right: int, choices: int, kinds: str) -> str:
     parts = []
     if len(factors):
-        near = int((factors <= CLOSE).sum())
         middle = math.exp(float(np.median(np.log(factors))))
         typical = f", median factor {_digits(middle)}" if middle < math.inf else ""
-        parts.append(f"{near} of {len(factors)} guesses within a factor of {CLOSE:.0f}{typical}")
+        parts.append(f"{(factors <= CLOSE).sum()} of {len(factors)} guesses within a factor of {CLOSE:.0f}{typical}")
     if choices:
         parts.append(f"{right} of {choices} {kinds} right")
     return "; ".join(parts) or "No guess has been revealed yet"

@@ -16,7 +16,8 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import Table
 from labkit.errors.units import in_words, percent
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, axes_for, describe, labkit_style, new_figure, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, axes_for, describe, labkit_style, new_figure, pyplot
 from labkit.recording.operations import type_of
 
 if TYPE_CHECKING:

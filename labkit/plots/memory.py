@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
-from labkit.plots.style import INK, WIDTH_IN, axes_for, describe, ranks_in_words
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import INK, axes_for, describe, ranks_in_words
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.step_times import HasTrace, trace_of

@@ -121,10 +121,10 @@ def _origin(trace: Trace) -> str:
     return "simulated" if trace.simulated else "replayed" if trace.replayed else "measured"
 
 
-def _checked(by_ranks: Mapping[int, Any], what: str, example: str) -> NDArray[np.int64]:
+def _checked(by_ranks: Mapping[int, Any], runs: str, example: str) -> NDArray[np.int64]:
     """Return the numbers of ranks, in ascending order, for which there are runs or predictions."""
     if not isinstance(by_ranks, Mapping):
-        raise TypeError(f"scaling({by_ranks!r}): expected {what} by number of ranks, as in scaling({example})")
+        raise TypeError(f"scaling({by_ranks!r}): expected {runs} by number of ranks, as in scaling({example})")
     if any(not isinstance(n, numbers.Integral) or n < 1 for n in by_ranks):
-        raise ValueError(f"scaling: {what} for {list(by_ranks)} ranks; expected whole numbers from 1")
+        raise ValueError(f"scaling: {runs} for {list(by_ranks)} ranks; expected whole numbers from 1")
     return np.array(sorted(by_ranks), np.int64)

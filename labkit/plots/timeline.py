@@ -27,7 +27,8 @@ from labkit.plots.bars import (
     waiting_in_words,
 )
 from labkit.plots.flows import COLOUR, OUTLINE, draw_messages
-from labkit.plots.style import CHIP, INK, INKS, WIDTH_IN, describe, labkit_style, new_figure, pyplot
+from labkit.plots.image import WIDTH_IN
+from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
 from labkit.plots.view import Row, View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
 from labkit.tracing.replaying.critical_path import Piece, path_between
@@ -424,6 +425,7 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
         TypeError: `run` is neither a run nor a trace.
     """
     view = view_of(trace_of(run, "explore"), step, "")
+    figure = figure_of(view.whole, "", step)
     try:
         from labkit.plots.explorer import Explorer
     except ModuleNotFoundError as error:
@@ -431,5 +433,5 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
             raise
 
         print(f"{error.name} is not installed, so this is a picture only: %pip install anywidget", file=sys.stderr)
-        return figure_of(view.whole, "", step)
-    return Explorer(view, step)
+        return figure
+    return Explorer(view, figure)

@@ -12,7 +12,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.units import bytes_in_words, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.flows import Flows, flows_of, over_time
-from labkit.plots.style import CHIP, INK, INKS, axes_for, describe, shortened
+from labkit.plots.style import CHIP, INK, INKS, axes_for, describe, pyplot, shortened
 from labkit.plots.view import view_of
 from labkit.recording.operations import OperationType, type_of
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -22,16 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Textures that distinguish operations of the same colour in one figure.
-TEXTURES: Final = (
-    "",
-    "////",
-    "....",
-    "\\\\\\\\",
-    "xxxx",
-    "----",
-    "||||",
-    "++++",
-)
+TEXTURES: Final = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "||||", "++++")
 MOST: Final = len(TEXTURES)  # operations with their own colour and texture; all others are grey
 SMALL: Final = 0.01  # operations with a smaller share of the bytes are drawn together as "others"
 OTHERS: Final = "#B4BAC4"
@@ -77,6 +68,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
 
     Source: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
+    pyplot()  # first of all, that matplotlib is not installed
     view = view_of(trace_of(run, "traffic"), step, "")
     trace, flows = view.shown, flows_of(view.shown, view.bounds_of_ranks())
     if not len(flows.name) and flows.unsized:

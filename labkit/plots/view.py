@@ -232,16 +232,16 @@ class View:
         if not self.zoomed:
             length = time_in_words(self.shown.duration_ns)
             return f"{self.steps} steps, {length}" if self.steps > 1 else length
-        length = time_in_words(self._steps_ns())
-        first, last = self.chosen[0], self.chosen[-1]
-        some = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{some} ({length}) of the steps 0 to {self.steps - 1}"
-
-    def _steps_ns(self) -> int:
-        """The picture is longer than that, since the ranks do not start a step at the same time."""
         own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
         lasted = [int(steps[self.chosen[-1], 1] - steps[self.chosen[0], 0]) for steps in own if len(steps) >= self.steps]
-        return max(lasted, default=self.shown.duration_ns)
+        # The picture is longer than that, since the ranks do not start a step at the same time.
+        length = time_in_words(max(lasted, default=self.shown.duration_ns))
+        return f"{self.chosen_in_words()} ({length}) of the steps 0 to {self.steps - 1}"
+
+    def chosen_in_words(self) -> str:
+        """Return the chosen steps: "step 3", or "steps 3 to 5"."""
+        first, last = self.chosen[0], self.chosen[-1]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:

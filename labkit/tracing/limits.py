@@ -108,13 +108,8 @@ def limit_of(trace: Trace) -> LimitFinding:
     else:
         # Of equal losses, the first counts. The kinds of communication and of waiting are told apart below.
         waiting = spent["waiting"] + standing
-        losses = {
-            Limit.UNRECORDED: unrecorded,
-            Limit.BANDWIDTH: spent["exposed"],
-            Limit.TURNS: waiting,
-            Limit.DATA: spent["data"],
-        }
-        limit = _largest(losses)
+        losses = {Limit.UNRECORDED: unrecorded, Limit.BANDWIDTH: spent["exposed"], Limit.TURNS: waiting}
+        limit = _largest(losses | {Limit.DATA: spent["data"]})
         if limit in (Limit.BANDWIDTH, Limit.TURNS):
             if under_way_ns > max(length(anybody), MOSTLY * (window - length(anybody))):
                 limit = Limit.CALLS
@@ -126,30 +121,16 @@ def limit_of(trace: Trace) -> LimitFinding:
                 limit = Limit.LATE_RANK if late_share >= MOSTLY else Limit.UNEVEN_RANKS
     small = rows["nbytes"] <= SMALL_BYTES
     return LimitFinding(
-        limit=limit,
-        duration_ns=part.duration_ns,
-        steps=len(settled),
-        step_ns=1e6 * step_ms(trace) if settled else 0.0,
-        mean_step_ns=_mean_ns(trace, settled),
-        **spent,
-        reading=reading,
-        standing=standing,
-        absent=absent,
-        unrecorded=unrecorded,
-        working=sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0,
-        late_rank=late_rank,
-        late_share=late_share,
+        limit=limit, duration_ns=part.duration_ns, steps=len(settled), step_ns=1e6 * step_ms(trace) if settled else 0.0,
+        mean_step_ns=_mean_ns(trace, settled), **spent, reading=reading, standing=standing, absent=absent,
+        unrecorded=unrecorded, working=sum(map(length, computing)) / length(anybody) if len(anybody) else 0.0,
+        late_rank=late_rank, late_share=late_share, late_ns=late_ns,
         late_data=shares[late_rank].data_ns / window if late_rank >= 0 else 0.0,
-        late_ns=late_ns,
-        messages=len(rows) / ranks,
-        nbytes=float(rows["nbytes"].sum()) / ranks,
-        under_way=under_way_ns / window,
-        call_ns=_median(calls["end_ns"] - calls["start_ns"]),
-        call_bytes=_median(calls["nbytes"]),
-        operation_ns=_median(transfer[small] if small.any() else transfer),
-        latency_ns=latency_ns,
+        messages=len(rows) / ranks, nbytes=float(rows["nbytes"].sum()) / ranks, under_way=under_way_ns / window,
+        call_ns=_median(calls["end_ns"] - calls["start_ns"]), call_bytes=_median(calls["nbytes"]),
+        operation_ns=_median(transfer[small] if small.any() else transfer), latency_ns=latency_ns,
         transfer_ns=float(transfer.sum()) / ranks,
-    )
+    )  # fmt: skip
 
 
 def _largest(losses: dict[Limit, float]) -> Limit:

@@ -311,10 +311,8 @@ class _Clocks:
             worst_us = max(self._within.values()) / 1e3
             notes.append(f"clocks of {_listed(self._within)} set to rank 0's, right to within {worst_us:.0f} µs")
         if self._unknown:
-            notes.append(
-                f"the clocks of {_listed(self._unknown)} were not compared with rank 0's: times there follow the machines' "
-                f"own idea of the time, which may be milliseconds or more apart"
-            )
+            those = _listed(self._unknown)
+            notes.append(f"the clocks of {those} were not compared with rank 0's: they may be milliseconds or more apart")
         return notes
 
 

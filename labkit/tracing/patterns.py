@@ -17,6 +17,7 @@ from labkit.tracing.trace import Trace
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
+Pair = tuple[int, int]  # the ranks that send and receive
 
 
 def after_backward(trace: Trace) -> NDArray[np.int64]:
@@ -53,7 +54,7 @@ def needed_at_once(trace: Trace) -> NDArray[np.int64]:
 
 
 def _groups_in_forward(trace: Trace) -> NDArray[Any]:
-    """Return the numbers of the names of the process groups that reduce something within a forward pass."""
+    """Return the numbers of the process groups that reduce something within a forward pass."""
     return np.unique(trace.columns.data["group"][_within(trace, _reduces(trace), FORWARD)])
 
 
@@ -92,9 +93,6 @@ def _inside(intervals: Intervals, at_ns: NDArray[np.int64]) -> NDArray[np.bool_]
     latest = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(intervals[:, 1]))
     found: NDArray[np.bool_] = at_ns < latest[np.searchsorted(intervals[:, 0], at_ns, side="right")]
     return found
-
-
-Pair = tuple[int, int]  # the ranks that send and receive
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,8 @@ def _messages(trace: Trace) -> tuple[dict[Pair, Any], dict[Pair, Any]]:
                 chosen = np.array([one == pair for one in pairs])[rows["group"]]
                 chosen &= np.array([one is kind for one in types])[rows["name"]]
                 own = rows[chosen]
-                per_step = [np.sort(own[field][_begin(own, step)]) for step in steps]
+                begins = own["start_ns"]
+                per_step = [np.sort(own[field][(begins >= start) & (begins < end)]) for start, end in steps.tolist()]
                 equal = len({len(at_ns) for at_ns in per_step}) == 1
                 times[pair] = np.stack(per_step) if equal else np.empty((0, 0))
     return found
@@ -182,8 +181,3 @@ def _counts(trace: Trace, rank: int, name: str) -> set[int]:
     """How many passes of this name the steps of a rank have, without the first step."""
     starts = passes(trace, rank, name)[:, 0]
     return {int(((starts >= start) & (starts < end)).sum()) for start, end in trace.step_bounds(rank)[1:].tolist()}
-
-
-def _begin(rows: Any, step: Any) -> Any:
-    """Which operations begin in a step."""
-    return (rows["start_ns"] >= step[0]) & (rows["start_ns"] < step[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import reprlib
@@ -21,6 +20,9 @@ from labkit.recording.cores import load_of_others, machine_load, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, READING, SERVED
 from labkit.tracing.trace import Trace
+
+UNITS_OF_TIME: Final = {"s": 1e9, "ms": 1e6, "µs": 1e3}  # in nanoseconds
+MOST_RANKS: Final = 8  # of a lesson: where the run is not known, so much of the load may be the student's own
 
 
 def undisturbed_steps(trace: Trace) -> NDArray[np.int64]:
@@ -146,8 +148,6 @@ def best_of(
     for name, given in (*(("call", one) for one in calls.values()), ("key", key)):
         if not callable(given):
             raise TypeError(f"best_of({name}={given!r}): expected a function, as in lab.best_of(5, group.run, train)")
-    if not _takes_one(key):
-        raise TypeError(f"best_of(key={key!r}): expected a function of one argument, the run, as in key=lab.step_ms")
     results = [{name: one(*args, **options) for name, one in calls.items()} for _ in range(tries)]
     best = {name: min((result[name] for result in results), key=partial(_compared, key)) for name in calls}
     return best if isinstance(call, Mapping) else best[None]
@@ -159,20 +159,6 @@ def _compared(key: Callable[[Any], Any], result: Any) -> float:
     if value is None:
         raise TypeError(f"best_of(key=...): the key returned {found!r}; expected one number for each run, as from lab.step_ms")
     return math.inf if math.isnan(value) else value
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # written in C, without a signature
-        return True
-    return True
-
-
-UNITS_OF_TIME: Final = {"s": 1e9, "ms": 1e6, "µs": 1e3}  # in nanoseconds
-MOST_RANKS: Final = 8  # of a lesson: where the run is not known, so much of the load may be the student's own
 
 
 @dataclass(frozen=True, slots=True)

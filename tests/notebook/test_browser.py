@@ -23,9 +23,9 @@ from synthetic import MS, data_parallel
 
 from labkit.plots.bars import STYLES
 from labkit.plots.explorer.window import MIME
+from labkit.plots.image import as_image
 from labkit.plots.live.drawing import STILL, LiveFrame, LiveRow, Past
 from labkit.plots.live.drawing import page as live_page
-from labkit.plots.style import as_image
 from labkit.plots.timeline import timeline
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")

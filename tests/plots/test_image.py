@@ -17,9 +17,10 @@ from PIL import Image
 from labkit.plots.breakdown import breakdown, compare
 from labkit.plots.figure import LabFigure
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
+from labkit.plots.image import HTML_CLASS, WIDEST_PX, as_image
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
-from labkit.plots.style import HTML_CLASS, INK, WIDEST_PX, as_image
+from labkit.plots.style import INK
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from tools.notebooks import strip

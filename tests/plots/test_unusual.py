@@ -16,10 +16,11 @@ from labkit.costs.link import Link
 from labkit.errors.exceptions import LabError
 from labkit.errors.units import time_in_words
 from labkit.plots.breakdown import breakdown, compare
+from labkit.plots.image import as_image
 from labkit.plots.measured_link import MeasuredLink
 from labkit.plots.memory import memory
 from labkit.plots.scaling import scaling
-from labkit.plots.style import as_image, labkit_style, shortened
+from labkit.plots.style import labkit_style, shortened
 from labkit.plots.timeline import timeline
 from labkit.plots.traffic import traffic
 from labkit.plots.what_helps import what_helps

@@ -25,8 +25,8 @@ import anywidget
 import traitlets
 
 from labkit.plots.explorer.window import MIME, Windows, about, saved
-from labkit.plots.style import HTML_CLASS, as_image
-from labkit.plots.timeline import figure_of
+from labkit.plots.figure import LabFigure
+from labkit.plots.image import HTML_CLASS, as_image
 from labkit.plots.view import View
 
 _HERE: Final = Path(__file__).parent
@@ -40,15 +40,14 @@ def script() -> str:
 
 
 class Explorer(anywidget.AnyWidget):
-    """An interactive timeline of `view`, which `step` chose; see `plots.timeline.explore`."""
+    """An interactive timeline of `view`, of which `figure` is the image; see `plots.timeline.explore`."""
 
     _esm = script()
     _css = STYLE
     _ipython_display_ = None  # that of ipywidgets 7, which Colab has, shows no image: `_repr_mimebundle_` shows both
     about = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, view: View, step: int | range | str | None) -> None:
-        figure = figure_of(view.whole, "", step)
+    def __init__(self, view: View, figure: LabFigure) -> None:
         own_class = f"labkit-{uuid.uuid4().hex[:12]}"
         self._image, self._metadata = as_image(figure, figure.alt_text)
         self._image["text/html"] = self._image["text/html"].replace(HTML_CLASS, f"{HTML_CLASS} {own_class}", 1)

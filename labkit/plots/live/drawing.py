@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from labkit.errors.units import bytes_in_words, clock_time, unit_of
 from labkit.launch.resource_usage import Load
 from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
+from labkit.plots.image import STAYS
 from labkit.plots.live.curves import COLOUR, EACH_RANK
-from labkit.plots.style import STAYS, shortened
+from labkit.plots.style import shortened
 from labkit.tracing.trace import Trace
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)

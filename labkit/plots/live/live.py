@@ -20,10 +20,10 @@ from typing import Any, Final, TextIO
 
 from labkit.errors.units import time_in_words
 from labkit.launch.resource_usage import Load
+from labkit.plots.image import as_image
 from labkit.plots.live.curves import Curves, draw_below
 from labkit.plots.live.drawing import SINCE, Curve, Detail, LiveFrame, LiveRow, Past, page
 from labkit.plots.live.recent import Progress, Recent
-from labkit.plots.style import as_image
 from labkit.recording.schema import Pending
 from labkit.tracing.trace import Trace
 

@@ -27,6 +27,10 @@ BINS: Final = 256  # over the time shown: about three pixels each
 FIRST_NS: Final = 500_000_000  # the time axis starts with half a second and doubles when it is full
 
 _NUMBER: Final = {name: i for i, name in enumerate(STYLES)}
+KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
+STALLED: Final = 5  # times the longest step so far without the end of a step: rate and time left are no longer true
+STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step for which that is said
+NAMES_SHOWN: Final = 4  # the most recorded values in the text
 
 
 class Recent:
@@ -175,12 +179,6 @@ _LATER: Final = 1 << 15  # an unused flag, which marks spans that must not be bi
 _TRAVELS: Final = np.array([style in ("exposed", "hidden", "unwaited", "waiting", "issued") for style in STYLES])
 # A rank is in at most one of these at a time; the others overlap with them.
 _EXCLUSIVE: Final = np.array([style not in ("hidden", "unwaited", "issued", "unlabelled") for style in STYLES])
-
-
-KEPT_STEPS: Final = 100  # per rank; the rate is the mean over these
-STALLED: Final = 5  # times the longest step so far without the end of a step: rate and time left are no longer true
-STALLED_NS: Final = 2_000_000_000  # the least time without the end of a step for which that is said
-NAMES_SHOWN: Final = 4  # the most recorded values in the text
 
 
 class _StepsOfRank:

@@ -133,7 +133,8 @@ class ClassResults:
         """Draw the commonest mistakes as bars."""
         from matplotlib.ticker import MaxNLocator
 
-        from labkit.plots.style import INK, WIDTH_IN, describe, labkit_style, new_axes
+        from labkit.plots.image import WIDTH_IN
+        from labkit.plots.style import INK, describe, labkit_style, new_axes
 
         shown = self.mistakes()[:MOST_DRAWN]
         labels = [
