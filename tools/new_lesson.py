@@ -22,11 +22,7 @@ _CODE: Final = re.compile(r"^```python ?(?P<tags>.*)\n(?P<code>(?s:.*?))^```$", 
 
 
 def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
-    """Write the files of a lesson; returns those that are new or changed.
-
-    Args:
-        lesson: its name, such as "15_my_topic".
-        root: the repository.
+    """Write the files of a lesson, such as "15_my_topic", in a repository; returns those that are new or changed.
 
     Raises:
         ValueError: not a name of a lesson, or the lesson or its topic exists.

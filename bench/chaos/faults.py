@@ -54,7 +54,7 @@ FAULTS: Final = {
         *(Fault(name, "rank", MORTAL if name == "SIGTERM" else tuple(RUNTIMES), 0.7) for name in SIGNALS),
         Fault("freeze", "line", MORTAL),
         Fault("early return", "rank", ("torch", "tensorflow"), 2),
-        *(Fault(f"another {what}", "pair", TORCH) for what in ("order", "shape", "dtype", "root")),
+        *(Fault(f"another {part}", "pair", TORCH) for part in ("order", "shape", "dtype", "root")),
         Fault("two send", "pair", TORCH),
         Fault("two receive", "pair", TORCH),
         Fault("calls without a thread left", "pair", ("rpc",)),

@@ -82,16 +82,11 @@ def draw(spans):
 
 
 def measure(kernel: Kernel, steps: int = 100, *, rounds: int = ROUNDS, spans: int = SPANS) -> dict[str, float]:
-    """Seconds of training with "run" and "watch"; the kernel's processor time per second while two ranks train ("run
-    share", "watch share") and while they write spans as fast as they can ("spans share", of which a part is "lost");
-    and the time to "draw" as many spans.
+    """What the live picture costs: seconds of training with "run" and "watch", and the time to "draw" many spans.
 
-    Args:
-        kernel: a fresh one.
-        steps: of the training run.
-        rounds: number of pairs of `run` and `watch`.
-        spans: number of spans that each rank writes.
-    """  # noqa: D205
+    The shares are the kernel's processor time per second: while two ranks train ("run share", "watch share"), and while
+    they write spans as fast as they can ("spans share", of which a part is "lost").
+    """
     run_s, ratio = compare(kernel, steps, rounds)
     found = {"run": run_s, "watch": run_s * ratio}
     found["run share"] = kernel.run("", value=f"share_of_run(train, {steps})")
@@ -106,11 +101,7 @@ def measure(kernel: Kernel, steps: int = 100, *, rounds: int = ROUNDS, spans: in
 def compare(kernel: Kernel, steps: int, rounds: int, limit_s: float = math.inf) -> tuple[float, float]:
     """The time of training with `run`, and the ratio of `watch` to it: medians of neighbouring pairs.
 
-    Args:
-        kernel: has the group afterwards.
-        steps: of the training run.
-        rounds: number of pairs; fewer, but at least one, if `limit_s` is over.
-        limit_s: no pair begins later than this after the first.
+    After the first pair, none begins later than `limit_s`. The kernel has the group afterwards.
     """
     kernel.run(PREPARE.replace("STEPS", str(steps)))
     kernel.run("timed(group.run); timed(group.watch)")

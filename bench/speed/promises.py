@@ -17,7 +17,7 @@ class Promise:
         unit: "times" for a multiple of what is beside it, "more" for a fraction above that, "seconds" for a limit.
     """
 
-    what: str  # the measured quantity, in words; `{lost:.0%}` is the part of the spans that was lost
+    quantity: str  # the measured quantity, in words; `{lost:.0%}` is the part of the spans that was lost
     key: str  # of labkit's measurement
     beside: str = ""  # the measurement to compare with; "" if there is none
     beside_name: str = ""  # what that is
@@ -40,7 +40,7 @@ class Promise:
             compared = value if seconds else ratio
             reached = "not measured" if compared is None else "yes" if compared <= limit else "**no**"
         return [
-            self.what.format(lost=measured.get("picture: lost", 0)),
+            self.quantity.format(lost=measured.get("picture: lost", 0)),
             show(value),
             beside,
             shown,

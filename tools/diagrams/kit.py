@@ -38,13 +38,7 @@ _FONT: Final = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 class Diagram:
-    """A drawing under way; lengths are in pixels, y grows downwards.
-
-    Args:
-        width, height: of the picture.
-        title: a few words, for screen readers and as the tooltip.
-        description: one or two sentences that say what the picture shows, for screen readers.
-    """
+    """A drawing under way; lengths are in pixels, y grows downwards. Title and description are for screen readers."""
 
     def __init__(self, width: float, height: float, title: str, description: str) -> None:
         self.width, self.height, self.title, self.description = width, height, title, description
@@ -91,17 +85,9 @@ class Diagram:
         self, start: tuple[float, float], end: tuple[float, float], text: str = "", *, color: str = INK, bend: float = 0,
         width: float = 2, dashed: bool = False, size: float = 13,
     ) -> None:  # fmt: skip
-        """An arrow, with a text beside its middle.
+        """An arrow, with a text beside its middle: above one to the right or left, to the right of one up or down.
 
-        Args:
-            start: (x, y).
-            end: (x, y) of its head.
-            text: lies above an arrow to the right or left, and to the right of one up or down.
-            color: of line, head and text.
-            bend: how far the middle lies beside the straight line, to the left of its direction.
-            width: of the line.
-            dashed: whether the line is dashed.
-            size: of the text.
+        `bend` is how far the middle lies beside the straight line, to the left of the arrow's direction.
         """
         (x1, y1), (x2, y2) = start, end
         length = math.hypot(x2 - x1, y2 - y1) or 1.0
