@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import MS, Book, data_parallel, many, master_and_workers
+from synthetic import MS, data_parallel, made, many, master_and_workers
 
 import labkit as lab
 from labkit.errors.exceptions import LabError
@@ -95,10 +95,8 @@ def test_a_typical_run_is_sent_whole() -> None:
 
 
 def test_only_spans_in_the_visible_time_and_of_one_rank_are_sent() -> None:
-    book = Book()
-    for start in range(10):
-        book.compute(0, "forward", start, start + 1)
-    assert Answer(book.trace(1), 2, 4).edges.tolist() == [[2, 3], [3, 4]]
+    trace = made([("forward", start, start + 1) for start in range(10)])
+    assert Answer(trace, 2, 4).edges.tolist() == [[2, 3], [3, 4]]
     assert [row["row"] for row in Answer(data_parallel(), 0, 60, rank=2).said["rows"]] == [2]
 
 
@@ -110,12 +108,8 @@ def test_a_window_that_the_trace_does_not_fill_is_clipped(start_ms: float, end_m
 
 def crowded() -> Trace:
     """A rank with ten thousand spans in a second, a few of them long."""
-    book = Book()
-    for i in range(10_000):
-        book.compute(0, "forward" if i % 2 else "backward", i * 0.1, i * 0.1 + 0.08)
-    for i in range(5):
-        book.compute(0, "optimizer", 1000 + 20 * i, 1015 + 20 * i)
-    return book.trace(1)
+    short = [("forward" if i % 2 else "backward", i * 0.1, i * 0.1 + 0.08) for i in range(10_000)]
+    return made([*short, *(("optimizer", 1000 + 20 * i, 1015 + 20 * i) for i in range(5))])
 
 
 def test_bars_as_wide_as_a_pixel_are_kept_and_the_rest_is_mixed() -> None:
@@ -151,11 +145,9 @@ def test_an_answer_is_bounded_for_any_number_of_spans_and_ranks() -> None:
 
 
 def test_the_details_of_a_collective() -> None:
-    book = Book()
-    for rank, start in enumerate((1.0, 3.0)):
-        book.travel(rank, "all_reduce", start, 5, wait=(start + 0.5, 5), nbytes=4096, group="g", match=7, line="cell 3, line 2")
-        book.travel(rank, "all_reduce", 6, 7, nbytes=4096, group="g", match=8)
-    answer = Answer(book.trace(2), 0, 7)
+    last = ("all_reduce", 6, 7, None, {"nbytes": 4096})
+    key = {"nbytes": 4096, "line": "cell 3, line 2"}
+    answer = Answer(made(*([("all_reduce", start, 5, (start + 0.5, 5), key), last] for start in (1.0, 3.0))), 0, 7)
     zero = 1.0  # the first span's start
     first = answer.lane(0, 1).start
     assert (answer.times[first, :5] / MS + zero).tolist() == [1, 3, 1.5, 5, 5]

@@ -297,9 +297,7 @@ def test_the_legend_explains_only_what_is_shown():
 
 @pytest.mark.parametrize(("length_ms", "unit"), [(0.0012, "ns"), (0.9, "µs"), (900, "ms"), (5000, "s")])
 def test_the_unit_fits_the_duration(length_ms, unit):
-    b = Book()
-    b.compute(0, "forward", 0, length_ms)
-    ax = timeline(b.trace(1))
+    ax = timeline(synthetic.made([("forward", 0, length_ms)]))
     assert f"[{unit}]" in ax.get_xlabel()
     assert ax.get_xlim()[1] == pytest.approx(length_ms * {"ns": 1e6, "µs": 1e3, "ms": 1, "s": 1e-3}[unit])
 

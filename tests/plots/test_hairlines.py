@@ -7,7 +7,7 @@ import pytest
 
 from labkit.plots.timeline import timeline
 
-from synthetic import Book  # isort: skip
+from synthetic import made  # isort: skip
 
 
 def orange_of(ax, row, rows):
@@ -21,11 +21,7 @@ def orange_of(ax, row, rows):
 
 
 def test_short_events_are_drawn_as_hairlines():
-    b = Book()
-    for at in (1000, 5000, 12_000):
-        b.travel(0, "all_reduce", at, at + 2, group="g", match=at)
-    b.whole(0, "call", 0, 17_000)
-    trace = b.trace(1)
+    trace = made([*(("all_reduce", at, at + 2, None) for at in (1000, 5000, 12_000)), ("call", 0, 17_000)])
     before = trace.shares()
     seen = orange_of(timeline(trace), 0, 1)
     assert sum(seen > 0.3) >= 3
@@ -34,20 +30,13 @@ def test_short_events_are_drawn_as_hairlines():
 
 
 def test_many_short_events_close_together_do_not_look_like_one_long_one():
-    b = Book()
-    for at in range(0, 17_000, 20):
-        b.travel(0, "all_reduce", at, at + 0.1, group="g", match=at)
-    b.whole(0, "call", 0, 17_000)
-    seen = orange_of(timeline(b.trace(1)), 0, 1)
+    trace = made([*(("all_reduce", at, at + 0.1, None) for at in range(0, 17_000, 20)), ("call", 0, 17_000)])
+    seen = orange_of(timeline(trace), 0, 1)
     assert (seen > 0.02).mean() > 0.5  # something is visible nearly everywhere,
     assert seen.mean() < 0.3  # but nowhere much of it
 
 
 def test_a_hairline_covers_nothing_of_equal_importance():
-    b = Book()
-    b.compute(0, "forward", 0, 5000)
-    b.compute(0, "optimizer", 5000, 5000.5)
-    b.compute(0, "backward", 5000.5, 17_000)
-    ax = timeline(b.trace(1))
+    ax = timeline(made([("forward", 0, 5000), ("optimizer", 5000, 5000.5), ("backward", 5000.5, 17_000)]))
     (short,) = [p for c in ax.collections if c.get_label() == "optimizer" for p in c.get_paths()]
     assert (short.vertices[:4, 0].min(), short.vertices[:4, 0].max()) == pytest.approx((5, 5.0005))

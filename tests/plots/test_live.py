@@ -26,7 +26,7 @@ from labkit.recording.events import Scalar
 from labkit.recording.schema import ENDED, MEMORY, STEPS_IN_ALL, Pending, Span
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, feed, in_steps, many, model_parallel  # isort: skip
+from synthetic import MS, Book, alone, data_parallel, feed, in_steps, made, many, model_parallel  # isort: skip
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -144,11 +144,9 @@ def test_the_end_of_a_process_before_the_step_that_is_shown_is_only_written():
 
 
 def test_text_on_stripes_has_a_plain_background():
-    book = Book()
-    book.compute(0, "forward", 0, 200)
-    book.travel(0, "recv", 200, 400, wait=(200, 400), peer=1, group="1→0", match=1)
-    book.travel(1, "send", 390, 400, wait=(390, 400), peer=0, group="1→0", match=1)
-    page = watched(book.trace(2), [410]).pages[-1]
+    received = ("recv", 200, 400, (200, 400), {"peer": 1})
+    trace = made([("forward", 0, 200), received], [("send", 390, 400, (390, 400), {"peer": 0})])
+    page = watched(trace, [410]).pages[-1]
     halos = [(t.text, "stroke" in (t.get("paint-order") or "")) for t in drawing(page).iter(f"{SVG}text")]
     assert [halo for text, halo in halos if text == "recv"] == [True]
     assert [halo for text, halo in halos if text == "forward"] == [False, False]  # in its bar and in the legend
@@ -207,11 +205,7 @@ def test_the_frame_at_a_debuggers_prompt_stays_and_says_who_is_asked():
 
 
 def test_colours_and_lanes_are_those_of_the_timeline():
-    book = Book()
-    book.compute(0, "forward", 100, 200)
-    book.compute(0, "backward", 200, 250)
-    trace = book.trace(1, start_ns=0, end_ns=400 * MS)
-    page = watched(trace, [300]).pages[-1]
+    page = watched(made([("forward", 100, 200), ("backward", 200, 250)], end_ms=400), [300]).pages[-1]
     (x, y, width, height), (x_2, y_2, _, _) = boxes(page, "forward") + boxes(page, "backward")
     axis = [float(t.get("x")) for t in drawing(page).iter(f"{SVG}text") if t.text in ("0", "500")]
     scale = (axis[1] - axis[0]) / 500  # the axis begins with half a second
@@ -288,10 +282,7 @@ def test_text_takes_the_colours_of_the_theme_and_without_its_style_a_frame_is_hi
 
 
 def test_the_legend_explains_what_is_visible_and_nothing_else():
-    book = Book()
-    book.compute(0, "forward", 0, 200)
-    book.compute(0, "optimizer", 200, 250)
-    album = watched(book.trace(1), [410])
+    album = watched(made([("forward", 0, 200), ("optimizer", 200, 250)]), [410])
     known = {style.legend for style in STYLES.values()}
     assert known & set(texts(album.pages[0])) == set()
     assert known & set(texts(album.pages[1])) == {"forward", "optimizer", "in the function, in no span"}
@@ -474,11 +465,9 @@ def test_frames_and_memory_are_bounded_for_any_number_of_spans():
 
 @pytest.mark.parametrize("ranks", [1, 4, 16, 64])
 def test_the_worst_case_frame_is_bounded_too(ranks):
-    book = Book()
-    for rank in range(ranks):
-        for i in range(4000 // ranks - 1):
-            book.compute(rank, ("forward", "backward")[i % 2], i * ranks / 10, i * ranks / 10 + 0.07 * ranks)
-    album = watched(book.trace(ranks, start_ns=0), [200, 400])
+    names, length = ("forward", "backward"), ranks / 10
+    spans = [(names[i % 2], i * length, (i + 0.7) * length) for i in range(4000 // ranks - 1)]
+    album = watched(made(*[spans] * ranks, start_ns=0), [200, 400])
     assert album.frames[-1].detail is not None
     assert max(map(len, album.pages)) < 150_000
 

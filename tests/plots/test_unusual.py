@@ -28,7 +28,7 @@ from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
-from synthetic import MS, Book, alone, data_parallel, lasting, remote_calls, sharded  # isort: skip
+from synthetic import made, MS, Book, alone, data_parallel, lasting, remote_calls, sharded  # isort: skip
 
 LONG = ("parameter_server_of_embeddings", "trainer_number_one_of_the_two0", "trainer_number_two_of_the_two0")  # 30 characters
 US, HOUR = 1_000, 3_600_000_000_000  # ns
@@ -62,13 +62,9 @@ def renamed(trace, ranks=None, characters=0):
 
 def stopped():
     """One rank computed for ever, and the others waited for it until they were stopped."""
-    book = Book()
-    for rank in range(3):
-        at = book.compute(rank, "forward", 0, 5 + rank)
-        if rank != 1:
-            book.travel(rank, "all_reduce", at, 60, wait=(at, 60), nbytes=1 << 20, group="world", match=1, done=False)
-        book.spans.append(Span(rank, "train", "call", 0, 60 * MS, done=False))
-    return book.trace(3)
+    call, key = ("call", 0, 60, {"done": False}), {"nbytes": 1 << 20, "done": False}
+    first, last = ([("forward", 0, at), ("all_reduce", at, 60, (at, 60), key), call] for at in (5, 7))
+    return made(first, [("forward", 0, 6), call], last)
 
 
 def silent(trace):
@@ -187,10 +183,7 @@ NO_FONT_HAS_IT = "\U000f1234"  # a private character
 @pytest.mark.parametrize("name", ["前向传播", "🚀 ключ", NO_FONT_HAS_IT])
 def test_characters_that_the_font_lacks_give_no_warning(name, tmp_path):
     """A warning is an error in these tests."""
-    book = Book()
-    book.compute(0, name, 0, 5)
-    book.compute(1, name, 5, 9)
-    run = Trace(list(book.trace(2)), ranks=(name, "b"))
+    run = Trace(list(made([(name, 0, 5)], [(name, 5, 9)])), ranks=(name, "b"))
     for ax in (timeline(run), breakdown(run), compare({name: run, "b": run})):
         assert any(name in text.get_text() for text in ax.figure.findobj(Text))
         ax.figure.savefig(tmp_path / "plain.png")

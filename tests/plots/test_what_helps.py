@@ -10,7 +10,7 @@ from labkit.plots.what_helps import COSTS, SAVES, what_helps
 from labkit.tracing.replaying.replay import replay
 
 from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
-from synthetic import Book, alone, in_steps  # isort: skip
+from synthetic import alone, in_steps, made  # isort: skip
 
 pytestmark = pytest.mark.usefixtures("plain")
 
@@ -56,14 +56,10 @@ def test_what_saves_nothing_says_so() -> None:
 
 
 def test_a_run_without_steps_saves_per_run() -> None:
-    book = Book()
-    book.compute(0, "forward", 0, 4)
-    assert "saved per run" in what_helps(book.trace(1)).get_xlabel()
+    assert "saved per run" in what_helps(made([("forward", 0, 4)])).get_xlabel()
     assert "saved per step" in what_helps(alone()).get_xlabel()
 
 
 def test_a_run_in_which_nothing_could_be_changed_is_not_drawn() -> None:
-    book = Book()
-    book.whole(0, "call", 0, 4)
     with pytest.raises(LabError, match="what_helps: this run has no spans"):
-        what_helps(book.trace(1))
+        what_helps(made([("call", 0, 4)]))

@@ -1,9 +1,7 @@
 """What limits a run: each kind of loss is found in traces made by hand, with its numbers."""
 
-import itertools
-
 import pytest
-from synthetic import Book, data_parallel, in_steps, master_and_workers, model_parallel
+from synthetic import Book, data_parallel, in_steps, made, master_and_workers, model_parallel
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
@@ -68,15 +66,13 @@ def test_over_a_link_its_model_tells_latency_bandwidth_and_overhead_apart(gbit_p
 def test_operations_that_wait_for_one_another_on_a_link_have_no_overhead():
     """Six at once, each of which takes 2 ms when its turn comes."""
 
-    book = Book()
-    for rank, step in itertools.product(range(2), range(6)):
-        start, end = 14 * step + 2, 14 * step + 14
-        book.compute(rank, "forward", start - 2, start)
+    spans = []
+    for start in range(2, 86, 14):
+        spans += [("forward", start - 2, start), ("step", start - 2, start + 12)]
         for i in range(6):
-            key = {"group": "world", "match": 6 * step + i, "nbytes": 1 << 20}
-            book.travel(rank, "all_reduce", start, start + 2 * (i + 1), wait=(start, end) if i == 5 else None, **key)
-        book.whole(rank, "step", start - 2, end)
-    trace = book.trace(2)
+            wait = (start, start + 12) if i == 5 else None
+            spans.append(("all_reduce", start, start + 2 * (i + 1), wait, {"nbytes": 1 << 20}))
+    trace = made(spans, spans)
     assert limit_of(Trace(trace.columns, ranks=trace.ranks, link=Link(gbit_per_s=4.5, latency_us=0))).limit is Limit.BANDWIDTH
 
 
@@ -119,15 +115,6 @@ def calls_without_record(nbytes=40, computed=1.0):
     return book.trace(("master", "worker"))
 
 
-def two_ranks(*spans):
-    """Two ranks that compute in these spans: their name, start and end in ms."""
-    book = Book()
-    for rank in range(2):
-        for name, start, end in spans:
-            book.compute(rank, name, start, end)
-    return book.trace(2)
-
-
 UNSEEN = {"call_ns": 9_000_000, "call_bytes": 50_000, "under_way": 0.9, "standing": 0.1 / 2, "absent": 0.9 / 2}
 ALONE = {"waiting": 0, "standing": 0, "messages": 0, "unrecorded": 0.15}
 LIMITS = {
@@ -157,7 +144,7 @@ LIMITS = {
     "ranks that do not communicate": (in_steps(6, ("forward", (10, 7))), Limit.COMPUTE, ALONE),
     # Without steps, as in Keras's fit, no part without a reading can be chosen.
     "a profiler is read": (
-        two_ranks(("forward", 0, 60), (READING, 50, 100)), Limit.COMPUTE, {"compute": 0.6, "reading": 0.4},
+        made(*[[("forward", 0, 60), (READING, 50, 100)]] * 2), Limit.COMPUTE, {"compute": 0.6, "reading": 0.4},
     ),
 }  # fmt: skip
 
@@ -172,13 +159,10 @@ def test_what_limits_a_run_and_its_numbers(case):
 
 def test_messages_that_nobody_computes_for_are_no_calls():
     """The trace of `calls`, with the call's time in a receive."""
-    book = Book()
-    for number in range(5):
-        at, key = 10 * number, {"nbytes": 40, "group": "world", "match": number}
-        book.travel(0, "send", at + 9, at + 9.1, peer=1, **key)
-        book.travel(1, "recv", at, at + 9.1, wait=(at, at + 9.1), peer=0, **key)
-        book.compute(0, "forward", at + 9.1, at + 10)
-    found = limit_of(book.trace(2))
+    own, other = {"nbytes": 40, "peer": 1}, {"nbytes": 40, "peer": 0}
+    sent = [("send", at + 9, at + 9.1, None, own) for at in range(0, 50, 10)]
+    computed = [("forward", at + 9.1, at + 10) for at in range(0, 50, 10)]
+    found = limit_of(made(sent + computed, [("recv", at, at + 9.1, (at, at + 9.1), other) for at in range(0, 50, 10)]))
     assert (found.under_way, found.call_ns) == (0, 0)
     assert found.limit is not Limit.CALLS
 
@@ -195,13 +179,12 @@ def test_the_shares_are_those_of_the_whole_time():
     assert 0 < found.overlap < found.compute
 
 
+PARTS = (("step", 10), ("forward", 9))
+
+
 def test_ranks_that_begin_apart_have_the_steps_that_they_measured():
-    book = Book()
-    for rank, begin in enumerate((0, 300)):
-        for step in range(6):
-            book.whole(rank, "step", begin + 10 * step, begin + 10 * step + 10)
-            book.compute(rank, "forward", begin + 10 * step, begin + 10 * step + 9)
-    found = limit_of(book.trace(2))
+    spans = [[(name, at, at + ms) for at in range(begin, begin + 60, 10) for name, ms in PARTS] for begin in (0, 300)]
+    found = limit_of(made(*spans))
     assert (found.steps, found.mean_step_ns, found.step_ns) == (5, 10_000_000, 10_000_000)
 
 

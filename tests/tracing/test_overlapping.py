@@ -15,7 +15,7 @@ from labkit.tracing.patterns import after_backward, needed_at_once
 from labkit.tracing.trace import Trace
 
 from replayed import beside, blocking, sent_afterwards, tensor_parallel  # isort: skip
-from synthetic import Book, model_parallel  # isort: skip
+from synthetic import made, model_parallel  # isort: skip
 
 STEPS = 3
 
@@ -42,41 +42,27 @@ def test_of_others_neither_is_known(trace: Trace) -> None:
     assert not len(needed_at_once(trace))
 
 
-def blocked(book: Book, name: str, at: float, group: str = "world", match: int = 0) -> None:
-    """An operation of 1 ms in which rank 0 waits."""
-    book.travel(0, name, at, at + 1, wait=(at, at + 1), group=group, match=match)
+def blocked(at: float, name: str = "all_reduce", **key: Any) -> tuple[Any, ...]:
+    """An operation of 1 ms in which the rank waits."""
+    return name, at, at + 1, (at, at + 1), key
 
 
 def test_gradients_of_another_step_s_backward_pass_do_not_count() -> None:
-    book = Book()
-    book.compute(0, "backward 1", 0, 4)
-    for step in range(2):
-        blocked(book, "all_reduce", 10 * step + 5, match=step)
-        blocked(book, "broadcast", 10 * step + 7, match=step + 2)
-        book.whole(0, "step", 10 * step, 10 * step + 10)
-    trace = book.trace(1)
+    reduced = [blocked(10 * step + 5) for step in (0, 1)] + [blocked(10 * step + 7, "broadcast") for step in (0, 1)]
+    trace = made([("backward 1", 0, 4), *reduced, ("step", 0, 10), ("step", 10, 20)])
     assert starts_ms(trace, after_backward(trace)) == [5]
 
 
 def test_the_groups_of_data_and_tensor_parallelism_are_told_apart() -> None:
-    book = Book()
-    for name, at, match in (("forward", 0, 1), ("backward", 4, 2)):
-        book.compute(0, name, at, at + 4)
-        blocked(book, "all_reduce", at + 1, "tp", match)
-    for group, at in (("dp", 8), ("tp", 9)):  # the second one of something else, such as the gradients' norm
-        blocked(book, "all_reduce", at, group, 3)
-    trace = book.trace(1)
+    """The last reduction is one of something else, such as the gradients' norm."""
+    within = [blocked(1, group="tp"), blocked(5, group="tp")]
+    trace = made([("forward", 0, 4), ("backward", 4, 8), *within, blocked(8, group="dp"), blocked(9, group="tp")])
     assert starts_ms(trace, after_backward(trace)) == [8]
     assert starts_ms(trace, needed_at_once(trace)) == [1, 5]
 
 
 def test_what_is_reduced_after_an_optimizer_step_are_parameters() -> None:
-    book = Book()
-    for name, at in (("forward", 0), ("backward", 1), ("optimizer", 4)):
-        book.compute(0, name, at, at + 1)
-    for at in (3, 6):
-        blocked(book, "all_reduce", at)
-    trace = book.trace(1)
+    trace = made([("forward", 0, 1), ("backward", 1, 2), ("optimizer", 4, 5), blocked(3), blocked(6)])
     assert starts_ms(trace, after_backward(trace)) == [3]
 
 

@@ -12,8 +12,8 @@ from labkit.tracing.replaying.critical_path import Piece, critical_path
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
-from replayed import ONE_GBIT, all_reduce, beside, blocking, waited  # isort: skip
-from synthetic import MS, Book, alone, data_parallel, master_and_workers, model_parallel, remote_calls  # isort: skip
+from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
+from synthetic import MS, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def in_ms(pieces: list[Piece], trace: Trace) -> list[tuple[int, str, float, float]]:
@@ -64,14 +64,10 @@ def test_its_pieces_add_up_to_the_step(trace: Trace) -> None:
 
 
 def test_which_part_it_leads_through() -> None:
-    book = Book()
-    book.compute(0, "forward", 1, 3)
-    whole = critical_path(book.trace(1, start_ns=0, end_ns=4 * MS))  # without steps
-    assert in_ms(whole, book.trace(1, start_ns=0)) == [(0, "", 0, 1), (0, "forward", 1, 3), (0, "", 3, 4)]
-    book = Book()
-    for start, end in ((0, 9), (9, 12), (12, 17)):
-        book.whole(0, "step", start, end)
-    assert in_ms(critical_path(book.trace(1)), book.trace(1)) == [(0, "step", 12, 17)], "the step of median length"
+    whole = made([("forward", 1, 3)], end_ms=4)  # without steps
+    assert in_ms(critical_path(whole), whole) == [(0, "", 0, 1), (0, "forward", 1, 3), (0, "", 3, 4)]
+    steps = made([("step", start, end) for start, end in ((0, 9), (9, 12), (12, 17))])
+    assert in_ms(critical_path(steps), steps) == [(0, "step", 12, 17)], "the step of median length"
 
 
 def test_what_cannot_be_replayed_has_none() -> None:
@@ -82,8 +78,6 @@ def test_what_cannot_be_replayed_has_none() -> None:
 
 
 def test_the_longest_of_several_ranks_ends_it() -> None:
-    book = Book()
-    all_reduce(book, [2, 1], 3)
-    book.compute(0, "forward", 0, 2)
-    book.compute(1, "optimizer", 3, 9)
-    assert [(p.rank, p.name) for p in critical_path(book.trace(2))] == [(0, "forward"), (1, "all_reduce"), (1, "optimizer")]
+    reduced = [("all_reduce", at, 3, (at, 3)) for at in (2, 1)]
+    trace = made([("forward", 0, 2), reduced[0]], [reduced[1], ("optimizer", 3, 9)])
+    assert [(p.rank, p.name) for p in critical_path(trace)] == [(0, "forward"), (1, "all_reduce"), (1, "optimizer")]

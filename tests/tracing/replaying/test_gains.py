@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from labkit.costs.link import Link
@@ -17,7 +19,7 @@ from labkit.tracing.step_times import step_lengths_ns
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, sent_afterwards, tensor_parallel, waited_over  # isort: skip
-from synthetic import MS, Book, alone, data_parallel, gpu_and_cpu, in_steps, remote_calls  # isort: skip
+from synthetic import MS, alone, data_parallel, gpu_and_cpu, in_steps, made, remote_calls  # isort: skip
 
 
 def gains(trace: Trace) -> Gains:
@@ -60,28 +62,25 @@ def test_the_two_levels_of_a_network_are_asked_about_one_by_one() -> None:
 
 
 def test_a_phase_of_numbered_micro_batches_is_one() -> None:
-    book = Book()
-    for number in range(4):
-        book.compute(0, f"forward {number}", number, number + 1)
-    assert saved(book.trace(1)) == {"forward twice as fast": 2}
-    assert not gains(book.trace(1)).steps
+    trace = made([(f"forward {number}", number, number + 1) for number in range(4)])
+    assert saved(trace) == {"forward twice as fast": 2}
+    assert not gains(trace).steps
 
 
-@pytest.mark.parametrize("logs", [False, True])
-def test_who_is_no_straggler(logs: bool) -> None:
-    """A rank that only does more. And rank 1, which needs longer for its forward pass, but nobody waits for it: rank 0
-    also logs, which no other rank does."""
-    book = Book()
-    if logs:
-        for rank, (forward, arrives) in enumerate(((10, 20), (12, 12))):
-            book.compute(rank, "forward", 0, forward)
-            book.travel(rank, "all_reduce", arrives, 21, wait=(arrives, 21), group="world", match=1)
-            book.whole(rank, "step", 0, 21)
-        book.compute(0, "log", 10, 20)
-    else:
-        for rank, number in ((0, 0), (0, 1), (0, 2), (1, 0)):
-            book.compute(rank, "forward", 2 * number, 2 * number + 2)
-    assert not any("as fast as the others" in change for change in saved(book.trace(2)))
+def reducing(forward: float, at: float) -> list[Any]:
+    return [("forward", 0, forward), ("all_reduce", at, 21, (at, 21)), ("step", 0, 21)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[("forward", at, at + 2) for at in (0, 2, 4)], [("forward", 0, 2)]],  # rank 0 only does more
+        # Nobody waits for rank 1, whose forward pass takes longer: rank 0 also logs, which no other rank does.
+        [[*reducing(10, 20), ("log", 10, 20)], reducing(12, 12)],
+    ],
+)
+def test_who_is_no_straggler(ranks: list[Any]) -> None:
+    assert not any("as fast as the others" in change for change in saved(made(*ranks)))
 
 
 def test_a_gain_below_the_spread_of_the_steps_is_marked() -> None:

@@ -19,7 +19,7 @@ from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 from replayed import MB10, ONE_GBIT, beside, blocking, waited, waited_over  # isort: skip
-from synthetic import ALONE, MS, Book, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
+from synthetic import ALONE, MS, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def times(trace: Trace, rank: int, name: str) -> list[tuple[float, float]]:
@@ -106,16 +106,15 @@ def test_a_network_has_two_levels() -> None:
 
 
 def test_who_issues_first_gets_the_port() -> None:
-    book = Book()
-    for sender, start in ((0, 0.0), (1, 1.0)):
-        book.compute(sender, "forward", 0, start + 1)
-        key = {"group": f"p2p {sender}>2 tag 0", "match": 1}
-        book.travel(sender, "send", start + 1, start + 3, nbytes=MB10, peer=2, wait=(start + 1, start + 3), **key)
-        book.travel(2, "recv", 0.1 * (sender + 1), start + 3, nbytes=MB10, peer=sender, **key)
-    both = replay(book.trace(3), link=ONE_GBIT)
+    ranks: list[Any] = [[], [], []]
+    for sender, end in ((0, 3), (1, 4)):
+        key = {"group": f"p2p {sender}>2 tag 0", "match": 1, "nbytes": MB10}
+        ranks[sender] = [("forward", 0, end - 2), ("send", end - 2, end, (end - 2, end), key | {"peer": 2})]
+        ranks[2].append(("recv", 0.1 * (sender + 1), end, None, key | {"peer": sender}))
+    both = replay(made(*ranks), link=ONE_GBIT)
     assert times(both, 0, "send") == [(1, 11)]
     assert times(both, 1, "send") == [(2, 21)]  # rank 2 receives one message after the other
-    turned = replay(book.trace(3), link=ONE_GBIT, slower={"forward": 4}, rank=0)
+    turned = replay(made(*ranks), link=ONE_GBIT, slower={"forward": 4}, rank=0)
     assert times(turned, 1, "send") == [(2, 12)]
     assert times(turned, 0, "send") == [(4, 22)]
 
@@ -242,14 +241,11 @@ def test_one_bucket_is_sent_when_the_last_gradient_is_there() -> None:
 
 def overlapping(*, backend_ms: float = 0) -> Trace:
     """Two all-reduces that run at the same time, from 5 to 12 and from 6 to 10, beside a backward pass of 20."""
-    book = Book()
-    for rank in range(2):
-        book.compute(rank, "backward", 0, 20)
-        book.whole(rank, "step", 0, 21)
-        for match, start, end in ((1, 5.0, 12.0), (2, 6.0, 10.0)):
-            more = {"backend_ns": int((start + backend_ms) * MS)} if backend_ms else {}
-            book.travel(rank, "all_reduce", start, end, nbytes=MB10, group="world", match=match, **more)
-    return book.trace(2)
+    reduced = []
+    for start, end in ((5, 12), (6, 10)):
+        more = {"backend_ns": int((start + backend_ms) * MS)} if backend_ms else {}
+        reduced.append(("all_reduce", start, end, None, {"nbytes": MB10} | more))
+    return made(*[[("backward", 0, 20), ("step", 0, 21), *reduced]] * 2)
 
 
 def test_one_bucket_takes_as_long_as_the_backend_was_busy() -> None:
