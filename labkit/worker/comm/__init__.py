@@ -7,7 +7,8 @@ What to open for which change:
   record of its creation: members.py
 - when an operation begins, waits and ends, and which time limits are the program's own: operation.py; `Work` objects,
   messages that nobody waits for yet, gloo with a GPU's tensors: work.py; futures: futures.py; tests test_operation.py,
-  test_work.py. What a failed wait waited for: group/failed_waits.py. GPUs: cuda_timing.py; tests test_gpu_tensors.py
+  test_work.py. What a failed wait waited for: group/deadlock_monitor.py, tests
+  group/test_no_deadlock.py. GPUs: cuda_timing.py; tests test_gpu_tensors.py
 - remote calls, their names, references to values of other ranks: rpc_calls.py; tests test_rpc_calls.py
 - phases (forward, backward, optimizer, data, stages of a pipeline): phases.py, backward.py; tests test_phases.py,
   test_pipelines.py, programs notebook/pasted/plain_*.py. `lab.track_memory`: memory_tracker.py
@@ -19,5 +20,4 @@ What to open for which change:
   tracing/silent_faults.py; tests tracing/test_verdict.py, group/test_same_as_serial.py
 - emulated links: emulated_link.py, for remote calls `_SlowCalls` in rpc_calls.py; how long operations take on them:
   costs/shared_link.py; tests test_emulated_link.py, test_emulated_network.py
-- what a failed wait waited for: group/deadlock_monitor.py; tests group/test_no_deadlock.py
 """
