@@ -14,7 +14,7 @@ from labkit.errors.exceptions import RankError as RankError
 from labkit.errors.exceptions import RunError as RunError
 from labkit.errors.exceptions import RunTimeoutError as RunTimeoutError
 from labkit.errors.exceptions import Stopped as Stopped
-from labkit.group.profile import profile as profile
+from labkit.group.group import profile as profile
 from labkit.group.run import Run as Run
 from labkit.group.same_as_serial import same_as_serial as same_as_serial
 from labkit.group.simulation.simulate import simulate as simulate

@@ -1,13 +1,16 @@
-"""The arguments of a group: read, and checked against its runtime and this machine, before any process starts."""
+"""The arguments of a group and of its calls: read, and checked, before any process starts or does something."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import numbers
+import operator
 import os
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from labkit.costs.link import Link
@@ -15,6 +18,7 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
+from labkit.ipc.code_names import name_of
 from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
 from labkit.launch.capacity import check_capacity, processes_visible
 from labkit.recording.cores import usable_cores
@@ -42,11 +46,7 @@ class FixedArgument:
 
 
 def runtime_named(name: Any) -> type[Runtime]:
-    """The class of a runtime.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """The class of a runtime."""
     if not isinstance(name, str) or name not in RUNTIMES:
         raise ValueError(f"runtime={name!r}: expected one of {', '.join(map(repr, RUNTIMES))}")
     return RUNTIMES[name]
@@ -55,11 +55,7 @@ def runtime_named(name: Any) -> type[Runtime]:
 def machines_or_link(
     on: Any, link: Link | Network | None, ranks: int, kind: type[Runtime]
 ) -> tuple[Any, Link | Network | None, str]:
-    """Return the machines and the link of a group, and a line if they are not those that were asked for.
-
-    Raises:
-        TypeError, ValueError: `on` is no engine, or cannot have so many ranks, or there is a link as well.
-    """
+    """The machines and the link of a group, and a line if they are not those that were asked for."""
     from labkit.launch.machines.engines import Engine
 
     if not isinstance(on, Engine):
@@ -81,11 +77,7 @@ def default_threads(ranks: int) -> int:
 
 
 def check_environment() -> None:
-    """Check that this process may create groups.
-
-    Raises:
-        LabError: this process is a rank, or labkit does not support this system.
-    """
+    """Raise LabError if this process is a rank, or if labkit does not support this system."""
     if "LABKIT_RANK" in os.environ:
         raise LabError("this code runs inside a rank, and ranks cannot create groups; create the group in the notebook")
     if os.name != "posix":
@@ -97,11 +89,7 @@ def check_environment() -> None:
 def names_and_jobs(
     ranks: int | Sequence[str] | Mapping[str, int], kind: type[Runtime]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """The names of the ranks, and TensorFlow's job and task of each.
-
-    Raises:
-        TypeError, ValueError: an invalid number, name or job.
-    """
+    """The names of the ranks, and TensorFlow's job and task of each."""
     if isinstance(ranks, Mapping):
         jobs = _jobs(ranks, kind)
         names = tuple(job if ranks[job] == 1 else f"{job}{task}" for job, task in jobs)
@@ -148,11 +136,7 @@ def _check_count(count: int, given: str) -> None:
 def rpc_options(given: Any) -> tuple[int, float]:
     """The number of threads that serve calls, and the time limit of a call in seconds.
 
-    Args:
-        given: torch's `TensorPipeRpcBackendOptions`, or a dict; None for torch's defaults.
-
-    Raises:
-        TypeError, ValueError: an invalid option.
+    Given are torch's `TensorPipeRpcBackendOptions`, a dict, or None for torch's defaults.
     """
     if given is None:
         return RPC_OPTIONS
@@ -171,13 +155,7 @@ def rpc_options(given: Any) -> tuple[int, float]:
 
 
 def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> None:
-    """Check that the runtime has what the options ask for.
-
-    `for_rpc` says whether options of RPC were given.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Raise ValueError if the runtime lacks what the options ask for; `for_rpc`: whether options of RPC were given."""
     if options.devices_per_rank != 1 and not kind.has_logical_devices:
         raise ValueError(
             f"devices_per_rank is for {_those('has_logical_devices')}; in torch, lab.devices(n) gives a rank's devices"
@@ -192,11 +170,7 @@ def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> No
 
 
 def check_machine(options: Options, kind: type[Runtime]) -> None:
-    """Check that this machine and installation have what a group needs.
-
-    Raises:
-        LabError: they have not.
-    """
+    """Raise LabError if this machine or installation lacks what a group needs."""
     count = len(options.names)
     if kind.package and importlib.util.find_spec(kind.package) is None:
         raise missing(kind.package, kind.extra)
@@ -205,3 +179,98 @@ def check_machine(options: Options, kind: type[Runtime]) -> None:
     if options.start == "fork" and sys.platform != "linux":
         raise LabError("start='fork' needs Linux; elsewhere a forked process may hang in a system library. Use start='spawn'.")
     check_capacity(count, kind.rank_bytes)
+
+
+def chosen(names: Sequence[str], which: int | str | slice | Iterable[int | str]) -> list[int]:
+    """The numbers of the selected ranks in ascending order, given as for `Group.__getitem__`."""
+    if isinstance(which, slice):
+        on = list(range(len(names))[which])
+    elif isinstance(which, Iterable) and not isinstance(which, str):
+        on = sorted({_number(names, w) for w in which})
+    else:
+        on = [_number(names, which)]
+    if not on:
+        raise LabError(f"group[{_shown(which)}] selects no ranks; this group has ranks 0 to {len(names) - 1}")
+    return on
+
+
+def _number(names: Sequence[str], which: int | str) -> int:
+    if isinstance(which, str):
+        if which in names:
+            return names.index(which)
+        raise LabError(f"no rank is named {which!r}; this group has {', '.join(map(repr, names))}")
+    try:
+        number = operator.index(which)
+    except TypeError:
+        number = None
+    if number is None or isinstance(which, bool):
+        raise TypeError(f"group[{which!r}]: expected a rank's number or name")
+    if -len(names) <= number < len(names):
+        return number % len(names)
+    raise LabError(f"no rank {number}; this group has ranks 0 to {len(names) - 1}")
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, slice):
+        return ":".join("" if part is None else str(part) for part in (which.start, which.stop, which.step)).removesuffix(":")
+    return repr(which)
+
+
+# Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
+RANK_NAMES: Final = (
+    "gpu",
+    "i",
+    "idx",
+    "index",
+    "pid",
+    "proc_id",
+    "process_id",
+    "process_index",
+    "local_process_index",
+    "worker_id",
+)
+
+
+class WithRank:
+    """A function that is called with the rank's number before its arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self.__name__ = name_of(function)
+
+    def __call__(self, *args: Any) -> Any:
+        """In a rank: call the function."""
+        return self._function(int(os.environ["LABKIT_RANK"]), *args)
+
+
+def check_spawn(function: Any, args: Any, nprocs: int | None, join: bool, size: int) -> None:
+    """Check the arguments of `group.spawn`, which supports less than `mp.spawn`."""
+    if not callable(function):
+        raise TypeError(f"spawn({function!r}): expected a function, given {type(function).__name__}. Pass f, not f(rank).")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"spawn(..., args={args!r}): expected a tuple of arguments; a single one is written args=({args!r},)")
+    if nprocs not in (None, size):
+        raise ValueError(f"spawn(..., nprocs={nprocs}): this group has {size} ranks; create one with lab.Group({nprocs})")
+    if not join:
+        raise ValueError("spawn(..., join=False): a group always waits for its ranks; leave join out")
+
+
+def hint_for_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A hint for a function that was called without the rank that its first parameter expects; else ""."""
+    if isinstance(function, WithRank):
+        return ""
+    try:
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters), "")
+        if "rank" not in first and first not in RANK_NAMES:
+            return ""
+        signature.bind(0, *args, **kwargs)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        name = name_of(function)
+        return f"`group.spawn({name}, args=(...))` calls {name}({first}, ...) on each rank with its number, as mp.spawn does."
+    return ""

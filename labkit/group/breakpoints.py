@@ -85,11 +85,7 @@ class Breakpoints:
 def ask(member: Member, text: str) -> str | None:
     """Show what a rank's debugger has printed, of which the last line is the prompt, and ask for a command.
 
-    Returns:
-        the line; "" at the end of the input; None if nobody can be asked.
-
-    Raises:
-        KeyboardInterrupt: Stop.
+    Return the line; "" at the end of the input; None if nobody can be asked.
     """
     if not can_ask():
         return None

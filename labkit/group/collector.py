@@ -1,10 +1,10 @@
-"""The raw records of a run: read while it is running, queried for operations, and turned into a trace on request."""
+"""The raw records of a run: read while it runs, shown in a picture, queried for operations, turned into a trace."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from labkit.costs.network import Network, nodes_over
 from labkit.errors.lists import listed
 from labkit.group.mismatches import ProgramLine, first_unequal
 from labkit.group.pool_state import Member
+from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
 from labkit.recording.ring_buffer import pending_of
@@ -25,12 +26,31 @@ from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
 _Who = TypeVar("_Who")  # a rank's number or its name
 
 
-class Records:
-    """The records of one run, by rank.
+class Picture(Protocol):
+    """A live picture of a run; its methods are called on the thread that called `watch`."""
 
-    Args:
-        cores: how many cores they share; 0 if unknown.
-    """
+    interval_s: float
+
+    def begin(self, ranks: tuple[str, ...], title: str, start_ns: int, called: Sequence[int]) -> None:
+        """The run starts; the ranks with the numbers `called` call the function, the others serve."""
+
+    def update(
+        self, now_ns: int, new: Trace, pending: Sequence[Sequence[Pending]], loads: Sequence[Load], silent: Mapping[int, int]
+    ) -> None:
+        """Receive newly completed spans, per rank its pending operations and its resource usage.
+
+        `silent` has the ranks whose machine does not answer, with the time of its last report.
+        """
+
+    def hold(self, asking: Collection[int]) -> None:
+        """The student is asked for a command for one of these ranks: no update follows while the student thinks."""
+
+    def end(self, trace: Trace, stopped: str) -> None:
+        """The run has ended; `stopped` says why it ended early, as in "stopped by an error"; "" if it did not."""
+
+
+class Records:
+    """The records of one run, by rank; `cores` is how many cores they share, 0 if unknown."""
 
     def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
         self._link, self._cores = link, cores
@@ -210,11 +230,9 @@ class Records:
         return sum(int(((c["kind"] == COMPUTE) & (c["name"] == optimizer)).sum()) for c in self._chunks[rank])
 
     def unequal(self) -> tuple[list[tuple[str, Pending]], ...]:
-        """Find the first operations with mismatched arguments.
+        """Find the first operation whose result is wrong, and the first that reduced tensors of different shapes.
 
-        Returns:
-            the first whose result is wrong, and the first that reduced different shapes: for each rank its name and its
-            side of the operation; [] for none.
+        Return for each rank its name and its side of the operation; [] for none.
         """
         self.drain()
         return tuple([self._side(place) for place in places] for places in first_unequal(self._chunks, self._names_of))
@@ -232,8 +250,7 @@ class Records:
     def trace(self, profiled: Sequence[Sequence[Any]] = ()) -> Trace:
         """Return the trace of all records; call `freeze` first.
 
-        Args:
-            profiled: by rank, the fields of its `ProfilerEvent`s; empty if torch's profiler was off.
+        `profiled` has by rank the fields of its `ProfilerEvent`s; it is empty if torch's profiler was off.
         """
         profile = [ProfilerEvent(rank, *row) for rank, rows in enumerate(profiled) for row in rows]
         unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]

@@ -99,35 +99,6 @@ def thread_blocked(rank: RankState, served: Pending) -> bool:
     return any(p.thread == served.thread for p in rank.blocked)
 
 
-HINTS: Final = {  # the usual mistake behind an endless wait
-    GroupKind.RENDEZVOUS: "Ranks meet where address, port and world size agree, and each must come with a rank of its own.",
-}
-
-
-def absent_ranks(group: str, match: int, entered: Sequence[int]) -> list[int]:
-    """The numbers of the ranks that such a wait still needs; -1 stands for any rank.
-
-    Args:
-        group: the key of the rendezvous.
-        match: the number of this rendezvous, counted from 1.
-        entered: how many times each rank has entered it.
-    """
-    size = size_of(group)
-    absent = [rank for rank, number in enumerate(entered) if number < match]
-    if size == len(entered):
-        return absent
-    return [-1] if len(entered) - len(absent) < size else []
-
-
-def hint_of(group: str, size: int) -> str:
-    """The usual mistake behind an endless wait, given its key and the number of ranks in the group."""
-    kind = kind_of(group)
-    if kind is GroupKind.RENDEZVOUS and size_of(group) > size:
-        asked = size_of(group)
-        return f"It asks for {asked} ranks, and this group has {size}: give it world_size {size}, or make a lab.Group of {asked}."
-    return HINTS[kind]
-
-
 _Who = TypeVar("_Who")  # a rank's number or its name
 
 
@@ -176,10 +147,7 @@ def find_deadlock(ranks: Sequence[RankState]) -> Deadlock | None:
 def first_mismatch(operations: Sequence[tuple[_Who, Pending]]) -> tuple[tuple[_Who, Pending], ...]:
     """The two sides of the first operation that ranks entered with different arguments; () if there is none.
 
-    Of a message, the sender comes first.
-
-    Args:
-        operations: ranks, each with an operation that it is in, or was in when it failed.
+    Given are operations in which ranks are, or were when they failed. Of a message, the sender comes first.
     """
     by_number: dict[tuple[str, int], list[tuple[_Who, Pending]]] = {}
     for who, operation in operations:
@@ -234,8 +202,12 @@ def _not_entered(ranks: Sequence[RankState], me: int, operation: Pending) -> Ite
         takes_any = operation.type is SEND and any(p.type is RECV and not p.group for p in peer.pending)
         if peer.entered.get(group, 0) < operation.match and not takes_any:
             yield operation.peer
-    elif kind in HINTS:
-        yield from absent_ranks(group, operation.match, [rank.entered.get(group, 0) for rank in ranks])
+    elif kind is GroupKind.RENDEZVOUS:
+        absent, size = [i for i, rank in enumerate(ranks) if rank.entered.get(group, 0) < operation.match], size_of(group)
+        if size == len(ranks):
+            yield from absent
+        elif len(ranks) - len(absent) < size:
+            yield -1
     elif kind is GroupKind.TENSORFLOW:  # ranks that are not called may serve, such as a "ps"
         yield from (i for i, rank in enumerate(ranks) if rank.returned and not rank.free and rank.called and not rank.serving)
     elif kind in (GroupKind.COLLECTIVE, GroupKind.CREATION):
@@ -252,14 +224,12 @@ def _not_entered(ranks: Sequence[RankState], me: int, operation: Pending) -> Ite
 
 
 def _absent(ranks: Sequence[RankState], inactive: Collection[int], me: int, operation: Pending) -> list[int]:
-    """The ranks that have not entered an operation and never will, since they have returned."""
     not_here = (i for i in missing(ranks, me, operation) if i in inactive)
     apart = kind_of(operation.group) is GroupKind.RENDEZVOUS  # serving calls does not enter a rendezvous
     return [i for i in not_here if ranks[i].returned and (apart or not ranks[i].serving)]
 
 
 def _may_come(ranks: Sequence[RankState], inactive: set[int], which: int, operation: Pending) -> bool:
-    """Whether a rank may still enter an operation."""
     if which == -1:
         return any(_may_come(ranks, inactive, i, operation) for i in range(len(ranks)) if operation not in ranks[i].pending)
     if kind_of(operation.group) is GroupKind.CALL:
@@ -291,7 +261,6 @@ def _differs(a: Pending, b: Pending) -> bool:
 
 
 def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: set[int]) -> Deadlock:
-    """The deadlock of these waiting ranks, with its reason."""
     blocked = [(i, p) for i in waiting for p in ranks[i].blocked]
     unequal = first_mismatch([*blocked, *((i, p) for i, rank in enumerate(ranks) for p in (*rank.pending, *rank.done))])
     if unequal:
@@ -311,7 +280,7 @@ def _explained(ranks: Sequence[RankState], waiting: tuple[int, ...], inactive: s
     if for_futures := tuple((i, p) for i, p in blocked if promised(ranks, p)):
         return Deadlock(waiting, Reason.FUTURE, for_futures)
     circle = _circle(ranks, waiting)
-    apart = tuple((i, p) for i, p in blocked if kind_of(p.group) in HINTS)
+    apart = tuple((i, p) for i, p in blocked if kind_of(p.group) is GroupKind.RENDEZVOUS)
     if apart and (not circle or all(kind_of(p.group) is GroupKind.RENDEZVOUS for _, p in circle)):
         return Deadlock(waiting, Reason.RENDEZVOUS, apart)
     return Deadlock(waiting, Reason.CIRCLE, tuple(circle)) if circle else Deadlock(waiting, Reason.NO_SENDER, tuple(blocked))

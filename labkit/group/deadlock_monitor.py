@@ -7,25 +7,32 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from labkit.errors.exceptions import RankFailure
+from labkit.errors.exit_reasons import Cause
 from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, RankState, find_deadlock, missing, served_by
-from labkit.group.deadlock_words import origin_in_words
+from labkit.group.deadlock_words import (
+    MOST_NAMES,
+    late_in_words,
+    left_in_words,
+    line_of,
+    origin_in_words,
+    silence_notice,
+    waiting_notice,
+)
 from labkit.group.parting import Side, frames_at, parting_in_words, source_of
 from labkit.group.pool_state import Member
 from labkit.group.processes import SLOW_S, RankPool
-from labkit.group.wait_notices import MOST_NAMES, line_of, silence_notice, unrecorded_notice, waiting_notice
 from labkit.launch.frames import StackFrame
 from labkit.launch.rank_process import command_to_resume
-from labkit.launch.thread_states import Active, MainWaits, RankThreads, Threads, active
+from labkit.launch.thread_states import Active, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
+from labkit.recording.operations import RPC
 from labkit.recording.schema import Pending
 
 CONFIRM_NS: Final = 400_000_000  # between the two checks that must agree before a deadlock is reported
-IDLE_SHARE: Final = 0.05  # of one core, all ranks together: with less, they are idle
-IDLE_NS: Final = 750_000_000  # over which that is measured
 CHECK_FROZEN_EVERY_NS: Final = 500_000_000
-UNMOVED_EVERY_NS: Final = 1_000_000_000  # between two checks whether the main threads of all ranks wait
 SLOW_NS: Final = 10_000_000_000  # a wait for a rank that computes is announced after this time
 LONGEST_PAUSE_NS: Final = 5_000_000_000  # between two checks of the threads of ranks that seem deadlocked
 PLACES_FOR_NS: Final = 5_000_000_000  # how long the place where a rank was seen is shown
@@ -33,36 +40,20 @@ PLACES_FOR_NS: Final = 5_000_000_000  # how long the place where a rank was seen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """Ranks that seemed deadlocked when their threads were last checked.
+    """Ranks that seemed deadlocked when their threads were last checked."""
 
-    Args:
-        pending: rank, name and start of every operation that was pending.
-        threads: the state of each rank's threads, by rank.
-        acting: by rank, what might still act.
-        seemed_certain: whether it was a deadlock if no thread has moved since.
-        pause_ns, next_ns: how long until the next check, and when it is due.
-    """
-
-    pending: tuple[tuple[int, str, int], ...]
-    threads: Mapping[int, RankThreads]
-    acting: Mapping[int, Active]
-    seemed_certain: bool
-    pause_ns: int
-    next_ns: int
+    pending: tuple[tuple[int, str, int], ...]  # rank, name and start of every operation that was pending
+    threads: Mapping[int, RankThreads]  # by rank
+    acting: Mapping[int, Active]  # by rank, what might still act
+    seemed_certain: bool  # whether it was a deadlock if no thread has moved since
+    pause_ns: int  # until the next check
+    next_ns: int  # when that is due
 
 
 class DeadlockMonitor:
     """Distinguishes a deadlock from ranks that only wait long.
 
-    Args:
-        on: the numbers of the ranks that call the function.
-        results, failures: the ranks that have returned or failed so far; both grow during the run.
-        serving: the numbers of ranks that were called and now only serve others.
-        called: the function that the run called, as a frame.
-
-    Attributes:
-        notice: the current notice of a long wait, or of a suspended rank: one line; "" for none.
-        silence: the line that says where ranks are that have shown nothing for long; "" for none.
+    Ranks `on` call the function; those of `serving` now only serve others. Results and failures grow during the run.
     """
 
     def __init__(
@@ -81,15 +72,12 @@ class DeadlockMonitor:
         self._suspicion: _Suspicion | None = None
         self._places: dict[int, RankThreads] = {}  # the threads of ranks that others wait for
         self._places_until_ns = 0
-        self._cpu_time = 0, 0.0, False  # time of the last check, CPU seconds of all ranks then, and whether they were idle
-        self._unmoved: Mapping[int, int] = {}  # the context switches of main threads that all waited at the last check
-        self._unmoved_ns = 0  # since when
-        self._unmoved_check_ns = 0
         self._frozen: list[Member] = []
         self._frozen_check_ns = 0
         self._next_silence_s = SLOW_S
         self._uncounted = [(m.reader.unnoted, m.reader.dropped) for m in self._members]
-        self.notice = self.silence = ""
+        self.notice = ""  # of a long wait, or of a suspended rank: one line
+        self.silence = ""  # the line that says where ranks are that have shown nothing for long
 
     def check(self, now_ns: int, silent_s: float = 0.0) -> Deadlock | None:
         """The deadlock that the ranks are in, once it is certain; else None.
@@ -109,7 +97,7 @@ class DeadlockMonitor:
         waited_ns = max((now_ns - p.wait_start_ns for of_rank in pending for p in of_rank if p.wait_start_ns), default=0)
         if waited_ns < kind.certain_after_s * 1e9:
             self._suspicion = None
-            self.notice = self._notice_of_unrecorded(now_ns)
+            self.notice = ""
             self._look_into_silence(silent_s)
             return None
         blocked_in = {(p.group, p.match) for of_rank in pending for p in of_rank if p.wait_start_ns and p.match}
@@ -147,7 +135,6 @@ class DeadlockMonitor:
         return None
 
     def _active(self, rank: int, state: RankState, now: RankThreads, before: RankThreads | None) -> Active | None:
-        """What may still act in a rank, apart from the operations in which it is blocked."""
         # TensorFlow's waits are recorded by another thread; a server's main thread is one of those that serve.
         unknown = rank in self._serving or any(kind_of(p.group) is GroupKind.TENSORFLOW for p in state.blocked)
         blocked = None if unknown else {p.thread for p in state.blocked}
@@ -164,7 +151,6 @@ class DeadlockMonitor:
             self.silence = silence_notice({self._members[i].name: threads.get(i) for i in running}, silent_s)
 
     def _threads_of(self, ranks: Collection[int], *, with_children: bool = False, insist: bool = True) -> dict[int, RankThreads]:
-        """The state of the threads of those ranks that are alive."""
         living = [self._members[i] for i in ranks if i not in self._failures and i not in self._lost]
         threads = self._pool.ask(Threads(children=with_children, insist=insist), living)
         return {member.rank: of_rank for member, of_rank in zip(living, threads, strict=True)}
@@ -175,18 +161,35 @@ class DeadlockMonitor:
         threads = self._threads_of([i for i in late if not self._members[i].reader.pending()])
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
-    def late(self, rank: int, operation: Pending) -> dict[int, str]:
-        """Of the ranks that have not entered an operation, which has failed on a rank: what `lines` returns."""
-        states = [self._state_of(m, m.reader.pending(), set()) for m in self._members]
-        lines = self.lines()
-        return {i: lines[i] for i in missing(states, rank, operation) if i in lines}
+    def whom_it_awaited(self, failure: RankFailure, others: dict[int, str]) -> str:
+        """Say why a rank's wait failed, in sentences; "" if another error has ended it, or it is not certain.
+
+        It waited for ranks that were late for the program's time limit, or had left RPC. The lines of late ranks are
+        added to `others`, which says what other ranks were doing.
+        """
+        names = [member.name for member in self._members]
+        if failure.own_limit:
+            words = ""
+            for operation in self._records.failed(failure.rank)[-1:]:
+                states = [self._state_of(m, m.reader.pending(), set()) for m in self._members]
+                lines = self.lines()
+                late = [rank for rank in missing(states, failure.rank, operation) if rank in lines]
+                words = late_in_words([names[rank] for rank in late], operation) if late else ""
+                for rank in late:
+                    others[rank] += lines[rank]
+            return " ".join(filter(None, (failure.own_limit, words)))
+        call, end_ns = self._records.last_wait(failure.rank) or (None, 0)
+        if failure.cause is not Cause.LOST_CONNECTION or call is None or call.type is not RPC:
+            return ""
+        left, replies = self._records.left_rpc(call.peer), self._records.done(call.peer, {(call.group, call.match)})
+        if left is None or left.start_ns > end_ns or any(reply.start_ns < left.start_ns for reply in replies):
+            return ""
+        return left_in_words(names[call.peer], left, call, self._records.count_calls(failure.rank, call))
 
     def parting(self, waits: Sequence[tuple[int, Pending]], returned: int | None = None) -> tuple[str, dict[int, str]]:
         """Where ranks parted, and what torch made their operations of, in sentences; and source lines by rank.
 
-        Args:
-            waits: ranks with their operations: two sides, or ranks that wait for one that has returned.
-            returned: that rank.
+        Given are the operations of two sides, or of ranks that wait for one that has returned.
         """
         collectives = [(i, p) for i, p in waits if kind_of(p.group) in (GroupKind.COLLECTIVE, GroupKind.CREATION)]
         if not collectives or not (len(waits) == 2 or returned is not None):
@@ -224,7 +227,6 @@ class DeadlockMonitor:
         return any((p.group, p.match) == (operation.group, operation.match) for p in self._members[rank].reader.pending())
 
     def _notice_of(self, states: Sequence[RankState], waited_ns: int, now_ns: int) -> str:
-        """The notice while no deadlock is certain: who waits, and for whom."""
         if waited_ns <= SLOW_NS:
             return ""
         acting = self._suspicion.acting if self._suspicion is not None else {}
@@ -236,30 +238,11 @@ class DeadlockMonitor:
             self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
         return waiting_notice(states, self._places, acting, now_ns)
 
-    def _notice_of_unrecorded(self, now_ns: int) -> str:
-        """The notice while no rank waits in an operation: all wait for locks, in C++ perhaps, and none computes."""
-        if now_ns - self._unmoved_check_ns < UNMOVED_EVERY_NS:
-            return self.notice if self._unmoved else ""
-        self._unmoved_check_ns = now_ns
-        running = [m for m in self._members if m.rank in self._on and m.rank not in {*self._results, *self._failures}]
-        waits = {m.rank: switches for m, switches in zip(running, self._pool.ask(MainWaits(), running), strict=True)}
-        if not self._idle(now_ns) or -1 in waits.values():
-            waits = {}
-        if waits != self._unmoved:
-            self._unmoved, self._unmoved_ns = waits, now_ns
-        if not waits or now_ns - self._unmoved_ns <= SLOW_NS:
-            return ""
-        if now_ns > self._places_until_ns or self._places.keys() != waits.keys():
-            self._places = self._threads_of(waits)
-            self._places_until_ns = time.perf_counter_ns() + PLACES_FOR_NS
-        return unrecorded_notice([m.name for m in self._members], self._places, now_ns - self._unmoved_ns)
-
     def _any_frozen(self, now_ns: int) -> bool:
         """Whether a signal has stopped a rank's process, so that ranks that wait for it are not in a deadlock."""
         if now_ns - self._frozen_check_ns < CHECK_FROZEN_EVERY_NS:
             return bool(self._frozen)
         self._frozen_check_ns = now_ns
-        before = self._frozen
         self._frozen = [
             m for m in self._members if m.rank not in self._results and m.rank not in self._failures and m.process.status().frozen
         ]
@@ -268,18 +251,7 @@ class DeadlockMonitor:
             command = command_to_resume([m.process for m in self._frozen])
             names = listed((m.name for m in self._frozen), most=MOST_NAMES, rest="others")
             self.notice = f"stopped by a signal (SIGSTOP): {names}; `{command}` resumes the run"
-        elif before:
-            self.notice = ""
         return bool(self._frozen)
-
-    def _idle(self, now_ns: int) -> bool:
-        """Whether the ranks have used hardly any CPU time since the last check."""
-        cpu_s = sum(member.process.status().cpu_s for member in self._members)
-        before_ns, before_s, _ = self._cpu_time
-        if now_ns - before_ns > IDLE_NS:
-            idle = cpu_s - before_s < IDLE_SHARE * (now_ns - before_ns) / 1e9
-            self._cpu_time = now_ns, cpu_s, idle and before_ns > 0
-        return self._cpu_time[2]
 
     def _state_of(self, member: Member, pending: list[Pending], blocked_in: set[tuple[str, int]]) -> RankState:
         entered = dict(self._records.entered(member.rank))
@@ -294,5 +266,5 @@ class DeadlockMonitor:
         return RankState(
             member.name, pending, called=called, returned=ended or not called or serves or member.rank in self._results,
             serving=serving, receiving=receiving, entered=entered, done=self._records.done(member.rank, blocked_in),
-            uncounted=(member.reader.unnoted, member.reader.dropped) != self._uncounted[member.rank],
+            uncounted=(member.reader.unnoted, member.reader.dropped) != self._uncounted[member.rank]
         )  # fmt: skip

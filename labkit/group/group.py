@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -17,27 +18,14 @@ from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError, RankError, Stopped, wrapped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.group.arguments import (
-    FixedArgument,
-    check_environment,
-    check_machine,
-    check_runtime,
-    default_threads,
-    machines_or_link,
-    names_and_jobs,
-    rpc_options,
-    runtime_named,
-)  # fmt: skip
-from labkit.group.cell_names import CellNames, lost_names
+from labkit.group import arguments
+from labkit.group.collector import Picture
+from labkit.group.deadlock_words import Stacks, readable
 from labkit.group.open_groups import default_start, notebook
 from labkit.group.output import cell_label, put
-from labkit.group.picture import Picture
-from labkit.group.pool_state import Member, Phase, Request
+from labkit.group.pool_state import CellNames, Member, Phase, Request, lost_names
 from labkit.group.processes import RankPool
-from labkit.group.rank_selection import Ranks, chosen
 from labkit.group.run import Execution, Run
-from labkit.group.spawn import WithRank, check_spawn, hint_for_rank
-from labkit.group.stack_report import Stacks, readable
 from labkit.ipc import pickling, protocol
 from labkit.ipc.code_names import assigned, function_mentions, mentions, name_of, parameters_of, reads
 from labkit.ipc.definitions import Sent
@@ -47,6 +35,7 @@ from labkit.ipc.protocol import Message
 from labkit.ipc.ranks_cell import parse
 from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.thread_states import Threads
+from labkit.worker.runtimes.registry import RUNTIMES
 
 
 class Group:
@@ -83,7 +72,7 @@ class Group:
     """
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # makes the live picture of `watch`; this package draws nothing
-    runtime, devices, threads, timeout_s, link = (FixedArgument() for _ in range(5))
+    runtime, devices, threads, timeout_s, link = (arguments.FixedArgument() for _ in range(5))
 
     @public_api
     def __init__(
@@ -100,27 +89,27 @@ class Group:
         rpc_backend_options: Any = None,
         on: Any = None,
     ) -> None:
-        check_environment()
-        self._kind = runtime_named(runtime)
-        self.names, jobs = names_and_jobs(ranks, self._kind)
+        arguments.check_environment()
+        self._kind = arguments.runtime_named(runtime)
+        self.names, jobs = arguments.names_and_jobs(ranks, self._kind)
         note = ""
         if on is not None:
-            on, link, note = machines_or_link(on, link, len(self.names), self._kind)
+            on, link, note = arguments.machines_or_link(on, link, len(self.names), self._kind)
         self._options = Options(
             names=self.names,
             jobs=jobs,
             runtime=runtime,
             devices="auto" if devices is None else devices,
             devices_per_rank=devices_per_rank,
-            threads=default_threads(len(self.names)) if threads is None and on is None else threads,
+            threads=arguments.default_threads(len(self.names)) if threads is None and on is None else threads,
             timeout_s=timeout_s,
             start=default_start() if start is None else start,
             link=link,
-            rpc_options=rpc_options(rpc_backend_options),
+            rpc_options=arguments.rpc_options(rpc_backend_options),
         )
-        check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
+        arguments.check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
         if on is None:
-            check_machine(self._options, self._kind)
+            arguments.check_machine(self._options, self._kind)
         self.on = on
         self._pool: RankPool | None = None
         self._closed = False
@@ -143,11 +132,9 @@ class Group:
         return len(self.names)
 
     def __iter__(self) -> Iterator[Ranks]:
-        """Each of the ranks alone, in rank order."""
         return (Ranks(self, [rank]) for rank in range(len(self)))
 
     def __contains__(self, which: object) -> bool:
-        """Whether the group has a rank of this number or name, or these ranks."""
         return which.group is self if isinstance(which, Ranks) else which in range(len(self)) or which in self.names
 
     def __repr__(self) -> str:
@@ -175,7 +162,7 @@ class Group:
             LabError: the group has no such rank.
             TypeError: an index of another type.
         """
-        return Ranks(self, chosen(self.names, which))
+        return Ranks(self, arguments.chosen(self.names, which))
 
     @public_api
     def run(self, function: Callable[..., Any], /, *args: Any, check: bool | None = None, **kwargs: Any) -> Run:
@@ -215,8 +202,8 @@ class Group:
         self, function: Callable[..., Any], args: Sequence[Any] = (), nprocs: int | None = None, join: bool = True,
         daemon: bool = False, start_method: str = "spawn") -> Run:  # fmt: skip  # noqa: ARG002  # the last two have no effect
         """Call `function(rank, *args)` on every rank, as `mp.spawn` does."""
-        check_spawn(function, args, nprocs, join, len(self))
-        return self._run(WithRank(function), tuple(args), {}, range(len(self)), watch=False)
+        arguments.check_spawn(function, args, nprocs, join, len(self))
+        return self._run(arguments.WithRank(function), tuple(args), {}, range(len(self)), watch=False)
 
     @public_api
     def run_cell(
@@ -240,7 +227,7 @@ class Group:
             RankError, LabError, KeyboardInterrupt: as for `run`; also `LabError` for magics.
         """
         self._check_check(check)
-        on = chosen(self.names, on) if on is not None else range(len(self))
+        on = arguments.chosen(self.names, on) if on is not None else range(len(self))
         home = sys.modules["__main__"]
         with warnings.catch_warnings(action="ignore"):  # the ranks will show syntax warnings
             tree = parse(source, filename, label)
@@ -309,7 +296,7 @@ class Group:
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: Sequence[int], *, watch: bool,
-        check: bool | None = None,
+        check: bool | None = None
     ) -> Run:  # fmt: skip
         if not callable(function):
             raise TypeError(f"run({function!r}): expected a function, given {type(function).__name__}. Pass f, not f().")
@@ -330,7 +317,7 @@ class Group:
             request = Request(cell=False, starts_rpc=starts_rpc)
             return self._execute(request, payload, name, on, lambda _: call, called, watch=watch)
         except RankError as error:
-            if error.hint or not (hint := hint_for_rank(function, args, kwargs)):
+            if error.hint or not (hint := arguments.hint_for_rank(function, args, kwargs)):
                 raise
             hinted = RankError(error.failures, error.others, stopped=error.stopped, hint=hint)
             hinted.run = error.run
@@ -371,11 +358,9 @@ class Group:
             if payload.copied_from_gpu:
                 self._announce("CUDA tensors in arguments reach the ranks as CPU tensors.")
             pool, home = self._usable_pool(request), sys.modules["__main__"]
-            for note in pool.follow():
-                self._announce(note)
+            self._announce(*pool.follow())
             pool.state.begin(request)
-            for note in pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)):
-                self._announce(note)
+            self._announce(*pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)))
             self._install(pool, payload)
             if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
@@ -390,8 +375,7 @@ class Group:
                     pool.state.end()
                 raise
             self.last_run = run
-            for note in execution.notes:
-                self._announce(note)
+            self._announce(*execution.notes)
             for fault in execution.faults:  # after every run, unlike notes, until it is mended
                 put(wrapped(f"labkit: {fault}") + "\n")
             if execution.unfinished is None:
@@ -442,8 +426,7 @@ class Group:
             self._machines |= pool.machines
             if self._machines - pool.machines:
                 self._announced.difference_update(pool.notes)  # a machine may be lost more than once
-            for note in pool.notes:
-                self._announce(note)
+            self._announce(*pool.notes)
         if self._closed:
             raise LabError("the group was closed in another thread while its ranks started")
         return self._pool
@@ -453,10 +436,9 @@ class Group:
         return self.on is not None and self.on.returns > self._returns and bool(self._machines - pool.machines)
 
     def _install(self, pool: RankPool, payload: pickling.Payload) -> None:
-        """Install in the ranks what they must have before any of them starts to call.
+        """Install in the ranks, before any of them starts to call, the student's files from which the functions come.
 
-        These are the student's files from which the payload's functions come, unless the ranks have them, and where
-        ranks serve others, the functions themselves.
+        Where ranks serve others, install the functions themselves, too.
         """
         new, known = protocol.Files(), pool.members[0].known_files
         for filename in payload.files:
@@ -469,7 +451,6 @@ class Group:
             pool.exchange(protocol.Install(payload), protocol.Installed)
 
     def _end(self, *, graceful: bool) -> None:
-        """End the processes; the next run starts new ones."""
         pool = self._pool
         if pool is None:
             return
@@ -485,11 +466,80 @@ class Group:
         if self._options.start == "spawn" and self.on is None and not self._closed:
             notebook.starter(self.runtime, "spawn").warm(len(self))
 
-    def _announce(self, note: str) -> None:
-        """Print a note once per group."""
-        if note not in self._announced:
-            self._announced.add(note)
-            put(f"labkit: {note}\n")
+    def _announce(self, *notes: str) -> None:
+        for note in notes:
+            if note not in self._announced:
+                self._announced.add(note)
+                put(f"labkit: {note}\n")
+
+
+class Ranks:
+    """Selected ranks: `group[0]`, `group["master"]`, `group[1:3]`. The others keep serving while these run."""
+
+    def __init__(self, group: Group, on: Sequence[int]) -> None:
+        self.group, self.on = group, tuple(on)
+
+    def __len__(self) -> int:
+        return len(self.on)
+
+    def __iter__(self) -> Iterator[Ranks]:
+        return (Ranks(self.group, [rank]) for rank in self.on)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and (self.group, self.on) == (other.group, other.on)
+
+    def __hash__(self) -> int:
+        return hash((id(self.group), self.on))
+
+    @public_api
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """Call `function(*args, **kwargs)` on these ranks; see `Group.run`."""
+        return self.group._run(function, args, kwargs, self.on, watch=False)
+
+    @public_api
+    def watch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
+        """`run` with the live picture; see `Group.watch`."""
+        return self.group._run(function, args, kwargs, self.on, watch=True)
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(self.group.names[i] for i in self.on)} of {self.group!r}>"
+
+
+@public_api
+def profile(group: Group) -> AbstractContextManager[None]:
+    """Record each rank with torch's profiler in the runs of this block: operators, kernels, CUDA calls.
+
+        with lab.profile(group):
+            run = group.run(train)
+        run.trace.save("x.json")      # Perfetto shows them in each rank's process, below labkit's own rows
+
+    The events have the clock of the spans, to within some microseconds. Profiling slows the ranks down, so measure
+    times without it. For each rank and run, the 100,000 longest events are kept, in `run.trace.profile`.
+
+    Args:
+        group: a group with runtime "torch" or "rpc".
+
+    Returns:
+        a context manager.
+
+    Raises:
+        TypeError: `group` is not a group.
+        LabError: the group has another runtime.
+    """
+    if not hasattr(group, "profiling"):
+        raise TypeError(f"profile({group!r}): expected a group, as in `with lab.profile(group):`")
+    if not RUNTIMES[group.runtime].has_torch_profiler:
+        raise LabError(f"lab.profile is for torch; this group has the runtime {group.runtime!r}")
+    return _profiled(group)
+
+
+@contextmanager
+def _profiled(group: Group) -> Iterator[None]:
+    before, group.profiling = group.profiling, True
+    try:
+        yield
+    finally:
+        group.profiling = before
 
 
 def _end_unreferenced(pool: RankPool, owner: int) -> None:

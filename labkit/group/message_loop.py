@@ -23,11 +23,7 @@ class Receiver(Protocol):
         """Return whether a message from this rank is still expected."""
 
     def message(self, member: Member, message: Message) -> None:
-        """Handle a message from a rank.
-
-        Raises:
-            EOFError, OSError: the rank is gone.
-        """
+        """Handle a message from a rank. EOFError, OSError: the rank is gone."""
 
     def died(self, member: Member) -> None:
         """Handle the end of a rank's process. All expected messages that it sent have been received before."""

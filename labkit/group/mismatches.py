@@ -38,13 +38,9 @@ def first_unequal(
 ) -> tuple[list[ProgramLine], list[ProgramLine]]:
     """Find the first operations to which ranks gave mismatched arguments.
 
-    Args:
-        chunks: by rank, its records, in chunks: arrays of `recording.ring_layout.record_dtype()`.
-        names: a function from a rank to its interned strings.
-
-    Returns:
-        the records of the first operation whose result is wrong, and of the first that reduced tensors of different
-        shapes with the same number of elements, which may be intended; [] for none.
+    `chunks` has by rank its records, in chunks: arrays of `recording.ring_layout.record_dtype()`; `names` returns its
+    interned strings. Return the records of the first operation whose result is wrong, and of the first that reduced
+    tensors of different shapes with the same number of elements, which may be intended; [] for none.
     """
     texts: dict[str, int] = {}
     # A column for each record. Its rows: 0-2 rank, chunk and row; 3-4 group and match; 5 name; 6 dtype and number of
@@ -91,7 +87,6 @@ def _earliest(every: Any, differ: Any) -> list[Any]:
 
 
 def _places(found: Sequence[Any]) -> list[ProgramLine]:
-    """Return the places of the records of the earliest operation."""
     first = min(found, key=lambda columns: columns[7].min(), default=None)
     return [] if first is None else [ProgramLine(*column) for column in first[:3].T.tolist()]
 
@@ -117,17 +112,13 @@ def _alike(name: str) -> str:
 
 
 def _operation(every: Any, at: int) -> Any:
-    """Return the columns of one operation on all ranks."""
     return every[:, (every[3] == every[3, at]) & (every[4] == every[4, at])]
 
 
 def _misfit(every: Any, which: Any, words: Sequence[str]) -> list[Any]:
     """Return the first all-to-all in which a rank sends something different from what the receiver expects.
 
-    Args:
-        every: the columns of all operations, sorted by group, match and rank.
-        which: which of them belong to an all-to-all.
-        words: the texts, by number.
+    `every` has all operations, sorted by group, match and rank; `which` says which of them belong to an all-to-all.
     """
     mine = every[:, which]
     edges = np.flatnonzero((mine[3:5, 1:] != mine[3:5, :-1]).any(axis=0)) + 1
@@ -175,8 +166,7 @@ def unlike_exchange(operations: Sequence[tuple[int, Pending]], size: int) -> lis
 def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
     """Return a sentence on how the ranks' arguments to an operation differ, and a hint at the usual mistake.
 
-    Args:
-        sides: the name of each of its ranks, and that rank's side of the operation.
+    `sides` has the name of each of its ranks, and that rank's side of the operation.
     """
     sentence, hint = mismatch_in_words(sides)
     if sentence or not sides:

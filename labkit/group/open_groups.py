@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import STARTS
@@ -19,24 +19,12 @@ from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 
 
-class Closable(Protocol):
-    """A group of ranks, as far as the registry needs it."""
-
-    def close(self) -> None:
-        """End its ranks."""
-
-
 class Notebook:
-    """The groups and starters of this process.
-
-    Attributes:
-        groups: the open groups.
-        starters: the starters of ranks: on this machine by preloaded modules, start method and LABKIT_NETWORK; on
-            others by runtime and engine.
-    """
+    """The open groups of this process, and the starters of ranks."""
 
     def __init__(self) -> None:
-        self.groups: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        # On this machine by preloaded modules, start method and LABKIT_NETWORK; on others by runtime and engine.
         self.starters: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._of_parent: list[Any] = []
@@ -44,12 +32,9 @@ class Notebook:
         os.register_at_fork(after_in_child=self._start_afresh)
 
     def starter(self, runtime: str, start: str, on: Any = None) -> Any:
-        """The starter of a runtime's ranks. The first call starts importing the framework, without waiting for it.
+        """The starter of a runtime's ranks, on this machine or on those of an `Engine`.
 
-        `on` is the `launch.machines.engines.Engine` of the ranks' machines; None for this machine.
-
-        Raises:
-            LabError: LABKIT_NETWORK=private, and the start method is not "fork".
+        The first call starts importing the framework, without waiting for it.
         """
         from labkit.ipc.pickling import shared_memory
         from labkit.launch.starters import ForkStarter, SpawnStarter
@@ -119,11 +104,7 @@ def warm_up(runtime: str = "torch") -> None:
 
 
 def default_start() -> str:
-    """The default start method: "fork" on Linux, where it is safe; "spawn" elsewhere; or the value of LABKIT_START.
-
-    Raises:
-        LabError: LABKIT_START is neither.
-    """
+    """The default start method: the value of LABKIT_START; or "fork" on Linux, where it is safe; "spawn" elsewhere."""
     chosen = os.environ.get("LABKIT_START") or ("fork" if sys.platform == "linux" else "spawn")
     if chosen not in STARTS:
         raise LabError(f"LABKIT_START={chosen!r}: expected 'fork' or 'spawn'")

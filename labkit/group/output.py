@@ -43,6 +43,10 @@ class Displays:
 
     def finish(self, write: Callable[[str], None]) -> None:
         """Show all displays below the cell; call it on the thread that runs the cell."""
+        if not self._shown:
+            return
+        from IPython.display import display
+
         room = MOST
         for rank in sorted(self._shown):
             name, mine = self._names[rank], self._shown[rank]
@@ -51,16 +55,9 @@ class Displays:
             for number, shown in enumerate(kept):
                 if number == 0:
                     write(f"[{name}]\n")
-                _display(shown)
+                display(shown.data, raw=True, metadata=shown.metadata)
             if left_out:
                 write(f"[{name}] ... {left_out:,} more left out ...\n")
-
-
-def _display(shown: Displayed) -> None:
-    from IPython.display import display
-
-    data: Any = shown.data
-    display(data, raw=True, metadata=shown.metadata)
 
 
 MOST_NAMES: Final = 4  # in a label, where ranks have names of their own
@@ -114,17 +111,12 @@ LIVE_EVERY_S: Final = 0.15
 
 
 class Output:
-    """The prints of all ranks in one run.
+    """The prints of all ranks in one run."""
 
-    Args:
-        show: False keeps them without showing them.
-    """
-
-    def __init__(self, names: Sequence[str], *, show: bool = True) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._ranks: dict[int, Lines] = {}  # only of ranks that have printed: most runs print nothing
-        self._shell = notebook_shell() if show else None
-        self._terminal = show and self._shell is None
+        self._shell = notebook_shell()
         self._displays, self._warnings = Displays(names), GroupedWarnings(names)
         self._warned: list[str] = []  # the lines of warnings that have been printed
         self._warned_at = 0.0  # when the first unprinted warning arrived
@@ -140,7 +132,7 @@ class Output:
 
     def say(self, notice: str) -> None:
         """Show a notice of labkit's below the prints during the run; "" removes it."""
-        if notice and not self._notice and self._terminal:
+        if notice and not self._notice and self._shell is None:
             put(f"{notice}\n", sys.stderr)
         self._changed |= notice != self._notice
         self._notice = notice
@@ -151,7 +143,7 @@ class Output:
             self._ranks[rank] = Lines()
         lines = self._ranks[rank].feed(data)
         self._changed, self._heard = True, time.monotonic()
-        if self._terminal and lines:
+        if self._shell is None and lines:
             self._print(rank, lines)
 
     def take(self, rank: int, message: Displayed | Warned) -> None:
@@ -173,7 +165,7 @@ class Output:
     def refresh(self) -> None:
         """Show new prints if an update is due; call it regularly from the thread that runs the cell."""
         now = time.monotonic()
-        if self._terminal and self._warnings and now - self._warned_at > WARNED_AFTER_S:
+        if self._shell is None and self._warnings and now - self._warned_at > WARNED_AFTER_S:
             self._put_warnings()
         if self._shell is None or not self._changed or now - self._start < LIVE_AFTER_S or now - self._shown_at < LIVE_EVERY_S:
             return
@@ -188,7 +180,7 @@ class Output:
         """Complete all lines, show the final text and return it."""
         for rank in sorted(self._ranks):
             rest = self._ranks[rank].finish()
-            if self._terminal and rest:
+            if self._shell is None and rest:
                 self._print(rank, rest)
         text = "\n".join(self._shown())
         if self._handle is not None:
@@ -196,14 +188,12 @@ class Output:
             self._handle = None
         if self._shell is not None and text:
             put(f"{text}\n")
-        if self._shell is not None or self._terminal:
-            self._put_warnings()
+        self._put_warnings()
         if self._shell is not None:
             self._displays.finish(put)
         return "\n".join(filter(None, (text, *self._warned)))
 
     def _shown(self, last: int | None = None) -> list[str]:
-        """The ranks' prints with labels, in rank order: all that is kept, or the last lines of each rank."""
         return [f"[{self._names[rank]}] {line}" for rank in sorted(self._ranks) for line in self._ranks[rank].shown(last)]
 
     def _put_warnings(self) -> None:
@@ -294,7 +284,12 @@ def notebook_shell() -> Any:
     return shell if shell is not None and hasattr(shell, "kernel") else None
 
 
+def notebook_path() -> str:
+    """Return the path of this kernel's notebook, as Jupyter or VS Code gives it; "" if a program executes it."""
+    path = os.environ.get("JPY_SESSION_NAME", "") or getattr(sys.modules.get("__main__"), "__vsc_ipynb_file__", "")
+    return str(path) if str(path).endswith(".ipynb") else ""
+
+
 def _shell() -> Any:
-    """IPython's shell, in a notebook or in a terminal; None if there is none."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None

@@ -63,7 +63,6 @@ class _BranchPlace(NamedTuple):
     branches: list[_Branch]
 
     def block(self, depth: int) -> list[Any]:
-        """The block inside that many branches."""
         return self.branches[depth - 1].block if depth else list(self.function.body)
 
 
@@ -111,12 +110,9 @@ def parting_in_words(one: Side, other: Side) -> str:
 
 
 def frames_at(line: str, stack: Sequence[StackFrame], called: StackFrame | None) -> list[StackFrame]:
-    """The student's frames of a rank in an operation; [] if they are not certain.
+    """The student's frames of a rank that entered an operation at a line; [] if they are not certain.
 
-    Args:
-        line: where it entered the operation.
-        stack: its present stack; if it has left the operation, the line may still be in the called function itself.
-        called: the function that the run called.
+    `stack` is its present stack; if it has left the operation, the line may still be in the called function itself.
     """
     own, (label, number) = [frame for frame in stack if frame.own is Owner.STUDENT], _label_and_number(line)
     if own and (cell_label(own[-1].file), own[-1].line) == (label, number):
@@ -137,7 +133,6 @@ def source_of(frame: StackFrame) -> str:
 
 
 def _places(frames: Sequence[StackFrame]) -> list[_BranchPlace]:
-    """The places of all frames; [] if one is not certain."""
     places = [_place(frame) for frame in frames if frame.function not in COMPREHENSIONS]
     return [] if None in places else [place for place in places if place is not None]
 
@@ -184,7 +179,6 @@ def _branches(function: Any, line: int) -> list[_Branch] | None:
 
 
 def _blocks(node: Any) -> list[list[Any]]:
-    """The blocks of a compound statement."""
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
         return []
     parts = [node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())]

@@ -16,13 +16,15 @@ servers, a run goes on.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 from labkit.errors.exceptions import RankFailure
+from labkit.errors.lists import listed
 from labkit.errors.units import time_in_words
+from labkit.ipc import pickling
 from labkit.ipc.channel import Channel
 from labkit.ipc.options import Options
 from labkit.ipc.protocol import Displayed, Warned
@@ -64,34 +66,24 @@ PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that i
 
 
 class Member:
-    """A rank while its process is alive: the process, and what the notebook knows about it.
-
-    Attributes:
-        label: its name in pictures; where ranks are on several machines, with that of its machine.
-        unshown: the output that it printed while no run was in progress.
-        unseen: what it displayed, and its warnings, while no run was in progress.
-        known_files: the student's files whose names, and perhaps lines, the rank has.
-        notebook_values: for `%%ranks`, the values of the notebook's names when they were last sent to the rank, or
-            assigned there.
-        gone: numbers of definitions that the notebook no longer has, and that the rank has not yet been told to forget.
-        assigned: the names that the last cell assigned or deleted in the rank.
-        made: by name, the cell that last assigned it in the rank.
-    """
+    """A rank while its process is alive: the process, and what the notebook knows about it."""
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
         self.rank, self.name, self.process = rank, name, process
         several = process.place is not None and process.place.nodes > 1
+        # In pictures: with its machine, if ranks are on several.
         self.label = f"{name} · {process.place.machine}" if several and process.place else name
         self.channel = Channel(process.sock)
         self.reader = RingReader(process.ring)
-        self.unshown = b""
-        self.unseen: list[Displayed | Warned] = []
+        self.unshown = b""  # what it printed while no run was in progress
+        self.unseen: list[Displayed | Warned] = []  # what it displayed, and its warnings, meanwhile
         self.output_open = True
-        self.known_files: dict[str, tuple[str, list[str]]] = {}
+        self.known_files: dict[str, tuple[str, list[str]]] = {}  # the student's, of which it has names, perhaps lines
+        # For `%%ranks`, the values of the notebook's names when they were last sent to it, or assigned there.
         self.notebook_values: dict[str, Any] = {}
-        self.gone: list[int] = []
-        self.assigned: list[str] = []
-        self.made: dict[str, str] = {}
+        self.gone: list[int] = []  # definitions that the notebook no longer has, and that it has not been told to forget
+        self.assigned: list[str] = []  # the names that the last cell assigned or deleted in it
+        self.made: dict[str, str] = {}  # by name, the cell that last assigned it there
 
     def printed(self) -> Iterator[bytes]:
         """Yield its unread output in pieces, without what it prints meanwhile, which may be endless."""
@@ -133,18 +125,13 @@ class Request:
 
 
 class PoolState:
-    """The state of a pool.
-
-    Attributes:
-        phase: what the pool is doing.
-        framework_spent: whether a run has left the framework in a state from which no other function can start.
-    """
+    """The state of a pool."""
 
     def __init__(self, kind: type[Runtime], *, starts_rpc: bool) -> None:
         self._kind, self._starts_rpc = kind, starts_rpc
         self.phase = Phase.STARTING
         self._last: Request | None = None  # the last run that has begun
-        self.framework_spent = False
+        self.framework_spent = False  # whether a run has left it in a state from which no other function can start
 
     @property
     def spent(self) -> bool:
@@ -190,3 +177,58 @@ class PoolState:
         """Go on to the next phase, unless the pool has been spent or closed meanwhile."""
         if self.phase is before:
             self.phase = after
+
+
+MOST_NAMES: Final = 8  # in the message about lost names
+
+
+class CellNames:
+    """The names sent with one cell.
+
+    A name is sent if the notebook (`home`) assigned it after it was last sent, and after the ranks last assigned it
+    themselves. The cell reads some names, and certainly assigns those `written`; `to_send` has the values that at least
+    one rank lacks.
+    """
+
+    def __init__(
+        self, home: Mapping[str, Any], read: Collection[str], written: Collection[str], label: str, members: Sequence[Member]
+    ) -> None:
+        self._home, self._written, self._label = home, written, label
+        known = [m.notebook_values for m in members] or [{}]
+        self.to_send = {n: home[n] for n in read if any(n not in b or b[n] is not home[n] for b in known)}
+
+    def remove_unsendable(self) -> None:
+        """Leave out names that cannot be sent and that the cell assigns, probably before it reads them."""
+        for name in self.to_send.keys() & set(self._written):
+            if not pickling.can_be_sent(self.to_send[name]):
+                del self.to_send[name]
+
+    def send_to(self, member: Member) -> set[str]:
+        """Note that the cell is sent to a rank, and return the names in `to_send` that the rank has already."""
+        known = member.notebook_values
+        present = {n for n, value in self.to_send.items() if n in known and known[n] is value}
+        known.update(self.to_send)
+        known.update({n: self._home.get(n) for n in self._written})  # until the rank reports what it has assigned
+        return present
+
+    def learn(self, members: Iterable[Member]) -> None:
+        """Note which names the cell, now finished, has assigned in the ranks."""
+        for member in members:
+            member.notebook_values.update({n: self._home.get(n) for n in member.assigned})
+            member.made.update(dict.fromkeys(member.assigned, self._label))
+            member.assigned = []
+
+
+def lost_names(members: Iterable[Member]) -> str:
+    """A sentence about the names that cells have assigned in ranks that have ended; "" if there are none."""
+    made = {name: label for m in members for name, label in m.made.items()}
+    if not made:
+        return ""
+    by_cell: dict[str, list[str]] = {}
+    for name in list(made)[:MOST_NAMES]:
+        by_cell.setdefault(made[name], []).append(name)
+    names = "; ".join(f"{', '.join(names)} ({label})" for label, names in by_cell.items())
+    more = f"; and {len(made) - MOST_NAMES} more" if len(made) > MOST_NAMES else ""
+    cells = list(dict.fromkeys(made.values()))
+    lost = f"these names of %%ranks cells are lost: {names}{more}. Run {listed(cells)} again."
+    return f"the ranks have ended, so {lost}"

@@ -69,7 +69,6 @@ class Lines:
         return [*self._head, *gap, *self._tail]
 
     def _write(self, text: bytes) -> None:
-        """Write at the cursor."""
         *whole, rest = text.split(b"\n")
         if whole:
             whole[0] = bytes(self._open) + whole[0]
@@ -110,7 +109,6 @@ class Lines:
         return self._keep(lines)
 
     def _keep(self, whole: list[bytes]) -> list[str]:
-        """Add complete lines, and return them as text."""
         lines = _texts(whole)
         for line in lines:
             head = not self._tail and len(self._head) < KEPT_LINES and self._room[0] >= len(line)
@@ -140,7 +138,6 @@ class Lines:
 
 
 def _texts(lines: list[bytes]) -> list[str]:
-    """Lines as text, without those of gloo."""
     return [line for line in map(_clean, lines) if not _GLOO.fullmatch(line)]
 
 

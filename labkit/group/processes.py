@@ -14,10 +14,10 @@ from labkit.costs.shared_link import SHARED_LINK_BYTES
 from labkit.errors.exceptions import LabError, RankError, RankFailure
 from labkit.errors.exit_reasons import OOMKillCounters, explain_exit
 from labkit.errors.lists import counted, listed
+from labkit.group.deadlock_words import crash
 from labkit.group.message_loop import MessageLoop
 from labkit.group.output import Notice, notebook_shell
 from labkit.group.pool_state import LostRanks, Member, Phase, PoolState, Request
-from labkit.group.stack_report import crash
 from labkit.group.unfinished import Unfinished, still_unfinished
 from labkit.ipc import protocol
 from labkit.ipc.definitions import Sent
@@ -25,7 +25,7 @@ from labkit.ipc.options import Options, Place
 from labkit.ipc.pickling import Payload, shared_memory
 from labkit.ipc.protocol import Message
 from labkit.launch.rank_process import RankProcess
-from labkit.launch.resource_usage import Monitor
+from labkit.launch.resource_usage import Load
 from labkit.launch.starters import Question, Starter, in_background
 from labkit.recording.cores import usable_cores
 from labkit.worker.notebook_settings import NotebookSettings, Settings
@@ -49,21 +49,6 @@ _Answer = TypeVar("_Answer")
 class RankPool:
     """One generation of a group's processes.
 
-    Args:
-        sent: the definitions that the group has sent.
-        starts_rpc: whether the processes are for a program that calls `init_rpc` itself.
-
-    Attributes:
-        state: what the pool is doing, and which runs it may still serve.
-        unfinished: the operation that a `%%ranks` cell has left unfinished, and that a later cell may finish.
-        members: the ranks, in rank order.
-        loop: receives what the ranks send.
-        notes: notes for the student, to be shown once.
-        modules: the student's modules that ranks have imported, by name and machine.
-        lost: the ranks whose process has ended, and without which the others went on.
-        oom_kills: the kernel's counters of processes killed by the OOM killer.
-        cores: how many cores the ranks share.
-
     A pool exists before its processes do. Separate threads start and end them: Stop interrupts only the waiting, not
     the action, so no process is ever left untracked. Whoever creates a pool must end it, even if `start` fails.
     """
@@ -73,13 +58,13 @@ class RankPool:
         self.state = PoolState(kind, starts_rpc=starts_rpc)
         self.members: list[Member] = []
         self.loop = MessageLoop()
-        self.notes: list[str] = []
-        self.unfinished: Unfinished | None = None
+        self.notes: list[str] = []  # for the student, to be shown once
+        self.unfinished: Unfinished | None = None  # what a `%%ranks` cell has left, and a later cell may finish
         self._settings = NotebookSettings()
-        self.lost = LostRanks(options, kind)
+        self.lost = LostRanks(options, kind)  # those that have ended, and without which the others went on
         self.oom_kills = OOMKillCounters()
-        self.cores = usable_cores()
-        self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}
+        self.cores = usable_cores()  # how many the ranks share
+        self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}  # of the student, by name and machine
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
         self._changing = threading.Lock()  # held while processes are added to `_processes`, or removed to be ended
         self._processes: list[RankProcess] = []
@@ -107,42 +92,28 @@ class RankPool:
         return {rank: at_ns for rank, at_ns in reported.items() if now_ns - at_ns > SILENT_NS}
 
     def start(self) -> None:
-        """Start the processes and set them up.
-
-        Raises:
-            LabError: the processes did not start.
-            RankError: a rank failed during setup.
-        """
+        """Start the processes and set them up. LabError: they did not start; RankError: a rank failed during setup."""
         self._copied = ProcessState.now()
         self._slow_s = time.monotonic() + STARTING_S
         try:
-            self._start_and_set_up()
+            started = in_background(self._start)
+            if not started.acquire(timeout=STARTING_S):
+                self.tell_if_slow()
+                started.acquire()
+            started.release()
+            if self._start_failed is not None:
+                raise self._start_failed
+            self.notes += self._starter.notes
+            named = zip(self.options.names, self._processes, strict=True)
+            self.members = [Member(i, name, process) for i, (name, process) in enumerate(named)]
+            self._set_up()
+            self.state.set_up()
         finally:
             self._slow_s = float("inf")
             self._slow_notice.clear()
 
-    def _start_and_set_up(self) -> None:
-        started = in_background(self._start)
-        if not started.acquire(timeout=STARTING_S):
-            self._tell_slow_start()
-            started.acquire()
-        started.release()
-        if self._start_failed is not None:
-            raise self._start_failed
-        self.notes += self._starter.notes
-        self.members = [Member(i, name, p) for i, (name, p) in enumerate(zip(self.options.names, self._processes, strict=True))]
-        self._set_up()
-        self.state.set_up()
-
     def follow(self) -> list[str]:
-        """Apply changes of the notebook's process to the ranks.
-
-        Returns:
-            a line for each edited module of which the ranks still have the old version.
-
-        Raises:
-            LabError: the working folder no longer exists.
-        """
+        """Apply changes of the notebook's process to the ranks; return a line for each edited module."""
         assert self._copied is not None, "ranks that were never set up"
         if not self._copied.holds():
             now = ProcessState.now()
@@ -270,7 +241,7 @@ class RankPool:
         """Wait until all that ranks have recorded and printed so far can be read; return whether it can."""
         return self._starter.catch_up([member.process for member in self.members if member.process.ended is None])
 
-    def monitor(self) -> Monitor:
+    def monitor(self) -> Callable[[int], tuple[Load, ...]]:
         """Return what samples the load of the ranks."""
         return self._starter.monitor([member.process for member in self.members], self.options.devices)
 
@@ -282,17 +253,14 @@ class RankPool:
                 member.channel.send_frame(frame)
 
     def _answers(self, expected: type[_Reply]) -> list[_Reply]:
-        """Return one reply from every rank that is not lost, outside a run."""
         answers = _Answers(self, expected)
         self.loop.run(answers)
         return [reply for _, reply in sorted(answers.replies.items())]
 
     def tell_if_slow(self) -> None:
         """If a start in progress takes long, say once what it is waiting for."""
-        if time.monotonic() > self._slow_s:
-            self._tell_slow_start()
-
-    def _tell_slow_start(self) -> None:
+        if time.monotonic() < self._slow_s:
+            return
         self._slow_s = float("inf")
         doing = self._starter.waiting_for
         if not doing and self.kind.package and self._starter.importing:
@@ -320,12 +288,7 @@ class RankPool:
         self._starter.end([m.process for m in self.members])
 
     def end(self, *, graceful: bool = False, wait: bool = True) -> None:
-        """End the processes. Further calls do nothing.
-
-        Args:
-            graceful: first let the ranks leave their process group by themselves.
-            wait: whether to wait until the processes have ended.
-        """
+        """End the processes; if `graceful`, tell them first to leave their process group. Further calls do nothing."""
         if self.state.phase is Phase.CLOSED:
             return
         done = in_background(lambda: self._end(graceful))
@@ -357,11 +320,7 @@ class RankPool:
 
 
 class _Answers(Generic[_Reply]):
-    """Receives one reply from every rank, outside a run; see `Receiver`.
-
-    Attributes:
-        replies: the replies received so far, by rank number.
-    """
+    """Receives one reply from every rank, outside a run; see `Receiver`."""
 
     def __init__(self, pool: RankPool, expected: type[_Reply]) -> None:
         self._pool, self._expected = pool, expected

@@ -6,21 +6,19 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from labkit.errors.exceptions import DeadlockError, LabError, RankError, RankFailure, RunError, RunTimeoutError, Stopped
 from labkit.errors.exit_reasons import Cause
 from labkit.errors.library_hints import library_hint
 from labkit.errors.lists import these
 from labkit.group import breakpoints
-from labkit.group.collector import Records
+from labkit.group.collector import Picture, Records
 from labkit.group.deadlock import PARTED, Deadlock, first_mismatch
 from labkit.group.deadlock_monitor import DeadlockMonitor
-from labkit.group.deadlock_words import deadlock_in_words, disconnected, doing, frozen, serving_for_ever
-from labkit.group.failed_waits import whom_it_awaited
+from labkit.group.deadlock_words import deadlock_in_words, doing, serving_for_ever
 from labkit.group.mismatches import mismatch_error, mismatch_hint, shapes_note, unlike_exchange
 from labkit.group.output import Output, put
-from labkit.group.picture import Picture
 from labkit.group.pool_state import Member
 from labkit.group.processes import RankPool
 from labkit.group.unfinished import Unfinished, left_unfinished, may_go_on
@@ -28,7 +26,7 @@ from labkit.ipc import pickling, protocol
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import unreadable
 from labkit.launch.frames import StackFrame
-from labkit.launch.resource_usage import Cores, Monitor
+from labkit.launch.resource_usage import Cores, Load
 from labkit.recording.cores import machine_load
 from labkit.recording.operations import SERVE
 from labkit.recording.rank_facts import Fact
@@ -60,7 +58,7 @@ class Run:
 
     def __init__(
         self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: list[list[Any]],
-        facts: Mapping[int, Sequence[Fact]],
+        facts: Mapping[int, Sequence[Fact]]
     ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, ""
         self._records, self._profiled, self.facts = records, profiled, facts
@@ -100,15 +98,6 @@ class Execution:
       (`test_unfinished.py`).
     - Stop comes at any moment (`test_stop.py`), or another thread closes the group (`test_lifetime.py`). Then, as after
       each failure that leaves ranks in an unknown state, the pool is spent and its processes end.
-
-    Args:
-        on: the numbers of the ranks that call the function.
-        called: the function, as a frame.
-
-    Attributes:
-        notes: notes for the student after a successful run.
-        faults: what makes the run's numbers wrong, as far as it is found.
-        unfinished: the operation that the run has left unfinished, or None.
     """
 
     def __init__(
@@ -129,11 +118,11 @@ class Execution:
         self._breakpoints = breakpoints.Breakpoints()
         self._quit: dict[int, RankFailure] = {}  # ranks at whose prompt the student has typed `q`
         self._monitor = DeadlockMonitor(pool, self._on, self._records, self._results, self._failures, self._serving, called)
-        self._resources: Monitor | None = None
+        self._loads: Callable[[int], Sequence[Load]] | None = None
         if picture is not None:  # slow: finding GPUs takes a fifth of the time of an empty run, starting NVML milliseconds
-            self._resources = pool.monitor()
-        self.notes: list[str] = []
-        self.faults: list[SilentFault] = []
+            self._loads = pool.monitor()
+        self.notes: list[str] = []  # for the student, after a successful run
+        self.faults: list[SilentFault] = []  # what makes the run's numbers wrong, as far as it is found
         self.unfinished: Unfinished | None = None
         # Whether any rank has communicated or left an operation unfinished, as the ranks report when they return.
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
@@ -150,9 +139,7 @@ class Execution:
     def wait(self, deadline_s: float | None, *, profile: bool = False) -> Run:
         """Receive messages until every rank that was called has answered; return the completed run.
 
-        Args:
-            deadline_s: when to give up, on `time.monotonic`'s clock; None: no limit.
-            profile: whether torch's profiler records the ranks.
+        The deadline is on `time.monotonic`'s clock.
 
         Raises:
             RankError: a rank failed.
@@ -207,7 +194,6 @@ class Execution:
         return run
 
     def _check_arguments(self) -> None:
-        """Compare what ranks gave to the operations that they have completed together."""
         unequal, transposed = self._records.unequal() if self._communicated else ([], [])
         if unequal:
             sides = first_mismatch([(self._names.index(name), p) for name, p in unequal])
@@ -216,13 +202,7 @@ class Execution:
             self.notes.append(shapes_note(transposed))
 
     def pause_s(self) -> float | None:
-        """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due.
-
-        Raises:
-            RankError: a rank waits for one that returned, or was not called.
-            DeadlockError: ranks wait for one another.
-            RunTimeoutError: the deadline has passed.
-        """
+        """See `Receiver`: read output and records, and check for deadlocks and time limits, each when it is due."""
         now = time.monotonic()
         if self._deadline_s is not None and self._debugged_s is not None:
             self._deadline_s += now - self._debugged_s
@@ -264,7 +244,6 @@ class Execution:
                 mine.append(fresh)
 
     def _ask(self, member: Member) -> None:
-        """Ask for a command for a rank that is at a breakpoint."""
         self._drain()
         if self._picture is not None:
             self._show(self._picture)
@@ -303,7 +282,6 @@ class Execution:
             pass
 
     def _grace_s(self) -> float:
-        """Return how long the run continues after the first failure."""
         if (self._quit.keys() | self._breakpoints.done) & self._unanswered():
             return LEFT_S
         if any(not f.consequence for f in (self._quit | self._failures).values()):
@@ -317,26 +295,19 @@ class Execution:
         return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        """End the run if its ranks are in a deadlock; show a notice if they wait for a long time.
-
-        Raises:
-            RankError: a rank waits for one that returned, or was not called.
-            DeadlockError: ranks wait for one another.
-        """
         deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
         self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)
 
     def _show(self, picture: Picture) -> None:
-        assert self._resources is not None
+        assert self._loads is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._resources.sample(now_ns), self._pool.silent(now_ns))
+        picture.update(now_ns, self._records.part(self._new), pending, self._loads(now_ns), self._pool.silent(now_ns))
         self._new = [[] for _ in self._members]
         self._pictured_s = time.monotonic()
 
     def _unanswered(self) -> set[int]:
-        """Return the ranks that were called and have neither answered nor ended."""
         return set(self._on).difference(self._results, self._failures, self._pool.lost)
 
     def expects(self, member: Member) -> bool:
@@ -344,20 +315,31 @@ class Execution:
         return not any(member.rank in ranks for ranks in (self._results, self._failures, self._pool.lost))
 
     def message(self, member: Member, message: Message) -> None:
-        """See `Receiver`: handle a print, a result, an error or another message of a rank.
-
-        Raises:
-            EOFError: the rank is gone, and with it the shared memory of its result.
-            DeadlockError: all ranks that were called serve the others, so none will return.
-        """
-        if isinstance(message, (protocol.Displayed, protocol.Warned)):
+        """See `Receiver`: handle a message. EOFError: the rank is gone, and with it the shared memory of its result."""
+        if isinstance(message, protocol.Displayed | protocol.Warned):
             self._output.take(member.rank, message)
             return
         self._read_output(member)
-        self._handlers[type(message)](self, member, message)
-
-    def _assigned(self, member: Member, message: protocol.Assigned) -> None:
-        member.assigned = message.names
+        match message:
+            case protocol.Assigned():
+                member.assigned = message.names
+            case protocol.Imported():
+                self._pool.modules |= {(module.name, module.machine): module for module in message.modules}
+            case protocol.Serving():
+                self._serving.add(member.rank)
+                self._release_servers()
+            case protocol.AtBreakpoint():
+                self._breakpoints.arrived(member.rank, message.text)
+                if self._quit:
+                    self._quit_too(member)
+            case protocol.LeftBreakpoint():
+                self._left_breakpoint(member, message)
+            case protocol.Raised():
+                self._raised(member, message)
+            case protocol.Returned():
+                self._returned(member, message)
+            case _:
+                raise AssertionError(f"{message} during a run")
 
     def _raised(self, member: Member, message: protocol.Raised) -> None:
         clock = member.process.clock
@@ -366,11 +348,6 @@ class Execution:
         self._pool.state.framework_spent |= message.spent
         if message.failure.broken:
             self._pool.state.spend()
-
-    def _at_breakpoint(self, member: Member, message: protocol.AtBreakpoint) -> None:
-        self._breakpoints.arrived(member.rank, message.text)
-        if self._quit:
-            self._quit_too(member)
 
     def _left_breakpoint(self, member: Member, message: protocol.LeftBreakpoint) -> None:
         self._breakpoints.left(member.rank)
@@ -386,13 +363,6 @@ class Execution:
         with contextlib.suppress(OSError):  # it has just ended, which the loop will report
             member.channel.send(protocol.Command("q\n"))
             self._breakpoints.asked(member.rank)
-
-    def _serves(self, member: Member, _: protocol.Serving) -> None:
-        self._serving.add(member.rank)
-        self._release_servers()
-
-    def _imported(self, _: Member, message: protocol.Imported) -> None:
-        self._pool.modules |= {(module.name, module.machine): module for module in message.modules}
 
     def _returned(self, member: Member, message: protocol.Returned) -> None:
         self._communicated |= message.communicated
@@ -415,22 +385,8 @@ class Execution:
             member.channel.send(protocol.ResultRead())
         self._release_servers()
 
-    _handlers: ClassVar[Mapping[type[Message], Callable[[Execution, Member, Any], None]]] = {
-        protocol.Assigned: _assigned,
-        protocol.AtBreakpoint: _at_breakpoint,
-        protocol.LeftBreakpoint: _left_breakpoint,
-        protocol.Raised: _raised,
-        protocol.Serving: _serves,
-        protocol.Imported: _imported,
-        protocol.Returned: _returned,
-    }
-
     def _release_servers(self) -> None:
-        """Tell the serving ranks to stop once all others that were called have returned.
-
-        Raises:
-            DeadlockError: all ranks that were called serve, so none will return.
-        """
+        """Tell the serving ranks to stop once all others that were called have returned, but not if none was."""
         if self._released or not self._serving:
             return
         if not all(rank in self._results or rank in self._serving or rank in self._pool.lost for rank in self._on):
@@ -462,7 +418,6 @@ class Execution:
             self._failures |= {**self._pool.lost, member.rank: failure}
 
     def _read_output(self, member: Member) -> int:
-        """Read a rank's new output, and return its number of bytes."""
         count = 0
         for data in member.printed():
             self._output.feed(member.rank, data)
@@ -479,9 +434,9 @@ class Execution:
             if m.rank in self._breakpoints.texts or (m.rank in self._breakpoints.stopped and not pending):
                 found[m.rank] = f"{m.name} was at a breakpoint"
                 continue
-            found[m.rank] = frozen(m.name) if m.process.status().frozen else doing(
+            found[m.rank] = f"{m.name} was stopped by a signal (SIGSTOP)" if m.process.status().frozen else doing(
                 m.name, pending, silent.get(m.rank, now_ns), returned=m.rank in self._results,
-                serves=m.rank in self._serving, names=self._names, closely=closely,
+                serves=m.rank in self._serving, names=self._names, closely=closely
             )  # fmt: skip
         return dict(sorted(found.items()))
 
@@ -525,8 +480,7 @@ class Execution:
         # is, although its end is noticed a little later than the failures that it causes. An abort comes after other
         # deaths, since a library may abort its process when it finds a peer dead.
         ordered = sorted(
-            self._failures.values(),
-            key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns),
+            self._failures.values(), key=lambda f: (f.consequence, f.rank not in self._dead, f.cause is Cause.ABORTED, f.at_ns)
         )
         causes = ordered[:1] + sorted((f for f in ordered[1:] if not f.consequence), key=lambda f: f.rank)
         # Of equal failures, the lowest rank's comes first: the output of a checked cell must be reproducible.
@@ -543,17 +497,16 @@ class Execution:
         if unequal:
             hint = f"{unequal[0].upper()}{unequal[1:]}. {usual}"
         else:
-            hint = whom_it_awaited(causes[0], others, self._records, self._monitor, self._names)
+            hint = self._monitor.whom_it_awaited(causes[0], others)
             hint = hint or library_hint(causes[0].headline)
         return RankError(causes, [others[rank] for rank in sorted(others)], stopped=state.spent, hint=hint)
 
     def _consequence(self, failure: RankFailure) -> str:
-        """Return a line about a rank that failed because another one was gone."""
         if failure.cause is not Cause.LOST_CONNECTION:  # the student's code caught that error and raised another
             return f"{failure.name}: {failure.headline}"
         last = self._records.last_wait(failure.rank)
         if last is None:
-            return disconnected(failure.name)
+            return f"{failure.name} lost the connection"
         operation, end_ns = last
         return doing(failure.name, [operation], end_ns, names=self._names)
 

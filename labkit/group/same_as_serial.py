@@ -99,7 +99,6 @@ def _first(one: Fact, facts: Sequence[Fact]) -> _First:
 
 
 def _compared(serial: _Training, several: Sequence[_Training]) -> tuple[list[SilentFault], str]:
-    """Return the differences, and what was compared, in words."""
     if why := _incomparable(serial, several):
         return [], f"not comparable, because {why}"
     others, found = _samples(serial.samples, [one.samples for one in several])
@@ -126,7 +125,6 @@ def _compared(serial: _Training, several: Sequence[_Training]) -> tuple[list[Sil
 
 
 def _incomparable(serial: _Training, several: Sequence[_Training]) -> str:
-    """Why trainings cannot be compared; "" if they can."""
     every = [serial, *several]
     if not all(one.optimizers and one.optimizers[0].gradients for one in every):
         return "the first step of an optimizer of torch began without gradients, as with a closure, or there was none."

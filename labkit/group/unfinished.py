@@ -110,7 +110,6 @@ def _await_end(members: Sequence[Member], entered: Callable[[int], Mapping[str, 
 
 
 def _with(entered: Mapping[str, int], pending: Sequence[Pending]) -> Mapping[str, int]:
-    """Return the numbers of the last operations that a rank has entered, including pending ones."""
     found = dict(entered)
     for p in pending:
         found[p.group] = max(found.get(p.group, 0), p.match)

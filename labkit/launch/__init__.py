@@ -5,13 +5,14 @@ What to open for which change:
   ipc/options.py; the choice, and the default: group/open_groups.py; what a new process does first, and the server:
   fork_server.py; what they ask each other: server_requests.py; a rank's end in the notebook: rank_process.py; tests
   test_starters.py
-- start faster: `preload` of the runtime, huge_pages.py; in the kernel: `FIRST_USED` in notebook/on_import.py
+- start faster: `preload` of the runtime, `collapse` in fork_server.py; in the kernel: `FIRST_USED` in
+  notebook/on_import.py
 - words and limits of a slow start: group/processes.py; tests test_starters.py
 - what this machine must offer (memory, files): capacity.py; tests test_usable_memory.py, group/test_group.py
 - show something else that a rank uses, as disk reads: a field of `Load` and where it is read in resource_usage.py;
-  drawn by plots/live/drawing.py; tests also plots/test_live.py. `Load` is for the live picture only and not in the trace: what must be in the trace is
-  recorded in the rank (recording/)
-- the stacks of ranks: stack_dump.py, frames.py (whose code); their words: group/stack_report.py; which threads wait,
-  for deadlocks: thread_states.py; tests test_stack_dump.py, test_thread_states.py
+  drawn by plots/live/drawing.py; tests also plots/test_live.py. `Load` is for the live picture only and not in the
+  trace: what must be in the trace is recorded in the rank (recording/)
+- the stacks of ranks, and which threads wait, for deadlocks: thread_states.py, frames.py (whose code); their words:
+  group/deadlock_words.py; tests test_stack_dump.py, test_thread_states.py
 - how ranks end, with the processes that they have started: descendants.py; tests test_starters.py
 """

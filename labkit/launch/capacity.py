@@ -55,8 +55,8 @@ ENOUGH: Final = 1 << 16  # a higher limit is not needed, and slows programs that
 UNLIMITED: Final = 1 << 62
 FILES_PER_RANK: Final = 5  # open in this process: socket, output, process, recording memory and its mapping
 STARTING_FILES: Final = 3  # more for each rank of a batch that is being started: the other ends
-FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 PROC: Final = "/proc/self/stat"
+FILES_TO_SPARE: Final = 64  # for the arguments of a run, and the student
 
 
 def raise_limit(needed: int = ENOUGH) -> int:
@@ -88,30 +88,18 @@ def processes_visible() -> bool:
 
 
 def check_capacity(ranks: int, rank_bytes: int) -> None:
-    """Check that this machine has memory and files for so many ranks.
-
-    Raises:
-        LabError: it has not.
-    """
-    _check_memory(ranks, rank_bytes)
-    _check_open_files(ranks)
-
-
-def _check_memory(count: int, rank_bytes: int) -> None:
-    available, needed = usable_memory().free_nbytes, count * rank_bytes
-    if needed > available:
+    """Raise LabError if this machine lacks memory or files for so many ranks."""
+    free_nbytes = usable_memory().free_nbytes
+    if ranks * rank_bytes > free_nbytes:
         raise LabError(
-            f"{count} ranks need at least {in_words(needed, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), and "
-            f"{in_words(available, 'iB')} are available. Use at most {max(1, available // rank_bytes)} ranks, or close other "
-            f"groups and notebooks."
+            f"{ranks} ranks need at least {in_words(ranks * rank_bytes, 'iB')} of memory ({in_words(rank_bytes, 'iB')} each), "
+            f"and {in_words(free_nbytes, 'iB')} are available. Use at most {max(1, free_nbytes // rank_bytes)} ranks, or close "
+            f"other groups and notebooks."
         )
-
-
-def _check_open_files(count: int) -> None:
-    needed = count * FILES_PER_RANK + min(count, BATCH) * STARTING_FILES + FILES_TO_SPARE + count_open_files()
+    needed = ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + FILES_TO_SPARE + count_open_files()
     limit = raise_limit(needed)
     if needed > limit:
         raise LabError(
-            f"{count} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
+            f"{ranks} ranks need about {needed:,} open files, and the hard limit of this process is {limit:,}. "
             f"Use fewer ranks, or raise the limit (ulimit -Hn {needed}) before you start JupyterLab."
         )

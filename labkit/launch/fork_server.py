@@ -36,21 +36,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.stdio import print_to
-from labkit.launch import huge_pages
 from labkit.launch.capacity import raise_limit
-from labkit.launch.descendants import (
-    adopt_orphans,
-    children,
-    descendants,
-    end_all,
-    end_children,
-    end_other_sessions,
-    kill_groups,
-)
+from labkit.launch.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions, kill_groups
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request
 from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace
@@ -58,15 +50,15 @@ from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.stack_writer import prepare, write_when_asked
 
 PR_SET_PDEATHSIG: Final = 1
+MADV_COLLAPSE: Final = 25
+SIZE_FILE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # in bytes
+AT_ONCE: Final = 4  # huge pages per call, which takes some milliseconds
 GUARD_CHECK_EVERY_MS: Final = 500
 IDLE_MS: Final = 50  # without a request for so long, the server moves some memory, which may delay one by 10 ms
 
 
 def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
-    """Run the server: import modules, then fork ranks on request, until the notebook's process has ended.
-
-    `fds` has the socket that carries requests.
-    """
+    """Run the server: import modules, then fork ranks as requests say, until the notebook's process has ended."""
     raise_limit()
     prepare()
     adopt_orphans()
@@ -130,7 +122,7 @@ class _Server:
             self._poll.register(alive, select.POLLIN)
         with contextlib.suppress(OSError):  # the notebook's process may end before a reply is sent
             self._sock.send(pickle.dumps((READY, None)))
-            collapsing = huge_pages.collapse()
+            collapsing = collapse()
             running = True
             while running:
                 ready = self._ready(collapsing)
@@ -163,7 +155,6 @@ class _Server:
         return {number: self._codes.pop(number) for number in request.ranks if number in self._codes}
 
     def _fork(self, numbers: Sequence[int], received: Sequence[int]) -> Forked | Failed:
-        """Fork ranks, each with three of the received file descriptors."""
         forked: dict[int, int] = {}
         me = os.getpid()
         try:
@@ -199,6 +190,33 @@ class _Server:
                 os.close(pidfd)
         if numbers:
             end_children(self._helpers | {rank.pid for rank in self._ranks.values()})
+
+
+def collapse() -> Iterator[int]:
+    """Move this process's private memory into huge pages, and yield the size of each part in bytes.
+
+    A fork copies the page table, and the end of the process clears the copy. The table of torch's server has 57,000
+    entries; in huge pages they are some hundreds. With four ranks, start and end together take 15 ms less CPU time.
+
+    Source: madvise(2), the Linux man-pages: MADV_COLLAPSE, since Linux 6.1. Where that is missing, nothing changes.
+    """
+    try:
+        size = int(SIZE_FILE.read_text())
+        maps = Path("/proc/self/maps").read_text()
+        madvise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):  # not Linux, or without huge pages
+        return
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in maps.splitlines():
+        addresses, access, _, _, inode = line.split()[:5]
+        if access != "rw-p" or inode != "0":  # only anonymous memory is private and can be moved
+            continue
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        first, last = -(-begin // size) * size, end // size * size  # huge pages are aligned
+        for at in range(first, last, AT_ONCE * size):
+            part = min(AT_ONCE * size, last - at)
+            madvise(at, part, MADV_COLLAPSE)  # what cannot be moved stays where it is
+            yield part
 
 
 def _pidfd(pid: int) -> int:
@@ -272,12 +290,9 @@ def _live_as_rank(
 ) -> NoReturn:
     """Run this process as a rank, and end it afterwards.
 
-    Args:
-        fds: the file descriptors of the socket, the output pipe and the recording memory.
-        network: the network in which ranks communicate.
-        parent: the server that forked the rank, or None for a spawned rank. The kernel would take the end of the
-            notebook's thread that spawned the rank for the death of its parent; spawned ranks have a guard instead.
-        unneeded: file descriptors of the server that the rank closes.
+    `fds` are the socket, the output pipe and the recording memory; those `unneeded` are the server's. `parent` is the
+    server that forked the rank; spawned ranks have a guard instead, as the kernel would take the end of the notebook's
+    thread that spawned the rank for the death of its parent.
     """
     code = 1
     try:
@@ -296,7 +311,7 @@ def _live_as_rank(
         from labkit.recording.ring_layout import RING_BYTES
         from labkit.worker.main_loop import main
 
-        # Works also if no Python runs, because the rank is blocked or has crashed in C++. `launch.stack_dump` reads it.
+        # Works also if no Python runs, as in a rank that is blocked or has crashed in C++. thread_states.py reads it.
         write_when_asked(ring)
         faulthandler.enable(ring, all_threads=False)
         os.register_at_fork(after_in_child=faulthandler.disable)  # for processes that the rank forks

@@ -52,44 +52,27 @@ class End:
 
 
 class RankProcess:
-    """The notebook's end of a rank. Only this package knows process ids; others know a rank by its number.
+    """The notebook's end of a rank. Only this package knows process ids; others know a rank by its number."""
 
-    Args:
-        number: its number among all ranks of its starter.
-        ring_bytes: size of its recording memory in bytes.
-        make_shared: creates shared memory of a given size, and returns its file descriptor.
-
-    Attributes:
-        pid: its process id; 0 before it has started. It leads its own process group.
-        sock: the socket that carries messages to and from it.
-        output: file descriptor of the pipe with its printed output.
-        ring: the memory into which it records.
-        memory: file descriptor of that memory, which shares its file offset with the rank's.
-        far: until it has started, the rank's ends of socket and pipe, and its descriptor of the memory.
-        sentinel: a file descriptor that is readable once the process has ended. -1 where there is none: then the end of
-            its socket reports that.
-        ended: how it ended; None until its starter has ended it.
-        place: where it is; None if all ranks of its group are on this machine.
-        clock: converts times of its machine to this process's.
-    """
-
-    clock: Clock = Clock()
+    clock: Clock = Clock()  # converts times of its machine to this process's
 
     def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        self.number, self.pid, self.sentinel = number, 0, -1
-        self.ended: End | None = None
-        self.place: Place | None = None
+        self.number = number  # among all ranks of its starter
+        self.pid = 0  # before it has started. It leads its own process group.
+        self.sentinel = -1  # a file descriptor that is readable once it has ended; -1: the end of its socket reports that
+        self.ended: End | None = None  # how it ended, once its starter has ended it
+        self.place: Place | None = None  # where it is; None if all ranks of its group are on this machine
         self.sock, sock = socket.socketpair()
-        self.output, output = os.pipe()
+        self.output, output = os.pipe()  # what it prints
         os.set_blocking(self.output, False)
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # above the user's limit for pipes: the default size works as well
                 # A rank that prints while the notebook does not read blocks only when the pipe is full.
                 fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, 1 << 20)
         memory = make_shared(ring_bytes)
-        self.ring = mmap.mmap(memory, ring_bytes)
-        self.memory = os.dup(memory)
-        self.far = [sock.detach(), output, memory]
+        self.ring = mmap.mmap(memory, ring_bytes)  # into which it records
+        self.memory = os.dup(memory)  # shares its file offset with the rank's
+        self.far = [sock.detach(), output, memory]  # until it has started, the rank's ends
 
     def started(self, pid: int) -> None:
         """The process has started and has its ends."""
@@ -132,11 +115,7 @@ class RankProcess:
         return number != self.pid and os.path.exists(f"/proc/{self.pid}/task/{number}")
 
     def signal(self, number: int) -> None:
-        """Send it a signal.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """Send it a signal; raise OSError if it has ended."""
         if self.sentinel >= 0:
             signal.pidfd_send_signal(self.sentinel, number)  # its process id may be another's by now
         else:

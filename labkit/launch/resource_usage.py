@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -21,14 +21,7 @@ from labkit.worker.runtimes.devices import gpu_count, share_of_devices
 
 
 class Gpus:
-    """The GPUs, in the order of their bus numbers, which is usually CUDA's.
-
-    Args:
-        nvml: the module `pynvml`; tests pass a substitute.
-
-    Raises:
-        OSError: `pynvml` is not installed, there is no driver, or NVML does not start.
-    """
+    """The GPUs, in the order of their bus numbers, which is usually CUDA's; OSError if there is no NVML."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml if nvml is not None else _pynvml()
@@ -39,10 +32,7 @@ class Gpus:
         self._handles: dict[int, Any] = {}
 
     def read(self, number: int) -> tuple[int, int] | None:
-        """Return a GPU's utilization in per cent, over the last 1/6 to 1 second, and its memory in use, in bytes.
-
-        None if NVML does not report them. The GPU's number is that in CUDA.
-        """
+        """Return a GPU's utilization in per cent, over the last 1/6 to 1 second, and its memory in use in bytes."""
         try:
             handle = self._handle(number)
             busy, used = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu, self._nvml.nvmlDeviceGetMemoryInfo(handle).used
@@ -136,21 +126,10 @@ class Cores:
         return any(status.wants_core and status.cpu_s - used_s < enough_s for status, used_s in now)
 
 
-class Monitor(Protocol):
-    """Samples the load of ranks."""
-
-    def sample(self, now_ns: int) -> tuple[Load, ...]:
-        """Return the latest load of each rank, given the time on `time.perf_counter_ns`."""
-
-
 class ResourceMonitor:
-    """Samples the load of ranks on this machine.
+    """Samples the load of ranks on this machine; `devices` are the numbers of each rank's GPUs.
 
-    Args:
-        devices: the numbers of each rank's GPUs; default: none.
-        read: returns the memory of a process in bytes; default: the result of `followed`.
-        gpus: reads the state of GPUs; default: through NVML.
-        clock: returns the CPU time of this thread in ns, which measures the cost of sampling.
+    `clock` returns the CPU time of this thread in ns, which measures the cost of sampling.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ READY: Final = 0  # the number of the first reply, which answers no request: all
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along.
-
-    The reply is `Forked` or `Failed`.
-    """
+    """Fork a rank for each of these numbers; the file descriptors of its socket, output and memory come along."""
 
     ranks: Sequence[int]  # the numbers
     first: int = 0  # the rank, in its group, of the first one

@@ -31,20 +31,9 @@ from typing import Any, Final, Protocol, TypeVar
 from labkit.errors.exceptions import LabError
 from labkit.launch.descendants import descendants, end_all, kill_groups
 from labkit.launch.rank_process import End, RankProcess
-from labkit.launch.resource_usage import Monitor, ResourceMonitor, gpus_of
-from labkit.launch.server_requests import (
-    BATCH,
-    LONGEST_BYTES,
-    READY,
-    Failed,
-    Fork,
-    Forked,
-    Reap,
-    Reply,
-    Request,
-    Waits,
-)
-from labkit.launch.stack_dump import crashed_in
+from labkit.launch.resource_usage import Load, ResourceMonitor, gpus_of
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request, Waits
+from labkit.launch.thread_states import crashed_in
 from labkit.worker.stack_writer import held_back
 
 READY_LIMIT_S: Final = 180.0  # a first import of TensorFlow from a cold disk has taken a minute
@@ -59,37 +48,30 @@ class Question(Protocol[_Answer_co]):
     def answer(self, processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
         """Return the answer for each of some living ranks."""
 
+    @property
     def unknown(self) -> _Answer_co:
-        """Return what stands for the answer for a rank of a machine that does not answer."""
+        """What stands for the answer for a rank of a machine that does not answer."""
 
 
 class Starter(ABC):
     """Starts ranks in one way, asks about them, and ends them.
 
-    Args:
-        ring_bytes: size of a rank's recording memory in bytes.
-        make_shared: creates shared memory of a given size, and returns its file descriptor.
-
-    Attributes:
-        environment: the notebook's variables when the starter was created, which its ranks inherit.
-        importing: whether the modules that ranks need may still be being imported.
-        waiting_for: what a start is waiting for, in words, if that is something else; "" if it is not.
-        notes: remarks for the student about the latest start.
-        ready_limit_s: how long the first start may wait until ranks can be started, in seconds.
+    `make_shared` creates shared memory, such as a rank's ring, of a size in bytes, and returns its file descriptor.
     """
 
-    importing = True
-    waiting_for = ""
-    ready_limit_s: float = READY_LIMIT_S
+    importing = True  # whether the modules that ranks need may still be being imported
+    waiting_for = ""  # what a start is waiting for, in words, if that is something else
+    ready_limit_s: float = READY_LIMIT_S  # for the first start
     _process: subprocess.Popen[bytes]  # the server or the guard
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         self._ring_bytes, self._make_shared = ring_bytes, make_shared
         self._numbers = itertools.count(1)
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # for the student, about the latest start
         self._ending = threading.Lock()
-        # Without PYTHONWARNINGS, which may turn warnings of imports into errors. Ranks get that variable later, like
-        # others that they do not inherit, and the filters with the notebook's settings.
+        # The notebook's variables, which ranks inherit, without PYTHONWARNINGS, which may turn warnings of imports into
+        # errors. Ranks get that variable later, like others that they do not inherit, and the filters with the
+        # notebook's settings.
         self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
 
     @abstractmethod
@@ -101,7 +83,6 @@ class Starter(ABC):
         """
 
     def _new_rank(self) -> RankProcess:
-        """Return a rank that has not started yet."""
         return RankProcess(next(self._numbers), self._ring_bytes, self._make_shared)
 
     def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
@@ -118,19 +99,15 @@ class Starter(ABC):
             return [process.ended for process in processes if process.ended is not None]
 
     def wait_until_ready(self) -> None:  # noqa: B027  # by default, each rank imports by itself
-        """Wait until ranks can be started fast.
-
-        Raises:
-            LabError: as for `start`.
-        """
+        """Wait until ranks can be started fast."""
 
     def catch_up(self, processes: Sequence[RankProcess]) -> bool:  # noqa: ARG002  # nothing is late on this machine
         """Wait until all that ranks had recorded and printed before this call can be read; return whether it can."""
         return True
 
-    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Monitor:
-        """Return what samples the load of ranks, in rank order; `devices` is "auto", "cpu" or "cuda"."""
-        return ResourceMonitor(processes, gpus_of(len(processes), devices))
+    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Callable[[int], tuple[Load, ...]]:
+        """Return what samples the load of ranks, in rank order, at a time; `devices` is "auto", "cpu" or "cuda"."""
+        return ResourceMonitor(processes, gpus_of(len(processes), devices)).sample
 
     @abstractmethod
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
@@ -146,11 +123,7 @@ class Starter(ABC):
 
 
 class ServerStarter(Starter):
-    """Has a process of its own start the ranks, and asks it for everything over a socket.
-
-    Attributes:
-        waiting_for: what that process says that a request is waiting for; "" for nothing.
-    """
+    """Has a process of its own start the ranks, and asks it for everything over a socket."""
 
     def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
@@ -160,7 +133,6 @@ class ServerStarter(Starter):
         self._socket: socket.socket
 
     def _run(self, function: str, arguments: list[Any], environment: dict[str, str]) -> None:
-        """Start the process; see `_python`."""
         self._socket, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
             self._process = _python(function, [far.fileno()], arguments, environment, self._log)
@@ -252,13 +224,7 @@ class ServerStarter(Starter):
 
 
 class ForkStarter(ServerStarter):
-    """Forks ranks from a server.
-
-    Args:
-        preload: modules that the server imports, in order; modules that are not installed are skipped.
-        environment: variables that the server gets in addition to the notebook's.
-        ring_bytes, make_shared: as for `Starter`.
-    """
+    """Forks ranks from a server that has imported modules (those that are installed), with variables of its own."""
 
     def __init__(
         self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]

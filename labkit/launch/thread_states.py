@@ -1,4 +1,4 @@
-"""The states of a rank's threads: which may still act by themselves, and which wait until another thread wakes them.
+"""The threads of ranks, also of ranks that are blocked in C++: where they are, and which may still act by themselves.
 
 A rank is blocked for ever only if none of its threads can act. A thread that sleeps, polls, reads or computes may do
 anything next. A thread that waits for a lock or a queue without a time limit only continues when another thread of its
@@ -22,22 +22,29 @@ healthy run, in the other it lets a stuck one wait for ever, so all doubts count
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import platform
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final, TypeVar
 
 import psutil
 
-from labkit.launch.frames import Owner, StackFrame, frame_at
+from labkit.launch.frames import Owner, StackFrame, frame_at, stacks_in
 from labkit.launch.rank_process import RankProcess
-from labkit.launch.stack_dump import ask, interrupt
-from labkit.worker.stack_writer import ThreadLook
+from labkit.worker.stack_writer import ANSWER_AT, ASK, HEADER, INTERRUPT, TEXT_AT, TEXT_BYTES, Look, ThreadLook
 
-# The number of the system call in which a thread waits for a lock, on known architectures.
-FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(), -1)
+_Answer = TypeVar("_Answer")
+
+LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
+EACH_S: Final = 0.02  # more for each rank
+SWITCHES_S: Final = 0.1  # of CPU time, in which a rank that runs Python releases the GIL about twenty times
+STARVED_S: Final = 3.0  # more for a rank that gets no core
+CHECK_EVERY_S: Final = 0.002
+QUIET_S: Final = 0.02  # `faulthandler` writes line by line: it is done this long after a line that may be the last
+COMPLETE: Final = ("in <module>\n", "\n  ...\n")  # the end of the main thread's stack, which is the last: its outermost frame
 
 _COMM: Final = os.path.join("labkit", "worker", "comm") + os.sep
 # In which a thread of TensorFlow's waits for the other ranks, while the main thread waits for that thread.
@@ -112,6 +119,7 @@ class Active:
 class Threads:
     """A question: what do the threads of these ranks do?"""
 
+    unknown: ClassVar = RankThreads(None)  # see `Question`
     children: bool = False  # whether also their child processes matter
     insist: bool = True  # whether to interrupt ranks that do not answer because a thread holds the GIL
 
@@ -131,23 +139,6 @@ class Threads:
                 found.append(RankThreads(main, tuple(others), of_rank, look.handles_signals))
         return found
 
-    def unknown(self) -> RankThreads:
-        """Return what stands for the threads of a rank that cannot be asked."""
-        return RankThreads(None)
-
-
-@dataclass(frozen=True, slots=True)
-class MainWaits:
-    """A question: do the main threads of these ranks wait for a lock, in C++ or Python, and have they moved?"""
-
-    def answer(self, processes: Sequence[RankProcess]) -> list[int]:
-        """Return the number of context switches of each main thread if it waits for a lock; else -1."""
-        return [_main_wait(process.pid) for process in processes]
-
-    def unknown(self) -> int:
-        """Return -1: nothing is known of a rank that cannot be asked."""
-        return -1
-
 
 def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: tuple[str, ...]) -> RankThreads:
     """The threads of a rank that was interrupted, from their stacks, the main thread's last."""
@@ -160,12 +151,9 @@ def _interrupted(stacks: Sequence[tuple[StackFrame, ...]], pid: int, children: t
 def active(now: RankThreads, before: RankThreads | None, *, blocked: Collection[int] | None, idle_main: bool) -> Active | None:
     """What may still act in a rank by itself; None if nothing can, unless other ranks wake it.
 
-    Args:
-        now: its threads now.
-        before: its threads some time earlier; None judges `now` alone, which does not suffice to report a deadlock.
-        blocked: native ids of the threads that are blocked in a pending operation; None if the thread of a pending
-            operation is unknown: then it is the main thread.
-        idle_main: whether the main thread runs labkit's loop, because the function has returned or was not called.
+    Without its threads some time `before`, it is judged by those `now`, which does not suffice to report a deadlock.
+    `blocked` has the native ids of threads that are blocked in a pending operation; None if one has an unknown thread:
+    then it is the main thread. `idle_main` says that the function has returned or was not called.
     """
     if now.main is None:
         return Active("silent")
@@ -270,14 +258,87 @@ def _in_collective(thread: Thread) -> bool:
     return thread.innermost is not None and thread.innermost.file.endswith(_TF_COLLECTIVES)
 
 
-def _main_wait(pid: int) -> int:
-    """The number of context switches of a main thread that waits for a lock; -1 if it does not, or nothing is known.
+def ask(processes: Sequence[RankProcess], *, insist: bool = True) -> list[Look | None]:
+    """The threads of living ranks; None for a rank that does not answer in time.
 
-    Source: proc_pid_syscall(5), the Linux man-pages.
+    With `insist`, ranks that lack a core get more time: `interrupt` may crash a rank that was only waiting for one.
     """
-    try:
-        call, *_ = Path(f"/proc/{pid}/syscall").read_text().split()
-        switches = psutil.Process(pid).num_ctx_switches()
-    except (OSError, psutil.Error):
-        return -1
-    return sum(switches) if call == str(FUTEX) != "-1" else -1
+    asked_ns = time.perf_counter_ns()  # earlier answers do not count
+    for process in processes:
+        _send(process, ASK)
+    answers = _answers(processes, lambda process: _look(process, asked_ns), LIMIT_S + EACH_S * len(processes))
+    late = [i for i, answer in enumerate(answers) if answer is None] if insist else []
+    enough_s = {i: processes[i].status().cpu_s + SWITCHES_S for i in late}
+    until = time.monotonic() + STARVED_S
+    while late and time.monotonic() < until:
+        time.sleep(CHECK_EVERY_S)
+        for i in late:
+            with contextlib.suppress(OSError):
+                answers[i] = _look(processes[i], asked_ns)
+        late = [i for i in late if answers[i] is None and _lacks_core(processes[i], enough_s[i])]
+    return answers
+
+
+def interrupt(processes: Sequence[RankProcess]) -> list[list[tuple[StackFrame, ...]]]:
+    """The stacks of living ranks in which a thread holds the GIL, the main thread's last; [] if one does not answer."""
+    if not processes:
+        return []
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has just ended
+            os.ftruncate(process.memory, TEXT_AT)
+            os.lseek(process.memory, TEXT_AT, os.SEEK_SET)  # the rank's descriptor shares this file position
+        _send(process, INTERRUPT)
+    _answers(processes, lambda process: _text(process).endswith(COMPLETE) or None, LIMIT_S + EACH_S * len(processes))
+    time.sleep(QUIET_S)
+    texts = [_text(process) for process in processes]
+    return [stacks_in(text) if text.endswith(COMPLETE) else [] for text in texts]
+
+
+def _send(process: RankProcess, number: int) -> None:
+    with contextlib.suppress(OSError):  # it has just ended
+        process.signal(number)
+
+
+def _lacks_core(process: RankProcess, enough_s: float) -> bool:
+    """Whether a rank has had less CPU time than it needs, and will continue when it gets a core."""
+    status = process.status()
+    return not status.frozen and not status.exiting and status.cpu_s < enough_s
+
+
+def _answers(
+    processes: Sequence[RankProcess], answer: Callable[[RankProcess], _Answer | None], limit_s: float
+) -> list[_Answer | None]:
+    answers: list[_Answer | None] = [None] * len(processes)
+    until = time.monotonic() + limit_s
+    while None in answers and time.monotonic() < until:
+        time.sleep(CHECK_EVERY_S)
+        for i, process in enumerate(processes):
+            with contextlib.suppress(OSError):  # it has ended, and another thread has closed its memory
+                answers[i] = answer(process) if answers[i] is None else answers[i]
+    return answers
+
+
+def _look(process: RankProcess, asked_ns: int) -> Look | None:
+    """What a rank has written since then; None if it has not, or is writing."""
+    header = os.pread(process.memory, HEADER.size, ANSWER_AT)
+    looked_ns, nbytes = HEADER.unpack(header) if len(header) == HEADER.size else (0, 0)
+    if looked_ns < asked_ns:
+        return None
+    body = os.pread(process.memory, nbytes, ANSWER_AT + HEADER.size)
+    if os.pread(process.memory, HEADER.size, ANSWER_AT) != header:  # it was writing again
+        return None
+    threads, handles_signals = json.loads(body)
+    return Look([ThreadLook(*thread) for thread in threads], handles_signals)
+
+
+def _text(process: RankProcess) -> str:
+    """What `faulthandler` has written; "" if another thread has closed the memory."""
+    with contextlib.suppress(OSError):
+        return os.pread(process.memory, TEXT_BYTES, TEXT_AT).rstrip(b"\0").decode("ascii", errors="replace")
+    return ""
+
+
+def crashed_in(process: RankProcess) -> tuple[StackFrame, ...]:
+    """The frames, outermost first, of the thread in which a rank crashed in C code; none if it did not crash."""
+    _, crashed, stack = _text(process).rpartition("Fatal Python error")
+    return next(iter(stacks_in(stack)), ()) if crashed else ()

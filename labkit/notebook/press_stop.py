@@ -8,7 +8,7 @@ import numbers
 import threading
 
 from labkit.errors.wrong_calls import public_api
-from labkit.group.opened import notebook_path
+from labkit.group.output import notebook_path
 
 
 @public_api

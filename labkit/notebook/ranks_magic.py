@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from labkit.errors.exceptions import LabError
-from labkit.group.group import Group
+from labkit.group.group import Group, Ranks
 from labkit.group.open_groups import notebook
-from labkit.group.rank_selection import Ranks
 from labkit.ipc.ranks_cell import cell_filename
 
 USAGE = "Write: %%ranks group   or   %%ranks group --on 0,2 --watch --check --run name"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from labkit.group import group
-from labkit.group.picture import Picture
+from labkit.group.collector import Picture
 
 
 def _live() -> Picture:

@@ -17,8 +17,7 @@ from labkit.costs.prediction import Prediction
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import one_number, public_api
-from labkit.group.opened import notebook_path
-from labkit.group.output import encodable
+from labkit.group.output import encodable, notebook_path
 from labkit.plots.guess_charts import Outcome, draw_calibration, draw_outcome
 from labkit.teaching.guess_file import LARGEST, SavedGuess, Value, entries, entry_for_update
 from labkit.tracing.measurement import UNITS_OF_TIME, Measurement, busy_machine, is_run, measurement_of

@@ -7,10 +7,10 @@ What to open for which change:
 - what it shows: display.py, figure_backend.py (figures, last expressions), warnings_capture.py
   (tests test_notebook_settings.py); prints: ipc/stdio.py
 - `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; tests group/test_breakpoints.py
-- stacks of a blocked rank: stack_writer.py; who asks for them: launch/stack_dump.py; tests launch/test_stack_dump.py
+- stacks of a blocked rank: stack_writer.py; who asks for them: launch/thread_states.py; tests launch/test_stack_dump.py
 - errors that come late (GPU, child processes): late_errors.py
 - the private network of the ranks, LABKIT_NETWORK: network_namespace.py, other_users.py
-- `lab.profile`: torch_profiler.py in the rank, group/profile.py in the notebook
+- `lab.profile`: torch_profiler.py in the rank, group/group.py in the notebook
 - scripts that torchrun starts: script_recorder.py (LABKIT_TRACE), labkit/__main__.py (`python -m labkit`, and its
   commands; tests test_command.py). Another launcher of scripts: torchrun's variables are read in script_recorder.py
 """

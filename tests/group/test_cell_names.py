@@ -10,7 +10,7 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
-from labkit.group.cell_names import MOST_NAMES, lost_names
+from labkit.group.pool_state import MOST_NAMES, lost_names
 from labkit.ipc.ranks_cell import cell_filename
 
 pytestmark = pytest.mark.processes

@@ -108,7 +108,7 @@ CERTAIN: dict[str, tuple[list[RankState], tuple[int, ...], Reason, int | None, l
         [standing(op("all_reduce")), standing(message("recv", 2, 1)), RETURNED],
         (0, 1), Reason.RETURNED, 2, [(0, "all_reduce", 1), (1, "recv", 1)],
     ),
-    "one was not called": ([standing(op("barrier")), UNCALLED], (0,), Reason.NOT_CALLED, 1, [(0, "barrier", 1)]),
+    "a rank not called": ([standing(op("barrier")), UNCALLED], (0,), Reason.NOT_CALLED, 1, [(0, "barrier", 1)]),
     "several were not called": (
         [standing(op("barrier")), UNCALLED, UNCALLED, standing(op("barrier"))],
         (0, 3), Reason.NOT_CALLED, 1, [(0, "barrier", 1), (3, "barrier", 1)],

@@ -25,7 +25,6 @@ from processes import SELDOM_SPAWNED, left_after
 
 import labkit as lab
 from labkit.errors.exit_reasons import Cause, explain_exit
-from labkit.group.deadlock_words import frozen
 from labkit.group.output import Output
 from labkit.group.pool_state import Member
 from labkit.group.run import GRACE_S, Execution
@@ -624,7 +623,7 @@ def test_stop_while_ranks_hang(where: str, ranks: lab.Group, cells: in_cells.Cel
     assert (first, last) == ("f was stopped.", "The next run starts fresh ranks.")
     for name, line in zip(names, lines, strict=True):
         doing, _, at = line.strip().partition(", at ")
-        assert doing == (frozen(name) if where == "stopped" else computing(name))
+        assert doing == (f"{name} was stopped by a signal (SIGSTOP)" if where == "stopped" else computing(name))
         assert where == "stopped" or at.endswith(('print("here", child.pid)', HANGS[where][:60], f"{HANGS[where][:60]}...")), at
     assert not set(pids(ranks)) & set(before)
     assert not [p for p in before if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]

@@ -27,7 +27,6 @@ import labkit as lab  # noqa: E402
 from labkit.errors.exceptions import DeadlockError  # noqa: E402
 from labkit.group.deadlock import Reason  # noqa: E402
 from labkit.group.output import Output  # noqa: E402
-from labkit.launch.thread_states import FUTEX  # noqa: E402
 from labkit.recording.group_keys import GroupKind, kind_of  # noqa: E402
 from labkit.worker.runtimes.registry import RUNTIMES  # noqa: E402
 
@@ -632,55 +631,3 @@ def test_a_main_thread_that_joins_one_in_an_operation_is_stuck_with_it(three: la
     with pytest.raises(DeadlockError):
         three.run(joins_a_thread_that_waits)
     assert reported.deadlock() == (Reason.CIRCLE, [(0, "barrier"), (1, "recv")])
-
-
-# Waits that are no operations of labkit's.
-
-
-def waits_in_torch() -> None:
-    if dist.get_rank() != 1:
-        dist.Work().wait()  # of torch's base class, which nothing ends
-
-
-def waits_for_a_lock() -> None:
-    if dist.get_rank() != 1:
-        threading.Event().wait()
-
-
-@pytest.mark.skipif(FUTEX < 0, reason="the kernel does not say in which system call a thread is")
-@pytest.mark.parametrize("waits", [waits_in_torch, waits_for_a_lock], ids=lambda f: f.__name__)
-def test_the_line_of_a_wait_that_is_no_operation_is_shown(
-    waits: Callable[[], None], three: lab.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = waits.__code__.co_firstlineno + 2
-    word = Word(monkeypatch, "rank 0 and rank 2 have waited", f"at test_no_deadlock.py, line {line}: ")
-    with pytest.raises(KeyboardInterrupt):
-        three.run(waits)
-    assert "rank 1" not in word.said
-
-
-def sleeps() -> None:
-    time.sleep(2 * LATE_S)
-
-
-def computes_on_another_thread() -> None:
-    def compute() -> None:
-        end_s = time.monotonic() + 2 * LATE_S
-        while time.monotonic() < end_s:
-            pass
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("works", [sleeps, computes_on_another_thread], ids=lambda f: f.__name__)
-def test_nothing_is_said_about_ranks_that_work(
-    works: Callable[[], None], three: lab.Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 300_000_000)
-    monkeypatch.setattr("labkit.group.deadlock_monitor.UNMOVED_EVERY_NS", 100_000_000)
-    monkeypatch.setattr(Output, "say", lambda _, word: said.append(word))
-    three.run(works)
-    assert set(said) == {""}

@@ -29,7 +29,7 @@ GLOO = b" peer ranks. Expected number of connected peer ranks is : 1\n"  # torch
 
 def finished(*pieces: bytes) -> str:
     """The lines made from one rank's bytes that arrive in these pieces."""
-    prints = Output(["r"], show=False)
+    prints = Output(["r"])
     for piece in pieces:
         prints.feed(0, piece)
     return prints.finish().replace("[r] ", "")
@@ -104,7 +104,7 @@ def test_long_lines_are_cut_and_many_are_omitted() -> None:
 
 
 def test_an_endless_progress_bar_shows_its_last_state_in_bounded_memory() -> None:
-    prints = Output(["r"], show=False)
+    prints = Output(["r"])
     for i in range(100_000):
         prints.feed(0, b"\r%d of 100000 steps" % i)
     assert len(prints._ranks[0]._open) < 100
@@ -112,7 +112,7 @@ def test_an_endless_progress_bar_shows_its_last_state_in_bounded_memory() -> Non
 
 
 def test_ranks_are_in_order_whoever_printed_first() -> None:
-    prints = Output(["a", "b", "c"], show=False)
+    prints = Output(["a", "b", "c"])
     prints.feed(2, b"c1\n")
     prints.feed(0, b"a1\na")
     prints.feed(2, b"c2\n")

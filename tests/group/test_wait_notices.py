@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from labkit.group.deadlock import RankState
-from labkit.group.wait_notices import silence_notice, unrecorded_notice, waiting_notice
+from labkit.group.deadlock_words import silence_notice, waiting_notice
 from labkit.launch.frames import frame_at
 from labkit.launch.thread_states import Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, TENSORFLOW
@@ -138,14 +138,6 @@ def test_where_a_call_is_served(source: str) -> None:
     assert said == (
         "rank 0 has waited in rpc_sync f with rank 1 (cell 5, line 1) for more than 20 s; rank 1 serves it at own.py, line 2: "
         "time.sleep(100)"
-    )
-
-
-def test_waits_that_are_no_operations(source: str) -> None:
-    names = [f"rank {number}" for number in range(4)]
-    assert unrecorded_notice(names, {0: there(source), 2: there(source), 3: there(source, 1)}, 14 * S) == (
-        "rank 0 and rank 2 have waited in C++ or for a lock for more than 10 s, at own.py, line 2: time.sleep(100); "
-        "rank 3 has waited in C++ or for a lock for more than 10 s, at own.py, line 1: def load():"
     )
 
 

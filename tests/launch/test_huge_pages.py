@@ -13,7 +13,7 @@ import pytest
 
 import labkit as lab
 from labkit.group.open_groups import notebook
-from labkit.launch import huge_pages
+from labkit.launch import fork_server
 
 MIB = 1 << 20
 LIMIT_S = 60.0
@@ -34,7 +34,7 @@ def memory() -> Iterator[mmap.mmap]:
     with mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:] = bytes(range(256)) * (len(memory) >> 8)
         before = in_huge_pages(os.getpid())
-        assert sum(huge_pages.collapse()) >= 12 * MIB or not huge_pages.SIZE_FILE.exists()
+        assert sum(fork_server.collapse()) >= 12 * MIB or not fork_server.SIZE_FILE.exists()
         if in_huge_pages(os.getpid()) == before:
             pytest.skip("this system has no MADV_COLLAPSE")
         yield memory

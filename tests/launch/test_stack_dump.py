@@ -20,14 +20,13 @@ import cells as in_cells
 import pytest
 
 import labkit as lab
+from labkit.group.deadlock_words import readable
 from labkit.group.open_groups import notebook
 from labkit.group.output import Output
 from labkit.group.processes import RankPool
-from labkit.group.stack_report import readable
 from labkit.launch.frames import stacks_in
 from labkit.launch.rank_process import Status
-from labkit.launch.stack_dump import ask
-from labkit.launch.thread_states import RankThreads, Thread
+from labkit.launch.thread_states import RankThreads, Thread, ask
 from labkit.recording.schema import Pending
 from labkit.worker import stack_writer
 from labkit.worker.stack_writer import ANSWER_AT, ASK, INTERRUPT
@@ -191,7 +190,7 @@ def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, c
 @pytest.mark.processes
 def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signals would end a process that does not handle them yet."""
-    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.1)
+    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.1)
     set_up, looks = RankPool._set_up, []
 
     def look_first(pool: RankPool) -> None:
@@ -243,8 +242,8 @@ def answering(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_an_answer_is_complete_and_newer_than_the_question(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.05)
-    monkeypatch.setattr("labkit.launch.stack_dump.EACH_S", 0.0)
+    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.05)
+    monkeypatch.setattr("labkit.launch.thread_states.EACH_S", 0.0)
     (answer,) = ask([answering])
     assert answer is not None
     late = SimpleNamespace(memory=answering.memory, signal=lambda _: None)
@@ -317,7 +316,7 @@ def test_a_look_keeps_no_frame() -> None:
 def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupting one that runs Python could crash it."""
     for name, limit_s in (("LIMIT_S", 0.0), ("EACH_S", 0.0), ("STARVED_S", 60.0)):
-        monkeypatch.setattr(f"labkit.launch.stack_dump.{name}", limit_s)
+        monkeypatch.setattr(f"labkit.launch.thread_states.{name}", limit_s)
     ranks.run(int)
     assert ranks._pool is not None
     assert None not in ask([member.process for member in ranks._pool.members])
@@ -332,7 +331,7 @@ def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
 @pytest.mark.processes
 def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
-    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 0.2)
+    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.2)
     os.kill(pids[1], signal.SIGSTOP)
     try:
         stacks = ranks.stacks()
@@ -373,7 +372,7 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
 
 @pytest.mark.processes
 def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.launch.stack_dump.LIMIT_S", 60.0)
+    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 60.0)
     with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)
         assert set(group.stacks().values()) == {"is idle: no function of yours is running"}

@@ -12,8 +12,7 @@ import pytest
 
 import labkit as lab
 from labkit.errors.exceptions import LabError, RankError
-from labkit.group.group import Group
-from labkit.group.profile import profile
+from labkit.group.group import Group, profile
 from labkit.recording.events import ProfilerEvent
 from labkit.recording.schema import Span
 from labkit.tracing.load import load_trace

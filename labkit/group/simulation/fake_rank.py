@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch import cpu
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
@@ -19,7 +20,6 @@ from labkit.group.simulation.program import Event
 from labkit.group.simulation.rank_log import RankLog, is_fake
 from labkit.group.simulation.refused_calls import refuse_calls, refuse_other_devices
 from labkit.group.simulation.simulated_group import simulated_process_group
-from labkit.group.simulation.streams import follow_streams
 from labkit.group.simulation.unknown_values import hide_values
 from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
 
@@ -27,24 +27,11 @@ from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
 def execute(
     function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False
 ) -> list[tuple[int, Event]]:
-    """Call a function as one of many ranks.
+    """Call a function as one of many ranks; return its events, each with the time in ns at which it was recorded.
 
-    The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced.
-
-    Args:
-        function: the function.
-        args: its arguments.
-        kwargs: its named arguments.
-        ranks: the rank to execute, for each rank of the group.
-        size: the number of simulated ranks.
-        measured: whether tensors have data, so that the times between events are those of a real rank; then operators
-            are not recorded.
-
-    Returns:
-        the events of the rank, each with the time in ns at which it was recorded.
-
-    Raises:
-        LabError: the function does what cannot be simulated, or this version of torch lacks what simulation needs.
+    The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced. `ranks` has the
+    rank to execute for each rank of the group. If `measured`, tensors have data, so that the times between events are
+    those of a real rank, and operators are not recorded.
     """
     if missing := [*SIMULATION.missing, *DISPATCH.missing]:
         raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")
@@ -119,6 +106,55 @@ def _adapt_torch(log: RankLog) -> None:
     SIMULATION.replace("_object_to_tensor", computed)
     SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
     SIMULATION.set("_chunk_with_empty", _Chunks)
+
+
+def follow_streams(log: RankLog) -> None:
+    """From now on in this process, record the streams of `torch.cpu`, and their events, for which other streams wait.
+
+    FSDP2 gathers the parameters of the next layer on other streams, while the default stream computes. On the CPU it
+    calls the same methods of `torch.cpu`, which do nothing there.
+    """
+    streams: list[Any] = [cpu.current_stream()]  # the default stream is number 0
+    recorded: dict[int, tuple[Any, int]] = {}  # by the id of an event: the event, which must live on, and its number
+
+    def number_of(stream: Any) -> int:
+        stream = cpu.current_stream() if stream is None else stream
+        if stream not in streams:
+            streams.append(stream)
+        return streams.index(stream)
+
+    def record(event: Any, stream: Any = None) -> None:
+        recorded[id(event)] = event, log.record_on(number_of(stream))
+
+    def record_event(stream: Any, event: Any = None) -> Any:
+        event = event or cpu.Event()
+        record(event, stream)
+        return event
+
+    def wait(event: Any, stream: Any = None) -> None:
+        if id(event) in recorded:
+            log.wait_on(number_of(stream), recorded[id(event)][1])
+
+    def wait_stream(stream: Any, other: Any) -> None:
+        log.wait_on(number_of(stream), log.record_on(number_of(other)))
+
+    class StreamContext(cpu.StreamContext):
+        def __enter__(self) -> None:
+            super().__enter__()
+            log.switch(number_of(None))
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            log.switch(number_of(None))
+
+    methods: dict[Any, dict[str, Any]] = {
+        cpu.Stream: {"record_event": record_event, "wait_stream": wait_stream, "wait_event": lambda stream, e: wait(e, stream)},
+        cpu.Event: {"record": record, "wait": wait, "synchronize": wait},
+    }
+    for owner, ours in methods.items():
+        for name, function in ours.items():
+            setattr(owner, name, function)
+    cpu.stream = cpu.StreamContext = StreamContext  # type: ignore[misc]  # the one calls the other
 
 
 class _Chunks:

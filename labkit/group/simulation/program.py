@@ -14,20 +14,12 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One operator of torch on this rank's tensors.
+    """One operator of torch on this rank's tensors."""
 
-    Args:
-        name: torch's name of the operator: "mm", "convolution_backward".
-        flops: floating-point operations; 0 for an operator that only moves data or that `torch.utils.flop_counter`
-            does not know.
-        read_bytes: bytes of the tensors that it reads.
-        written_bytes: bytes of the tensors that it writes.
-    """
-
-    name: str
-    flops: int
-    read_bytes: int
-    written_bytes: int
+    name: str  # torch's name of the operator: "mm", "convolution_backward"
+    flops: int  # floating-point operations; 0 if it only moves data, or `torch.utils.flop_counter` does not know it
+    read_bytes: int  # of the tensors that it reads
+    written_bytes: int  # of the tensors that it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +128,8 @@ def with_marks(
 ) -> tuple[Event, ...]:
     """Insert the begins and ends of spans, and recorded values, between events, and return all in their order.
 
-    Args:
-        events: the events, each with the time in ns at which the executed rank recorded it.
-        spans: spans that the same rank recorded meanwhile, on the same clock.
-        values: values that it recorded meanwhile.
-        measured: whether time passes between events as long as it did; otherwise only kernels say how long they take.
+    All are of one rank and on one clock; events come with the time in ns at which they were recorded. If `measured`,
+    time passes between events as long as it did; otherwise only kernels say how long they take.
     """
     # At one moment, ends come first, an inner span ends before an outer one, and begins after it.
     timed: list[tuple[tuple[int, int, int], Event]] = []

@@ -1,6 +1,12 @@
-"""Programs of ranks as the graph of a replay: a thread for each stream, with kernels as the time between its events.
+"""When the executed ranks do what: from programs without times to a trace, computed by the engine of replay.
 
-That a stream waits for an event of another is an operation of that rank, which takes no time.
+In the graph of the replay, each stream is a thread, with kernels as the time between its events. That a stream waits
+for an event of another is an operation of that rank, which takes no time.
+
+Two orders differ in what waits. On a CPU, the host computes: a rank does everything in program order, and a wait blocks
+it. On a GPU, the host runs ahead: each stream does its part in program order, waits for a communication if the program
+says so or if it uses the data, and for other streams if it was told to. In both, a communication begins when all ranks
+have come to it and their links are free.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from numpy.typing import NDArray
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
-from labkit.costs.network import Network, as_network
+from labkit.costs.network import Network, as_network, nodes_over
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.errors.units import bytes_in_words
@@ -30,14 +36,15 @@ from labkit.group.simulation.program import (
     Value,
     Wait,
 )
-from labkit.recording.events import Columns
+from labkit.recording.events import Columns, Scalar
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, of_ranks, pair_key
 from labkit.recording.operations import OTHER, type_of
-from labkit.recording.schema import MEMORY, MEMORY_KINDS, Span
+from labkit.recording.schema import COMMUNICATION, MEMORY, MEMORY_KINDS, Span
 from labkit.tracing.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, ThreadEvents
-from labkit.tracing.replaying.times import Rules
+from labkit.tracing.replaying.times import Rules, Times, play
 from labkit.tracing.trace import Trace
 
+TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # as in `tracing.replaying.graph.ThreadEvents.times`
 ALL_TENSORS: Final = MEMORY + MEMORY_KINDS[-1]  # "other": only `track_memory` tells kinds apart
 
 Operation = tuple[str, int]  # the key of its group and its number in it
@@ -46,31 +53,18 @@ Operation = tuple[str, int]  # the key of its group and its number in it
 class ProgramGraph:
     """The graph of some ranks' programs.
 
-    Args:
-        programs: the programs, by rank.
-        device: the device of each rank; None for a CPU on which the programs were measured.
-        link: the link or the network; None if communication takes no time.
-        name: the name of the function.
-        late_ns: how much longer a communication takes than on the link.
-
-    Attributes:
-        graph: the graph; its spans have no times, and those without a name only take part in it.
-        rules: how long everything takes.
-        size: the number of ranks, those without a program included.
-        values: the recorded values: the span whose start is their time, the rank, the name and the value.
-        stream_waits: for each span of a wait by which a default stream waits for another: what that one waited for
-            last, a communication's span, or -1.
-        waits_of_other_streams: the communications for which another than the default stream waits.
-
-    Raises:
-        LabError: a rank waits for a communication that another never issues.
+    Without a device, the programs were measured on a CPU; without a link, communication takes no time. `late_ns` is how
+    much longer it takes than on the link. LabError: a rank waits for a communication that another never issues.
     """
 
     def __init__(
         self, programs: Mapping[int, Program], device: Device | None, link: Link | Network | None, name: str, late_ns: int
     ) -> None:
-        self.size = next(iter(programs.values())).size
+        self.size = next(iter(programs.values())).size  # the number of ranks, those without a program included
+        # The recorded values: the span whose start is their time, the rank, the name and the value.
         self.values: list[tuple[int, int, str, float]] = []
+        # For each span of a wait by which a default stream waits for another: the communication for which that one
+        # waited last, or -1; and the communications for which another than the default stream waits.
         self.stream_waits: list[tuple[int, int]] = []
         self.waits_of_other_streams: list[int] = []
         self._programs = programs
@@ -88,6 +82,7 @@ class ProgramGraph:
         count = len(self._spans)
         trace = Trace(Columns.of(self._spans), ranks=[f"rank {rank}" for rank in range(self.size)])
         none = np.zeros(count, np.int64)
+        # Its spans have no times, and those without a name only take part in it.
         self.graph = Graph(trace, self._gates, none, none > 0, none - 1, {}, [-1] * count, threads)
         late = [late_ns if span.kind == "communication" else 0 for span in self._spans]
         gaps, nbytes = [thread.gaps for thread in threads], [span.nbytes for span in self._spans]
@@ -177,7 +172,6 @@ class ProgramGraph:
 
 
 def _in_words(communication: Communication) -> str:
-    """Return its name and the student's line."""
     return communication.name + (f" ({communication.line})" if communication.line else "")
 
 
@@ -197,7 +191,6 @@ class _SimulatedRank:
         self._open: defaultdict[tuple[str, str], list[int]] = defaultdict(list)  # spans that have begun
 
     def threads(self, name: str) -> list[ThreadEvents]:
-        """Return the threads."""
         call = self._whole.add(self._rank, name, "call")
         self._append(PLAIN, call, START)
         # Of measured ranks, only `track_memory` knows the memory, as of real ones.
@@ -282,3 +275,62 @@ class _SimulatedRank:
             self._waited[event.stream] = max(self._waited[event.stream], waited)
         else:
             self._whole.stream_waits.append((row, waited))
+
+
+def simulated_trace(
+    programs: Mapping[int, Program],
+    device: Device | None,
+    link: Link | Network | None,
+    *,
+    name: str,
+    show: Sequence[int] = (),
+    notes: Sequence[str] = (),
+    late_ns: int = 0,
+) -> Trace:
+    """Compute the times of executed ranks; return the trace of those that are to be shown (default: all).
+
+    The other arguments are as for `ProgramGraph`; `notes` are for the reader.
+    """
+    whole = ProgramGraph(programs, device, link, name, late_ns)
+    try:
+        times = play(whole.graph, whole.rules)
+    except LabError:
+        raise LabError("simulate: ranks wait for one another for ever, as they communicate in different orders") from None
+    size, shown = whole.size, sorted(set(show) or programs)
+    nodes = nodes_over(link, size)
+    place = np.full(size + 1, len(shown))  # ranks that are not shown have this number
+    place[shown], place[-1] = range(len(shown)), -1  # -1 stands for no rank
+    data, at_ns = _data(whole, times)
+    columns = whole.graph.trace.columns
+    chosen = np.array([bool(text) for text in columns.names], bool)[data["name"]] & (place[data["rank"]] < len(shown))
+    data = data[chosen]
+    for field in ("rank", "peer", "root"):
+        data[field] = place[data[field]]
+    names = [whole.key_of_pair(text, place) for text in columns.names]
+    values = [
+        Scalar(int(place[rank]), text, int(at_ns[row, 0]), value)
+        for row, rank, text, value in whole.values
+        if place[rank] < len(shown)
+    ]
+    return Trace(
+        Columns(data, names), values, ranks=[f"rank {rank}" for rank in shown], simulated=size, link=link, notes=notes,
+        nodes=[nodes[rank] for rank in shown] if nodes else ()
+    )  # fmt: skip
+
+
+def _data(whole: ProgramGraph, times: Times) -> tuple[Any, Any]:
+    """Return the rows of all spans with their times, and these as an array of shape (spans, 4)."""
+    data = whole.graph.trace.columns.data.copy()
+    at_ns = np.array([time or 0 for time in times.at_ns], np.int64).reshape(-1, 4)
+    for row in whole.waits_of_other_streams:
+        at_ns[row, 2:] = 0
+    for row, communication in whole.stream_waits:  # the first time that the default stream has to wait
+        since_ns, until_ns = at_ns[row, 2:]
+        if communication >= 0 and until_ns > since_ns and not at_ns[communication, 3]:
+            at_ns[communication, 2:] = since_ns, until_ns
+    at_ns[at_ns[:, 3] <= at_ns[:, 2], 2:] = 0
+    for column, name in enumerate(TIMES):
+        data[name] = at_ns[:, column]
+    travels = data["kind"] == COMMUNICATION
+    data["wait_start_ns"][~travels] = data["wait_end_ns"][~travels] = 0
+    return data, at_ns

@@ -17,8 +17,7 @@ from labkit.worker.comm.torch_internals import SIMULATION
 class RankLog:
     """Collects the events of one rank, each with the time in ns at which it was recorded.
 
-    Args:
-        measured: whether tensors have data, so that these times are those of a real rank.
+    If `measured`, tensors have data, so that these times are those of a real rank.
     """
 
     def __init__(self, *, measured: bool = False) -> None:
@@ -96,15 +95,7 @@ class RankLog:
         self._without_value.discard(key)
 
     def communicate(self, written: Iterable[torch.Tensor], **fields: Any) -> int:
-        """Record a communication.
-
-        Args:
-            written: the tensors that it writes: what uses them waits for it.
-            fields: those of `Communication`, but its number.
-
-        Returns:
-            its number.
-        """
+        """Record a communication that writes tensors, so that what uses them waits for it; return its number."""
         number, self._communications = self._communications, self._communications + 1
         self.add(Communication(number, **fields))
         self._writes[number] = []

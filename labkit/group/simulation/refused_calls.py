@@ -43,8 +43,6 @@ def refuse_calls() -> None:
 
 
 def _refuse(name: str, why: str, home: Any) -> None:
-    """Have a function of a module or a class raise an error."""
-
     def refuse(*_: Any, **__: Any) -> Any:
         raise LabError(f"{home.__name__}.{name} cannot be simulated: {why}.")
 
@@ -84,11 +82,7 @@ def _save_nothing() -> None:
 
 
 def check_device(device: Any) -> None:
-    """Check a device that a program asks for: a `torch.device`, its name, or the number of a GPU.
-
-    Raises:
-        LabError: it is not the CPU.
-    """
+    """Raise LabError if a `torch.device`, its name, or the number of a GPU, is another device than the CPU."""
     if isinstance(device, int) or torch.device(device).type not in HERE:
         raise LabError(
             f"device {str(device)!r}: tensors of simulated ranks are on the CPU, whatever device is simulated. Write "

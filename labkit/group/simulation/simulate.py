@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import random
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Final
@@ -12,16 +15,19 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.wrong_calls import check_number, public_api
 from labkit.group.group import Group
-from labkit.group.simulation.program import Program
-from labkit.group.simulation.representatives import programs_of
-from labkit.group.simulation.simulated_trace import simulated_trace
+from labkit.group.simulation.program import Program, with_marks
+from labkit.group.simulation.program_graph import simulated_trace
 from labkit.ipc.code_names import name_of
+from labkit.recording.cores import usable_cores
 from labkit.recording.record import clock
 from labkit.tracing.step_times import step_ms
 from labkit.tracing.trace import Trace
 
 MOST_RANKS: Final = 1 << 18  # of which a small program takes half a minute; torch and each communication list all of them
 TRIES: Final = 60
+AT_ONCE: Final = 4  # ranks, even on fewer cores: to start a group takes longer than a small program
+PATIENCE_S: Final = 15.0  # after which a line tells how far it is; Jupyter shows it on red, which looks like an error
+WIDEST: Final = 72  # characters of such a line: each covers the one before
 LINK: Final = Link(gbit_per_s=1000, latency_us=100)  # slow enough to be what an operation waits for
 
 
@@ -126,7 +132,6 @@ def _lateness_ns() -> int:
 
 
 def _reduce() -> list[int]:
-    """Return how long each of some all-reduces takes, in ns."""
     import torch
     import torch.distributed as dist
 
@@ -136,3 +141,68 @@ def _reduce() -> list[int]:
         dist.all_reduce(number)
         found.append(clock() - start_ns)
     return found[TRIES // 3 :]
+
+
+def programs_of(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    ranks: int,
+    also: Sequence[int] = (),
+    measured: bool = False,
+) -> dict[int, Program]:
+    """Execute a function as those ranks of many that stand for all; return their programs by rank.
+
+    These are the first rank, the last, those of `also`, and every rank that exchanges messages with one of them; if
+    there are none, also one at random. A collective has all its ranks do the same. If `measured`, tensors have data,
+    and one rank at a time is executed, so that the programs say how long they take on this machine.
+    """
+    wanted = {0, ranks - 1, *also}
+    programs: dict[int, Program] = {}
+    since_s, wrote = time.monotonic(), False
+    while new := sorted(wanted - programs.keys())[: 1 if measured else max(int(usable_cores()), AT_ONCE)]:
+        programs |= execute_ranks(function, args, kwargs, new, ranks, measured=measured)
+        wanted |= {peer for rank in new for peer in programs[rank].peers}
+        if not any(program.peers for program in programs.values()):
+            wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
+        if time.monotonic() - since_s > PATIENCE_S and wanted - programs.keys():
+            text = f"{len(programs):,} of at least {len(wanted):,} ranks executed"
+            print(f"\rsimulate: {text:<{WIDEST}}", end="", file=sys.stderr, flush=True)
+            wrote = True
+    if wrote:
+        print(f"\rsimulate: {f'{len(programs):,} ranks executed':<{WIDEST}}", file=sys.stderr)
+    return dict(sorted(programs.items()))
+
+
+class _SimulatedExecution:
+    """A function that is executed as one of many ranks; messages call it by the function's name."""
+
+    def __init__(self, function: Callable[..., Any], ranks: Sequence[int], size: int, measured: bool) -> None:
+        self._function, self._ranks, self._size, self._measured = function, ranks, size, measured
+        self.__name__ = name_of(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from labkit.group.simulation.fake_rank import execute
+
+        return execute(self._function, args, kwargs, self._ranks, self._size, self._measured)
+
+
+def execute_ranks(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
+    size: int,
+    *,
+    measured: bool = False,
+) -> dict[int, Program]:
+    """Execute a function as the given ranks of `size`, at the same time."""
+    with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
+        run = group.run(_SimulatedExecution(function, ranks, size, measured), *args, **kwargs)
+    programs = {}
+    for number, rank in enumerate(ranks):
+        trace = run.trace.filter(rank=number)
+        spans = [span for span in trace if span.kind in ("compute", "step")]
+        programs[rank] = Program(rank, size, with_marks(run.results[number], spans, trace.scalars, measured=measured))
+    return programs

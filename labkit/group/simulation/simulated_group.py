@@ -28,38 +28,24 @@ ALIKE: Final = ("all_gather", "all_reduce", "broadcast", "gather")  # collective
 
 
 class _Issued(Work):
-    """The `Work` of a communication, which has completed; waits for it are recorded.
-
-    Args:
-        log: what the rank does.
-        numbers: the numbers of the communications, several for a batch.
-        results: the tensors that it writes.
-    """
+    """The `Work` of one or several communications, which have completed; waits for them are recorded."""
 
     def __init__(self, log: RankLog, numbers: list[int], results: list[torch.Tensor]) -> None:
         super().__init__()
         self._log, self._numbers, self._results = log, numbers, results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # nothing can be late
-        """Record that the rank waits for it."""
         for number in self._numbers:
             self._log.wait(number)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has completed."""
-        return True
-
-    def is_success(self) -> bool:
-        """Whether it has succeeded."""
         return True
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it has written."""
         return self._results
 
     def get_future(self) -> Any:
-        """Return a future that holds the tensors."""
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(self._results)
         return future
@@ -79,14 +65,7 @@ def simulated_process_group(log: RankLog) -> Any:
             self._together: list[tuple[int, list[torch.Tensor]]] | None = None  # the current batch
 
         def issue(self, name: str, tensors: tuple[Any, ...], written: Any, **fields: Any) -> Any:
-            """Record a communication, and return its `Work`.
-
-            Args:
-                name: its name in records.
-                tensors: its inputs and its outputs.
-                written: those that it writes.
-                fields: more of `Communication`.
-            """
+            """Record a communication with its inputs and outputs, and which of them it writes; return its `Work`."""
             self._ranks = self._ranks or tuple(c10d.get_process_group_ranks(self))
             results = list(tensors_in(written))
             log.hold(tensors_in(tensors))
@@ -97,7 +76,7 @@ def simulated_process_group(log: RankLog) -> Any:
             group = fields.pop("group", self._ranks)
             number = log.communicate(
                 results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self._name(),
-                line=student_line(), **fields,
+                line=student_line(), **fields
             )  # fmt: skip
             if self._together is not None:
                 self._together.append((number, results))
@@ -111,7 +90,6 @@ def simulated_process_group(log: RankLog) -> Any:
                     tensor.fill_(0 if tensor.is_floating_point() else 1)
 
         def uncounted(self) -> Any:
-            """Return a context manager for what a real rank does not do."""
             return log.uncounted()
 
         def _name(self) -> str:
@@ -127,11 +105,9 @@ def simulated_process_group(log: RankLog) -> Any:
             return self.issue(method, (tensors,), [] if sends else tensors, group=group, peer=other, tag=tag)
 
         def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Any:  # noqa: N803  # torch's names
-            """Record a message to another rank."""
             return self._message(SEND.name, tensors, dstRank, tag)
 
         def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:  # noqa: N803
-            """Record a message from another rank."""
             return self._message(RECV.name, tensors, srcRank, tag)
 
         def recv_anysource(self, _tensors: list[torch.Tensor], _tag: int) -> Any:
@@ -146,7 +122,6 @@ def simulated_process_group(log: RankLog) -> Any:
             )
 
         def get_group_store(self) -> Any:
-            """Return the store, which this process has for itself."""
             return self._store
 
         def _start_coalescing(self, _device: torch.device) -> None:
@@ -167,7 +142,6 @@ def simulated_process_group(log: RankLog) -> Any:
 
 
 def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
-    """Return a method that records one of torch's collectives."""
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
     def collective(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,18 +15,18 @@ import pickle
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
-from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare, RelayedState
+from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
 from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
-from labkit.launch.rank_process import RankProcess
-from labkit.launch.resource_usage import Monitor
+from labkit.launch.rank_process import RankProcess, Status
+from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.recording.ring_copy import RingTap
@@ -56,7 +56,7 @@ class _AgentRank:
         self.number, self.process, self._line = number, process, agent.line
         self._tap = RingTap(process.ring)
         self.frames = Forwarding(
-            number, FramePort(process.sock), agent.line, None, agent.large, before=self._report_all, closed=self._closed
+            number, FramePort(process.sock), agent.line, None, agent.large, before=self.report, closed=self._closed
         )
         self._output_under_way = 0
         self._output_open = True
@@ -72,11 +72,7 @@ class _AgentRank:
             self._line.send(FrameKind.RECORDS, self.number, news)
 
     def report(self, most_bytes: float = math.inf) -> bool:
-        """Send all that the rank has printed and recorded so far, or at most so many bytes of records.
-
-        Returns:
-            whether these are all.
-        """
+        """Send what the rank has printed, and at most so many bytes of records; return whether that is all."""
         self._print(math.inf)  # a pipe's capacity at most
         while news := self._tap.news(RECORDS_BYTES):
             self._line.send(FrameKind.RECORDS, self.number, news)
@@ -84,9 +80,6 @@ class _AgentRank:
             if most_bytes <= 0:
                 return not self._tap.behind
         return True
-
-    def _report_all(self) -> None:
-        self.report()
 
     def _print(self, window_bytes: float) -> None:
         while self._output_open and self._output_under_way < window_bytes:
@@ -102,7 +95,6 @@ class _AgentRank:
                 return
 
     def taken(self, frames: int, output: int) -> None:
-        """The relay has passed on so many bytes of frames and of prints."""
         self._output_under_way -= output
         if frames:
             self.frames.taken(frames)
@@ -128,9 +120,7 @@ class _AgentRank:
     def close(self, *, ended_now: bool) -> None:
         """Close all that belongs to it.
 
-        Args:
-            ended_now: whether its process was ended just now, so that it may have left something. On a slow line,
-                nobody waits for that.
+        If its process was ended just now, send what it has left, but not on a slow line: nobody waits for that.
         """
         if ended_now and self._line.backlog < LONG_BACKLOG:
             self.frames.read_all()
@@ -149,8 +139,9 @@ class _Agent:
         self._starter: Starter | None = None
         self._heard_s = time.monotonic()
         self._oom_kills = OOMKillCounters()
-        self._states: dict[int, RelayedState] = {}  # as they were last reported
-        self._monitor: tuple[Monitor, tuple[int, ...]] | None = None
+        self._states: dict[int, tuple[Status, Load]] = {}  # as they were last reported
+        self._sampled: tuple[int, ...] | None = None  # the ranks of `_loads`
+        self._loads: Callable[[int], Sequence[Load]]
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -204,16 +195,16 @@ class _Agent:
             if news:
                 self.line.send(FrameKind.STATES, 0, pickle.dumps(news), urgent=True)
 
-    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, RelayedState]:
+    def _states_of(self, ranks: Sequence[_AgentRank]) -> dict[int, tuple[Status, Load]]:
         """Return the states of ranks. Called on another thread."""
         self._oom_kills.sample(time.monotonic())
         if not ranks or self._starter is None:
             return {}
         numbers = tuple(rank.number for rank in ranks)
-        if self._monitor is None or self._monitor[1] != numbers:
-            self._monitor = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
-        loads = self._monitor[0].sample(time.perf_counter_ns())
-        return {rank.number: RelayedState(rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
+        if self._sampled != numbers:
+            self._loads, self._sampled = self._starter.monitor([rank.process for rank in ranks], "auto"), numbers
+        loads = self._loads(time.perf_counter_ns())
+        return {rank.number: (rank.process.status(), load) for rank, load in zip(ranks, loads, strict=True)}
 
     async def _handle(self, number: int, request: AgentRequest) -> None:
         try:
@@ -269,11 +260,7 @@ class _Agent:
 
 
 async def listen_for_a_moment(address: str) -> int:
-    """Accept connections for `OPEN_S`; return the port.
-
-    Raises:
-        OSError: it is no address of this machine.
-    """
+    """Accept connections for `OPEN_S`; return the port."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), address, 0)
     asyncio.get_running_loop().call_later(OPEN_S, server.close)
     port: int = server.sockets[0].getsockname()[1]

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -161,7 +162,8 @@ class Slurm(Engine):
         return listed.split()
 
     async def _ask_for_nodes(self) -> str:
-        """Ask for nodes, and return them once the job has them."""
+        if shutil.which("salloc") is None:
+            raise LabError("there is no salloc here: this is no machine of a cluster with Slurm")
         name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"
         self._guard = subprocess.Popen(["sh", "-c", GUARD, "sh", name], stdin=subprocess.PIPE, start_new_session=True)  # noqa: ASYNC220
         command = ["salloc", "--no-shell", f"--job-name={name}", *self._asked]
@@ -192,13 +194,9 @@ async def _output(*command: str) -> str:
 
 
 async def over_command(machine: str, command: Sequence[str], hints: Mapping[str, str]) -> Connection:
-    """Return the connection to an agent that a command starts; it ends when its stdin does.
+    """Return the connection to an agent that a command starts, and that ends when its stdin does.
 
-    After its end, the connection says the last line that it wrote to stderr, and the hint of which that contains the
-    sign.
-
-    Raises:
-        LabError: the command does not exist.
+    After the end, the connection says the last line of stderr, and the hint whose sign that contains.
     """
     pipe = asyncio.subprocess.PIPE
     try:
@@ -230,7 +228,6 @@ async def over_command(machine: str, command: Sequence[str], hints: Mapping[str,
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:
-    """Read all; return the end of it."""
     kept = b""
     while stream is not None and (data := await stream.read(1 << 12)):
         kept = (kept + data)[-(1 << 12) :]

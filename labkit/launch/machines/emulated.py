@@ -81,7 +81,7 @@ class EmulatedMachines(Engine):
         command += [str(self.link.latency_s), str(self.link.bytes_per_s), *self._names]
         network = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, start_new_session=True
         )  # fmt: skip
         weakref.finalize(self, _end, network, self._folder, os.getpid())
         assert network.stdout is not None

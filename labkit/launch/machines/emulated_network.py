@@ -62,14 +62,12 @@ class _Port:
         self.free_ns = [0, 0]  # when the cable is free, from and to the machine
 
     def read(self) -> bytes | None:
-        """Return the next frame from the machine; None if there is none."""
         try:
             return os.read(self.tap, FRAME_BYTES)
         except BlockingIOError:
             return None
 
     def deliver(self, now_ns: int) -> None:
-        """Give the machine the frames that are due."""
         while self.waiting and self.waiting[0][0] <= now_ns:
             _, frame = self.waiting.popleft()
             if not self.pulled:
@@ -78,13 +76,7 @@ class _Port:
 
 
 class _Switch:
-    """Passes frames on, each at the time at which it would arrive over the cables of two machines.
-
-    Args:
-        ports: the machines.
-        latency_s: the time that a frame takes in addition to its transfer.
-        bytes_per_s: the bandwidth of a machine's cable, in each direction.
-    """
+    """Passes frames on, each at the time at which it would arrive over the cables of two machines."""
 
     def __init__(self, ports: Sequence[_Port], latency_s: float, bytes_per_s: float) -> None:
         self._ports, self._latency_ns, self._byte_ns = ports, round(latency_s * 1e9), 1e9 / bytes_per_s
@@ -92,7 +84,6 @@ class _Switch:
         self._of_address: dict[bytes, _Port] = {}  # by the Ethernet address that was seen there
 
     def serve(self) -> None:
-        """Pass frames on until stdin ends."""
         by_tap = {port.tap: port for port in self._ports}
         while True:
             due_ns = min((port.waiting[0][0] for port in self._ports if port.waiting), default=None)
@@ -211,7 +202,6 @@ class _Agents:
         return near, far
 
     def end(self) -> None:
-        """End the agents; their ranks end with them."""
         for agent in self._running:
             agent.kill()
 
@@ -226,19 +216,9 @@ def _shares(machines: int) -> list[list[int]]:
 
 
 def ask(folder: str, request: str, machine: str, limit_s: float) -> tuple[str, list[int]]:
-    """In another process: send the network's process a request.
+    """In another process: ask the network to "connect", "pull" or "plug_in" a machine.
 
-    Args:
-        folder: the folder of its socket.
-        request: "connect", "pull" or "plug_in".
-        machine: the machine's name.
-        limit_s: how long it may take, in seconds.
-
-    Returns:
-        "done" or what has failed; and file descriptors, to the agent and from it, if a connection was the request.
-
-    Raises:
-        OSError: it has ended, or does not answer.
+    Return "done" or what has failed; and, if asked to connect, file descriptors to the agent and from it.
     """
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(limit_s)

@@ -16,39 +16,23 @@ AGENT: Final = "labkit.launch.machines.agent"
 
 @dataclass(slots=True)
 class Connection:
-    """A connection to an agent.
+    """A connection to an agent."""
 
-    Args:
-        machine: the name of the machine, as students know it.
-        reader, writer: the streams to and from the agent.
-        ended: says, after the connection has ended, why, as far as the engine knows: a coroutine function.
-        close: ends what connects them, and so the agent.
-    """
-
-    machine: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    ended: Callable[[], Coroutine[None, None, str]]
-    close: Callable[[], None]
+    machine: str  # the name of the machine, as students know it
+    reader: asyncio.StreamReader  # from the agent
+    writer: asyncio.StreamWriter  # to it
+    ended: Callable[[], Coroutine[None, None, str]]  # says, after the end, why it ended, as far as the engine knows
+    close: Callable[[], None]  # ends what connects them, and so the agent
 
 
 class Engine(ABC):
-    """Places agents on machines, and connects them. Equal engines share their agents; pickles go to the relay.
+    """Places agents on machines, and connects them. Equal engines share their agents; pickles go to the relay."""
 
-    Attributes:
-        ready_limit_s: how long it may take until the machines can be used: an engine with a queue takes long.
-        connect_limit_s: how long one machine may take to answer once it is asked.
-        again_limit_s: the same for a machine that was lost, before each start of ranks.
-        ends_machines: whether the machines end with this object, and so the agents; others wait for an equal one.
-        returns: how often a machine has come back, where the engine is told that: a group then tries the machines that
-            it has lost.
-    """
-
-    ready_limit_s: float = 180.0
-    connect_limit_s: float = 30.0
-    again_limit_s: float = 10.0
-    ends_machines: bool = False
-    returns: int = 0
+    ready_limit_s: float = 180.0  # until the machines can be used: an engine with a queue takes long
+    connect_limit_s: float = 30.0  # for one machine to answer
+    again_limit_s: float = 10.0  # the same for a machine that was lost, before each start of ranks
+    ends_machines: bool = False  # whether machines and agents end with this object; others wait for an equal one
+    returns: int = 0  # how often a machine has come back, if that is known: a group then tries those that it has lost
 
     @property
     @abstractmethod
@@ -63,22 +47,11 @@ class Engine(ABC):
 
     @abstractmethod
     async def machines(self, say: Callable[[str], None]) -> Sequence[str]:
-        """Return the names of the machines, once they can be used.
-
-        Args:
-            say: is told what there is to wait for, in words.
-
-        Raises:
-            LabError: there are none.
-        """
+        """Return the names of the machines, once they can be used; tell `say` what there is to wait for, in words."""
 
     @abstractmethod
     async def connect(self, machine: str, limit_s: float) -> Connection:
-        """Start an agent on a machine, and connect it.
-
-        Args:
-            machine: the machine's name.
-            limit_s: how long that may take, in seconds; whoever calls it does not wait for longer.
+        """Start an agent on a machine, and connect it; nobody waits for longer than `limit_s`.
 
         Raises:
             LabError: that is not possible; the message says why, and what to do.
@@ -93,7 +66,7 @@ class Engine(ABC):
         return ()
 
     def counts(self, ranks: int, machines: Sequence[str]) -> list[int]:
-        """Return the number of ranks for each of some machines; by default, as even as possible.
+        """Return the number of ranks for each machine: by default, as even as possible.
 
         Raises:
             LabError: these machines do not suffice.

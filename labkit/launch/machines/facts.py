@@ -17,7 +17,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import psutil
@@ -88,7 +88,7 @@ class Facts:
         layout = hashlib.blake2b(repr((RECORD_FIELDS, PENDING_SLOTS, RING_BYTES)).encode()).hexdigest()[:8]
         return cls(
             socket.gethostname(), address, _interface(address), _addresses(), sys.executable, versions, layout,
-            usable_cores(), usable_memory().free_nbytes, gpu_count(),
+            usable_cores(), usable_memory().free_nbytes, gpu_count()
         )  # fmt: skip
 
 
@@ -102,44 +102,37 @@ class KnownMachine:
     clock_error_ns: int  # a bound on the error of its clock, in ns
 
 
-@dataclass(frozen=True, slots=True)
-class RelayedState:
-    """The state of a rank, as its agent has last reported it."""
-
-    status: Status  # the state of its process
-    load: Load  # the resources that it uses
-
-
-UNREPORTED: Final = RelayedState(Status("sleeping", exiting=False, cpu_s=0.0), Load())  # before the first report
+UNREPORTED: Final = Status("sleeping", exiting=False, cpu_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What the relay knows of a rank now; it is in shared memory, behind the rank's ring."""
 
-    state: RelayedState = UNREPORTED
+    status: Status = UNREPORTED  # the state of its process
+    load: Load = field(default_factory=Load)  # the resources that it uses
     offset_ns: int = 0  # what must be added to a time of the rank's machine now
     error_ns: int = 0  # a bound on the error of that
     reported_ns: int = 0  # when its machine reported last, on this machine's clock; 0: not yet
 
 
-def write_report(memory: Any, report: Report) -> None:
+def write_report(memory: Any, report: RankReport) -> None:
     """In the relay: store it in a rank's mapped memory, of `RING_BYTES` + `REPORT_BYTES` bytes."""
     data = pickle.dumps(report)
     memory[RING_BYTES : RING_BYTES + REPORT_BYTES] = (_SUM.pack(zlib.crc32(data), len(data)) + data).ljust(REPORT_BYTES, b"\0")
 
 
-def read_report(memory: int) -> Report:
-    """In the notebook: return the last one; an empty one if there is none yet."""
-    for _ in range(READ_TIMES):  # the relay may be writing
+def read_report(memory: int) -> RankReport:
+    """In the notebook: return the last one; an empty one if there is none yet, or the memory is closed."""
+    for _ in range(READ_TIMES if memory >= 0 else 0):  # the relay may be writing
         data = os.pread(memory, REPORT_BYTES, RING_BYTES)
         if len(data) < REPORT_BYTES or not any(data[: _SUM.size]):
             break
         checksum, size = _SUM.unpack_from(data)
         if zlib.crc32(data := data[_SUM.size : _SUM.size + size]) == checksum:
-            report: Report = pickle.loads(data)
+            report: RankReport = pickle.loads(data)
             return report
-    return Report()
+    return RankReport()
 
 
 def _address() -> str:
@@ -169,16 +162,7 @@ def _interface(address: str) -> str:
 
 
 def check_versions(package: str, here: Facts, machines: Sequence[tuple[str, Facts]]) -> None:
-    """Check that machines have what ranks need, in the notebook's versions.
-
-    Args:
-        package: the framework that ranks import; "" for none.
-        here: the facts of the notebook's machine.
-        machines: for each machine, its name and facts.
-
-    Raises:
-        LabError: machines lack a package, or have another version.
-    """
+    """Raise LabError if machines lack what ranks need, or have other versions than the notebook's machine has."""
     needed = list(filter(None, ("Python", "labkit", package)))
     found = [line for name, facts in machines for line in differences(needed, here, name, facts)]
     if found:

@@ -50,7 +50,7 @@ class FramePort:
         self._out: deque[tuple[memoryview, int]] = deque()
 
     def read(self) -> list[RawFrame]:
-        """Return some of the frames that have come; [] if no whole frame has.
+        """Return some of the frames that have come, perhaps none.
 
         Raises:
             EOFError: the other side has closed the connection, and all frames have been returned.
@@ -93,11 +93,7 @@ class FramePort:
         self._out.append((memoryview(frame.data), frame.fd))
 
     def flush(self) -> bool:
-        """Write as much as the socket takes; return whether that was all.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
+        """Write as much as the socket takes; return whether that was all. OSError: the other side has closed it."""
         while self._out:
             data, fd = self._out[0]
             try:
@@ -168,14 +164,9 @@ class Segments:
 class Forwarding:
     """Passes the frames of one rank on.
 
-    Args:
-        number: the rank's number on the line.
-        port: this side's end of the rank's channel.
-        line: the line.
-        segments: sends large data that several ranks may share; None if each datum is sent once and then forgotten.
-        large: the large data that has arrived.
-        before: called before each frame from the socket is passed on.
-        closed: called when the socket's other side has closed it.
+    `port` is this side's end of the rank's channel, and `large` has the data that has come over the line. `segments`
+    sends data that several ranks may share; without it, each datum is sent once and then forgotten. `before` is called
+    before each frame from the socket is passed on, and `closed` when the socket's other side has closed it.
     """
 
     def __init__(
@@ -186,7 +177,7 @@ class Forwarding:
         segments: Segments | None,
         large: Large,
         *,
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[], object] = lambda: None,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
         self._number, self._port, self._line, self._segments, self._large = number, port, line, segments, large
@@ -225,7 +216,6 @@ class Forwarding:
                 pass
 
     def _read(self) -> bool:
-        """Pass on some frames; return whether there were any."""
         frames = self._port.read() if self._open else []
         for frame in frames:
             self._before()

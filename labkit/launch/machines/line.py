@@ -60,11 +60,7 @@ class Block(NamedTuple):
 class Line:
     """A connection between the relay and an agent; all methods are called on the thread of its event loop.
 
-    Args:
-        reader, writer: the streams; the reader was made with a limit of `READ_BYTES`.
-
-    Attributes:
-        backlog: how many bytes of blocks wait to be sent, without large data.
+    The reader was made with a limit of `READ_BYTES`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,7 +75,7 @@ class Line:
         self._marks: deque[tuple[int, float]] = deque()  # how many had been sent, and when
         self._most = LEAST_BYTES  # bytes under way
         self._received = self._last_report = 0  # bytes so far, and the last report of them
-        self.backlog = 0
+        self.backlog = 0  # how many bytes of blocks wait to be sent, without large data
 
     def send(self, kind: FrameKind, number: int = 0, data: bytes = b"", *, urgent: bool = False) -> None:
         """Send a block, after those that were sent before; an urgent one, before all that are not urgent."""
@@ -101,11 +97,7 @@ class Line:
         self._at = 0
 
     async def write(self) -> None:
-        """Write what is sent, until the connection ends.
-
-        Raises:
-            OSError: it has ended.
-        """
+        """Write what is sent, until the connection ends with an OSError."""
         while True:
             await self._waiting.wait()
             self._waiting.clear()

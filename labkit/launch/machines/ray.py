@@ -157,11 +157,7 @@ class Ray(Engine):
         return f" at {self.address}" if self.address else " on this machine"
 
     def _nodes(self) -> list[str]:
-        """Connect to the cluster, and return the names of its nodes.
-
-        Raises:
-            LabError: there is no cluster, it does not let this notebook in, or it has too few nodes.
-        """
+        """Connect to the cluster, and return the names of its nodes."""
         os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # read by the import; Ray's 20 attempts take 20 s to 12 min
         import ray
 
@@ -180,7 +176,6 @@ class Ray(Engine):
         return list(found)
 
     def _explain(self, error: Exception) -> str:
-        """Return why Ray does not connect."""
         from ray.exceptions import AuthenticationError
 
         if not self.address and type(error) is ConnectionError and str(error):
@@ -208,11 +203,7 @@ class Ray(Engine):
 
 
 async def _check_answer(address: str) -> None:
-    """Check that something accepts connections at an address: Ray itself would try for minutes.
-
-    Raises:
-        LabError: nothing does.
-    """
+    """Raise LabError if nothing accepts connections at an address: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ANSWER_S)
@@ -256,11 +247,7 @@ def _named() -> dict[str, str]:
 
 
 def _start(node_id: str, limit_s: float) -> Any:
-    """Start the actor on a node.
-
-    Raises:
-        LabError: the node has gone, or does not start it in time.
-    """
+    """Start the actor on a node; raise LabError if the node has gone, or does not start it in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -321,7 +308,6 @@ class _ActorStream:
                     ray.get(calls.popleft())
 
     def close(self) -> None:
-        """End the actor."""
         import ray
 
         with contextlib.suppress(Exception):  # it may have ended

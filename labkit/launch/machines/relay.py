@@ -25,25 +25,13 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.ipc.options import Place
 from labkit.ipc.pickling import shared_memory
+from labkit.launch import server_requests
 from labkit.launch.capacity import raise_limit
 from labkit.launch.machines.engines import Engine
 from labkit.launch.machines.facts import Connect, Facts, Listen, Prepare, check_versions
 from labkit.launch.machines.relayed import AgentMachine, LostError, RelayedRank
 from labkit.launch.rank_process import End
-from labkit.launch.server_requests import (
-    BATCH,
-    LONGEST_BYTES,
-    READY,
-    Ask,
-    Failed,
-    Fork,
-    Forked,
-    Reap,
-    Request,
-    Survey,
-    Surveyed,
-    Waits,
-)
+from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Ask, Failed, Fork, Forked, Reap, Surveyed, Waits
 from labkit.worker.runtimes.registry import RUNTIMES
 
 
@@ -80,7 +68,6 @@ class _Relay:
         task.add_done_callback(self._tasks.discard)
 
     async def _connect_all(self) -> None:
-        """Connect to all machines, and tell the notebook when ranks can be started."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._sock, self._receive)
 
@@ -109,11 +96,6 @@ class _Relay:
             self._send(READY, None)
 
     async def _prepare(self, say: Callable[[str], None]) -> None:
-        """Let all machines import what ranks need.
-
-        Raises:
-            LabError: a machine cannot be used, or lacks something.
-        """
         if self._problems:
             raise LabError("\n".join(self._problems.values()))
         package = RUNTIMES[self._runtime].package
@@ -133,7 +115,6 @@ class _Relay:
         return machine
 
     def _receive(self) -> None:
-        """Take the notebook's next request."""
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, LONGEST_BYTES, 3 * BATCH)
         except BlockingIOError:
@@ -147,13 +128,13 @@ class _Relay:
         number, request = pickle.loads(data)
         self._spawn(self._serve_request(number, request, fds))
 
-    async def _serve_request(self, number: int, request: Request, fds: list[int]) -> None:
+    async def _serve_request(self, number: int, request: server_requests.Request, fds: list[int]) -> None:
         try:
             if isinstance(request, Fork):
                 reply: Any = await self._fork(request, fds, lambda text: self._send(number, Waits(text)))
             elif isinstance(request, Ask):
                 reply = await self._ask(request)
-            elif isinstance(request, Survey):
+            elif isinstance(request, server_requests.Survey):
                 reply = await self._survey()
             else:
                 reply = await self._reap(request.ranks)
@@ -243,11 +224,6 @@ class _Relay:
         return notes
 
     def _places(self, total: int) -> list[tuple[AgentMachine, Place]]:
-        """Where the ranks of a group are, in rank order.
-
-        Raises:
-            LabError: too few machines are left.
-        """
         living = [machine for machine in self._machines.values() if not machine.lost]
         if not living:
             lost = [f"{m.name}: {m.lost}" for m in self._machines.values()]
@@ -332,11 +308,7 @@ def _raise_first(replies: Mapping[AgentMachine, object]) -> None:
 
 
 async def check_reachability(machines: Sequence[AgentMachine]) -> None:
-    """Let each machine connect to each other one, as its ranks will; otherwise gloo would wait for half an hour.
-
-    Raises:
-        LabError: one cannot.
-    """
+    """Let each machine connect to each other one, as its ranks will; otherwise gloo would wait for half an hour."""
     ports = await asyncio.gather(*(machine.ask(Listen()) for machine in machines))
     targets = [(m.name, m.facts.address, port) for m, port in zip(machines, ports, strict=True)]
     replies = await asyncio.gather(*(m.ask(Connect([t for t in targets if t[0] != m.name])) for m in machines))

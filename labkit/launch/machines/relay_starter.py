@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import AT_IMPORT
@@ -27,15 +27,11 @@ _Answer = TypeVar("_Answer")
 class _HasThread:
     """A question: does a rank have a living thread with this native id besides its main thread?"""
 
+    unknown: ClassVar = False  # see `Question`
     number: int
 
     def answer(self, processes: Sequence[RankProcess]) -> list[bool]:
-        """Return whether each has it."""
         return [process.has_thread(self.number) for process in processes]
-
-    def unknown(self) -> bool:
-        """Return what stands for the answer for a rank that cannot be asked."""
-        return False
 
 
 class _MachinesClock(Clock):
@@ -47,12 +43,10 @@ class _MachinesClock(Clock):
 
     @property
     def error_ns(self) -> int:
-        """See `Clock`."""
-        return read_report(self._process.memory).error_ns if self._process.memory >= 0 else 0
+        return read_report(self._process.memory).error_ns
 
     def here(self, ns: int) -> int:
-        """See `Clock`."""
-        return ns + read_report(self._process.memory).offset_ns if self._process.memory >= 0 else ns
+        return ns + read_report(self._process.memory).offset_ns
 
 
 class RelayedRankProcess(RankProcess):
@@ -77,40 +71,19 @@ class RelayedRankProcess(RankProcess):
         """Return its state as its agent has last reported it."""
         if self.memory < 0 or self.ended is not None:
             return Status("gone", exiting=True, cpu_s=0.0)
-        return read_report(self.memory).state.status
+        return read_report(self.memory).status
 
     def reported_ns(self, now_ns: int) -> int:
         """See `RankProcess`."""
-        return (read_report(self.memory).reported_ns if self.memory >= 0 else 0) or now_ns
-
-    def load(self) -> Load:
-        """Return the resources that it uses, as its agent has last reported them."""
-        return read_report(self.memory).state.load if self.memory >= 0 else Load()
+        return read_report(self.memory).reported_ns or now_ns
 
     def has_thread(self, number: int) -> bool:
         """See `RankProcess`."""
         return self._starter.ask(_HasThread(number), [self])[0]
 
 
-class _ReportedLoads:
-    """The loads of ranks as their agents report them; see `launch.resource_usage.Monitor`."""
-
-    def __init__(self, processes: Sequence[RankProcess]) -> None:
-        self._processes = [process for process in processes if isinstance(process, RelayedRankProcess)]
-
-    def sample(self, now_ns: int) -> tuple[Load, ...]:  # noqa: ARG002  # the agents decide when
-        """Return the latest load of each rank."""
-        return tuple(process.load() for process in self._processes)
-
-
 class RelayStarter(ServerStarter):
-    """Starts ranks on other machines.
-
-    Args:
-        engine: where they are.
-        runtime: the name of the runtime; "" for none, and then no ranks start.
-        ring_bytes, make_shared: as for `Starter`.
-    """
+    """Starts ranks on the machines of an engine; with the runtime "", none start."""
 
     def __init__(self, engine: Engine, runtime: str, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
         super().__init__(ring_bytes, make_shared)
@@ -136,7 +109,7 @@ class RelayStarter(ServerStarter):
     def ask(self, question: Question[_Answer], processes: Sequence[RankProcess]) -> Sequence[_Answer]:
         """Ask a question about living ranks where they are; return the answer for each."""
         answers = self._answers(question, processes)
-        return [answers[p.number] if p.number in answers else question.unknown() for p in processes]
+        return [answers.get(p.number, question.unknown) for p in processes]
 
     def catch_up(self, processes: Sequence[RankProcess]) -> bool:
         """See `Starter`."""
@@ -149,9 +122,9 @@ class RelayStarter(ServerStarter):
             answers: Mapping[int, _Answer] = self._ask(Ask(question, [process.number for process in processes]))
         return answers
 
-    def monitor(self, processes: Sequence[RankProcess], devices: str) -> _ReportedLoads:  # noqa: ARG002  # there it is known
-        """See `Starter`."""
-        return _ReportedLoads(processes)
+    def monitor(self, processes: Sequence[RankProcess], devices: str) -> Callable[[int], tuple[Load, ...]]:  # noqa: ARG002
+        """See `Starter`. The agents decide when they sample, and they know their devices."""
+        return lambda _: tuple(read_report(process.memory).load for process in processes)
 
     def survey(self) -> Surveyed:
         """Return what is known of the machines."""
@@ -170,11 +143,7 @@ class RelayStarter(ServerStarter):
 
 
 def survey(engine: Engine) -> Surveyed:
-    """Connect to machines for a moment; return what is known of each, and all problems.
-
-    Raises:
-        LabError: the engine has no machines.
-    """
+    """Connect to machines for a moment; return what is known of each, and all problems."""
     starter = RelayStarter(engine, "", RING_BYTES, shared_memory)
     try:
         return starter.survey()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import mmap
 import os
 import pickle
@@ -17,17 +18,7 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.launch.machines.engines import Connection
-from labkit.launch.machines.facts import (
-    HELLO,
-    REPORT_BYTES,
-    UNREPORTED,
-    AgentRequest,
-    Facts,
-    KnownMachine,
-    RelayedState,
-    Report,
-    write_report,
-)
+from labkit.launch.machines.facts import HELLO, REPORT_BYTES, AgentRequest, Facts, KnownMachine, RankReport, write_report
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort, Segments
 from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.server_requests import Failed, Reap
@@ -49,23 +40,17 @@ class LostError(Exception):
 
 
 class AgentMachine:
-    """A machine and its agent.
+    """A machine and its agent."""
 
-    Attributes:
-        facts: what the agent has said about it.
-        ranks: the ranks there, by number.
-        lost: how its loss was noticed; "" while it answers.
-    """
-
-    facts: Facts
+    facts: Facts  # what the agent has said about it
 
     def __init__(self, name: str, connection: Connection) -> None:
         self.name, self._connection = name, connection
         self.line = Line(connection.reader, connection.writer)
         self.large, self.segments, self.clock = Large(), Segments(self.line), Clock()
-        self.ranks: dict[int, RelayedRank] = {}
+        self.ranks: dict[int, RelayedRank] = {}  # by number
         self._read_ns, self._round_trip_ns = 0, sys.maxsize  # what its clock showed last, and the shortest round trip
-        self.lost = ""
+        self.lost = ""  # how its loss was noticed
         self._heard_s = time.monotonic()
         self._number = HELLO
         loop = asyncio.get_running_loop()
@@ -73,11 +58,7 @@ class AgentMachine:
         self._tasks = [asyncio.ensure_future(work) for work in (self._hear(), self._write(), self._watch())]
 
     async def meet(self, limit_s: float) -> None:
-        """Wait for the agent's first word, and read its clock.
-
-        Raises:
-            LostError: it has ended, or says nothing.
-        """
+        """Wait for the agent's first word, and read its clock."""
         try:
             facts = await asyncio.wait_for(asyncio.shield(self._replies[HELLO]), limit_s)
         except TimeoutError:
@@ -102,12 +83,7 @@ class AgentMachine:
         return KnownMachine(self.name, self.facts, self._round_trip_ns, self.clock.error_ns)
 
     async def ask(self, request: AgentRequest) -> Any:
-        """Send the agent a request, and return its reply.
-
-        Raises:
-            LostError: the machine is lost.
-            LabError: it has refused.
-        """
+        """Send the agent a request, and return its reply. LostError: the machine is lost; LabError: it has refused."""
         if self.lost:
             raise LostError(self.lost)
         self._number += 1
@@ -183,7 +159,7 @@ class AgentMachine:
                 self._round_trip_ns = min(self._round_trip_ns, heard_ns - asked_ns)
                 self._read_ns = there_ns
                 for rank in self.ranks.values():
-                    rank.clock_is(self.offset_ns, self.clock.error_ns)
+                    rank.reported(offset_ns=self.offset_ns, error_ns=self.clock.error_ns)
             elif kind is FrameKind.PART:
                 if self.large.add(number, data):
                     for rank in self.ranks.values():
@@ -193,9 +169,9 @@ class AgentMachine:
                 if future is not None and not future.done():
                     future.set_result(pickle.loads(data))
             elif kind is FrameKind.STATES:
-                for of_rank, state in pickle.loads(data).items():
+                for of_rank, (status, load) in pickle.loads(data).items():
                     if of_rank in self.ranks:
-                        self.ranks[of_rank].state_is(state)
+                        self.ranks[of_rank].reported(status=status, load=load)
             elif number in self.ranks:
                 rank = self.ranks[number]
                 if kind is FrameKind.RECORDS:
@@ -217,11 +193,8 @@ class AgentMachine:
 class RelayedRank:
     """The relay's side of one rank.
 
-    Args:
-        number: its number.
-        fds: the far ends of its socket and its pipe, and its memory.
-        machine: its machine.
-        closed: called with the number when the notebook closes the socket.
+    `fds` are the far ends of its socket and its pipe, and its memory. `closed` is called with its number when the
+    notebook closes the socket.
     """
 
     def __init__(self, number: int, fds: list[int], machine: AgentMachine, closed: Callable[[int], None]) -> None:
@@ -233,8 +206,8 @@ class RelayedRank:
         os.set_blocking(self._output, False)
         self._loop = asyncio.get_running_loop()
         self._copy = RingCopy(self._memory, machine.clock)
-        self._state = UNREPORTED
-        self.clock_is(machine.offset_ns, machine.clock.error_ns)
+        self._report = RankReport()
+        self.reported(offset_ns=machine.offset_ns, error_ns=machine.clock.error_ns)
         self._prints = bytearray()
         self._printed = self._written = 0  # bytes of prints, that have come, and that the pipe has taken
         self._held: deque[tuple[int, bytes | None]] = deque()  # frames, None for its end, and `_printed` when each came
@@ -242,23 +215,15 @@ class RelayedRank:
         port = FramePort(socket.socket(fileno=connection))
         self.frames = Forwarding(number, port, machine.line, machine.segments, machine.large, closed=lambda: closed(number))
 
+    def reported(self, **changes: Any) -> None:
+        """Its machine has reported changes of these fields of its `RankReport`."""
+        self._report = dataclasses.replace(self._report, **changes, reported_ns=time.perf_counter_ns())
+        write_report(self._memory, self._report)
+
     def recorded(self, news: bytes) -> None:
         """Copy what is new in its ring."""
         self._copy.apply(news)
-        self._reported()
-
-    def state_is(self, state: RelayedState) -> None:
-        """Its state has changed."""
-        self._state = state
-        self._reported()
-
-    def clock_is(self, offset_ns: int, error_ns: int) -> None:
-        """The clock of its machine was read."""
-        self._offset_ns, self._error_ns = offset_ns, error_ns
-        self._reported()
-
-    def _reported(self) -> None:
-        write_report(self._memory, Report(self._state, self._offset_ns, self._error_ns, time.perf_counter_ns()))
+        self.reported()
 
     def printed(self, data: bytes) -> None:
         """Pass on what it has printed."""

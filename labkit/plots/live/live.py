@@ -51,7 +51,7 @@ class Screen:
 
 
 class Live:
-    """The live picture of a run; implements `group.picture.Picture`.
+    """The live picture of a run; implements `group.collector.Picture`.
 
     It is shown on `screen`, by default the cell's output in a notebook, one line in a terminal, else nowhere. `clock`
     returns this thread's CPU time in ns, to measure the cost of drawing.

@@ -19,6 +19,6 @@ What to open for which change:
   tracing/silent_faults.py; tests tracing/test_verdict.py, group/test_same_as_serial.py
 - emulated links: emulated_link.py, emulated_rpc.py; how long operations take on them: costs/emulated_costs.py; tests
   test_emulated_link.py, test_emulated_network.py
-- which time limits are the program's own: time_limits.py; what a failed wait waited for: group/failed_waits.py; tests
-  group/test_no_deadlock.py
+- which time limits are the program's own: time_limits.py; what a failed wait waited for:
+  group/deadlock_monitor.py; tests group/test_no_deadlock.py
 """

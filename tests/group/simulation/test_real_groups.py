@@ -12,7 +12,7 @@ from communications import real_communications, simulated_communications
 
 import labkit as lab
 from labkit.group.simulation.program import Mark, Program
-from labkit.group.simulation.representatives import programs_of
+from labkit.group.simulation.simulate import programs_of
 
 pytestmark = pytest.mark.processes
 SIZES = (2, 4)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import labkit as lab
 from labkit.group.simulation.program import Elapsed, Wait
-from labkit.group.simulation.representatives import programs_of
+from labkit.group.simulation.simulate import programs_of
 from labkit.recording.schema import MEMORY_KINDS
 
 pytestmark = pytest.mark.processes

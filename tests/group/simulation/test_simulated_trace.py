@@ -20,7 +20,7 @@ from labkit.group.simulation.program import (
     Value,
     Wait,
 )
-from labkit.group.simulation.simulated_trace import simulated_trace
+from labkit.group.simulation.program_graph import simulated_trace
 from labkit.recording.schema import MEMORY, Span
 from labkit.tracing.trace import Trace
 

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import labkit as lab
-from labkit.group.simulation.representatives import execute_ranks
+from labkit.group.simulation.simulate import execute_ranks
 from labkit.group.simulation.unknown_values import UnknownNumber
 
 pytestmark = pytest.mark.processes
