@@ -128,7 +128,7 @@ class Execution:
         self._communicated, self._unfinished = False, pool.kind.serving_threads > 0
         self._deadline_s: float | None = None
         self._debugged_s: float | None = None  # until when the time since a rank is at a breakpoint has been taken out
-        self._looked_s = self._pictured_s = 0.0
+        self._looked_s = self._pictured_s = self._recorded_s = 0.0
         self._hurry = False  # whether a rank prints so much that its output must be read without a pause
         self._failed_s = 0.0  # when the first failure was reported, or when the student was last asked after it
         self._announced = False  # whether the student knows of it at a prompt
@@ -158,7 +158,7 @@ class Execution:
             title = f"{self._name} on {these([self._names[i] for i in self._on])}"
             self._picture.begin(tuple(m.label for m in self._members), title, self._start_ns, self._on)
         self._deadline_s = deadline_s
-        self._looked_s = self._pictured_s = time.monotonic()
+        self._looked_s = self._pictured_s = self._recorded_s = time.monotonic()
         try:
             self._pool.loop.run(self)
             if self._quit and self._unanswered():  # the program may have caught what should have ended it
@@ -242,6 +242,8 @@ class Execution:
         if self._picture is not None:
             for mine, fresh in zip(self._new, records, strict=True):
                 mine.append(fresh)
+            if any(len(fresh) for fresh in records):
+                self._recorded_s = time.monotonic()
 
     def _ask(self, member: Member) -> None:
         self._drain()
@@ -295,7 +297,10 @@ class Execution:
         return any(m.process.status().exiting for m in self._members if m.rank not in self._dead and m.rank not in self._failures)
 
     def _look_for_stuck(self, now_ns: int) -> None:
-        deadlock = self._monitor.check(now_ns, 0.0 if self._picture is not None else self._output.silent_s)
+        silent_s = self._output.silent_s
+        if self._picture is not None:  # it has shown what was recorded
+            silent_s = min(silent_s, time.monotonic() - self._recorded_s)
+        deadlock = self._monitor.check(now_ns, silent_s)
         self._output.say(self._monitor.notice or self._monitor.silence)
         if deadlock is not None:
             raise self._deadlock_error(deadlock)

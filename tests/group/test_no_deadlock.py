@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import signal
 import socket
@@ -247,7 +246,10 @@ def test_with_a_live_thread_there_is_only_a_notice(three: lab.Group, monkeypatch
 # Long silence
 
 
-def test_a_run_that_prints_nothing_for_long_says_where_its_ranks_are(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["run", "watch"])
+def test_a_run_that_shows_nothing_for_long_says_where_its_ranks_are(
+    way: str, three: lab.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hold() -> None:
         threading.Event().wait()
 
@@ -256,22 +258,7 @@ def test_a_run_that_prints_nothing_for_long_says_where_its_ranks_are(three: lab.
     place = f"rank 0, rank 1 and rank 2 are at test_no_deadlock.py, line {line}: threading.Event().wait()"
     Word(monkeypatch, "nothing printed", place)
     with pytest.raises(KeyboardInterrupt):
-        three.run(hold)
-
-
-def wait_for(file: str) -> None:
-    while not os.path.exists(file):
-        time.sleep(0.01)
-
-
-def test_beside_a_live_picture_nothing_is_said_about_silence(
-    three: lab.Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", 1e-9)
-    said: list[str] = []
-    monkeypatch.setattr(Output, "say", lambda _, word: (said.append(word), len(said) > 3 and (tmp_path / "now").touch()))
-    three.watch(wait_for, str(tmp_path / "now"))
-    assert not any(said)
+        getattr(three, way)(hold)
 
 
 # Time limits of the program's own.
