@@ -59,15 +59,10 @@ class SavedGuess:
 
 @dataclass(frozen=True, repr=False)
 class Note:
-    """A line under the cell: which guess is sealed, or whether a choice was right.
-
-    Args:
-        text: the line.
-        symbol: what it begins with: "●" sealed, "○" no guess yet, "✓" right, "✗" wrong.
-    """
+    """A line under the cell: which guess is sealed, or whether a choice was right."""
 
     text: str
-    symbol: str
+    symbol: str  # what the line begins with: "●" sealed, "○" no guess yet, "✓" right, "✗" wrong
 
     def __repr__(self) -> str:
         return encodable(f"{self.symbol} {self.text}")
@@ -378,11 +373,7 @@ def _lesson() -> str:
 
 
 def entries(folder: Path) -> list[SavedGuess]:
-    """Read all guesses, in the order in which they were first sealed or revealed; none if there is no file.
-
-    Raises:
-        LabError: the file cannot be read as guesses.
-    """
+    """Read all guesses, in the order in which they were first sealed or revealed; none if there is no file."""
     path = folder / FILE
     try:
         written = path.read_bytes()
@@ -420,9 +411,6 @@ def entry_for_update(folder: Path, lesson: str, name: str) -> Iterator[SavedGues
     """Give one guess to the caller, who changes it; afterwards the file is written, unless nothing changed.
 
     The file is replaced in one step, so that a crash leaves the old one.
-
-    Raises:
-        LabError: the file cannot be read or written.
     """
     try:
         found = entries(folder)

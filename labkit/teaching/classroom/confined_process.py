@@ -77,12 +77,8 @@ class ProcessEnd:
 def run_confined(module: str, text: str, limits: Limits, path: Sequence[str] = (), *, confined: bool = True) -> ProcessEnd:
     """Call a module's `main` in a process in a session and a folder of its own, and wait for it.
 
-    Args:
-        module: its name; `main` gets the file descriptor for its result, and `cover`.
-        text: the standard input.
-        limits: what it may use.
-        path: folders from which it may import.
-        confined: whether it has namespaces of its own.
+    `main` gets the file descriptor for its result, and `cover`; `text` is its standard input, `path` has the folders
+    from which it may import. A confined process has namespaces of its own.
     """
     adopt_orphans()  # what it leaves behind becomes a child of this process, and is found
     read_end, write_end = os.pipe()

@@ -93,11 +93,7 @@ def _failing_alone(path: Path, failed: list[str]) -> Iterator[None]:
 
 
 def _check(options: argparse.Namespace, points: dict[str, float]) -> None:
-    """Find out before submissions are graded, which takes minutes, what would fail at its end.
-
-    Raises:
-        LabError: limits make no sense, or results cannot be written.
-    """
+    """Find out before submissions are graded, which takes minutes, what would fail at its end."""
     for option in ("limit-s", "memory-mb", "jobs"):
         if not 0 < (number := getattr(options, option.replace("-", "_"))) < math.inf:
             raise LabError(f"--{option} {number}: expected a number above 0")
@@ -113,11 +109,7 @@ def _check(options: argparse.Namespace, points: dict[str, float]) -> None:
 
 
 def points_given(texts: Sequence[str]) -> dict[str, float]:
-    """Return the points of options such as "average_gradients=2", by exercise.
-
-    Raises:
-        LabError: an option has another form, or the number is negative or not finite.
-    """
+    """Return the points of options such as "average_gradients=2", by exercise."""
     points = {}
     for text in texts:
         name, _, number = text.partition("=")

@@ -73,11 +73,7 @@ def hidden_for(paths: Sequence[Path]) -> tuple[str, ...]:
 
 
 def judges_in(modules: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return where the judges are: labkit's, and those in modules of a course.
-
-    Raises:
-        LabError: a module cannot be found.
-    """
+    """Return where the judges are: labkit's, and those in modules of a course."""
     return tuple(sorted({*exercises.__path__, *(_folder(_file_of(module)) for module in modules)}))
 
 

@@ -54,12 +54,7 @@ class Handout:
         return self.notebook | {"cells": cells}
 
     def write(self, folder: Path, cells: list[dict[str, Any]] | None = None) -> Path:
-        """Write the notebook, its diagrams and the guide for AI tutors into a folder; return the notebook's path.
-
-        Args:
-            folder: created if it does not exist.
-            cells: other cells than the students'.
-        """
+        """Write the notebook, perhaps with other cells, its diagrams and the guide for AI tutors; return its path."""
         for name in (*self.pictures(), GUIDE):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -86,13 +81,7 @@ class Order:
 
 
 def read_handout(lesson: Path, points: dict[str, float], beside: Collection[str]) -> Handout:
-    """Read a lesson.
-
-    Args:
-        lesson: the original notebook.
-        points: by exercise; 1 where an exercise is not named.
-        beside: the notebooks in the students' folder, such as "02_data_parallel.ipynb". Links to others become text.
-    """
+    """Read a lesson. `beside` are the notebooks in the students' folder: links to others become text."""
     notebook = json.loads(lesson.read_bytes())
     for cell in notebook["cells"]:
         cell["source"] = "".join(cell["source"])

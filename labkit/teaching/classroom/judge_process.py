@@ -43,12 +43,7 @@ class Judging:
 
 
 def main(result: int, cover: Cover) -> None:
-    """Judge the answers, in their order.
-
-    Args:
-        result: the file descriptor for the verdicts.
-        cover: hides files from here on.
-    """
+    """Judge the answers, in their order; `cover` hides files from here on."""
     adopt_orphans()
     judging = Judging(**json.load(sys.stdin))
     for module in judging.modules:

@@ -109,11 +109,7 @@ class Packed:
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> Packed:
-        """Return what `to_json` was given.
-
-        Raises:
-            KeyError, TypeError, ValueError: the submission's process has sent something else.
-        """
+        """Return what `to_json` was given; raise if the submission's process has sent something else."""
         data, memory = (base64.b64decode(given[key]) for key in ("data", "memory"))
         regions = [(int(at), int(size)) for at, size in given["regions"]]
         if any(at < 0 or size < 0 or at + size > len(memory) for at, size in regions):
@@ -123,11 +119,7 @@ class Packed:
 
 
 def packed(answer: Any, home: Any) -> Packed:
-    """Pickle a function or a class of a submission, which is defined in the module `home`.
-
-    Raises:
-        LabError: some part of it cannot be pickled.
-    """
+    """Pickle a function or a class of a submission, which is defined in the module `home`."""
     payload = pack(answer, home=home, label="the answer")
     try:
         size = max((at + count for at, count in payload.regions), default=0)

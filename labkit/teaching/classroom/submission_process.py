@@ -39,12 +39,7 @@ class Job:
 
 
 def main(result: int, cover: Cover) -> None:
-    """Run the submission.
-
-    Args:
-        result: the file descriptor for what was found: a JSON object with an entry for each submitted exercise.
-        cover: hides files from here on.
-    """
+    """Run the submission; write what was found: a JSON object with an entry for each submitted exercise."""
     job = Job(**json.load(sys.stdin))
     home, python = _namespace(job.execute)
     examine = _examiner()

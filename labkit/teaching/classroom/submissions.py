@@ -37,15 +37,10 @@ class Submission:
 
 
 def submissions(paths: Iterable[Path], required: Sequence[str]) -> list[Submission]:
-    """Read submitted notebooks. Of a folder, only regular files are read that are in it themselves: no links.
+    """Read submitted notebooks. Of a folder, at any depth, only regular files are read: no links.
 
-    Args:
-        paths: files, and folders that contain them at any depth. What is named here may be a link.
-        required: the names of the exercises that each student should answer. Empty: those of the lesson after which a
-            file is named, or else those that the notebook checks.
-
-    Raises:
-        LabError: a path does not exist or is a zip file, or there is no notebook.
+    `required` are the names of the exercises that each student should answer. Empty: those of the lesson after which a
+    file is named, or else those that the notebook checks.
     """
     files: dict[Path, bool] = {}  # whether it was named itself
     for path in paths:

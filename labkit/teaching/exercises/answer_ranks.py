@@ -29,23 +29,15 @@ class AnswerRanks:
     """Runs an answer for a judge. Use it as a context manager, which ends the ranks.
 
     A judge calls it as it would call the answer. The call runs on a single rank, kept for the next call: the answer
-    can then neither change the notebook's process nor look into it, where the judge compares.
-
-    Args:
-        name: the exercise's name, with which the answer's prints are labelled.
-        answer: the student's function or class.
-
-    Attributes:
-        answer: the argument.
-        is_class: whether the answer is a class.
-        last_call: the judge's last call and what it returned; "" before the first.
+    can then neither change the notebook's process nor look into it, where the judge compares. The answer's prints are
+    labelled with the exercise's name.
     """
 
     def __init__(self, name: str, answer: Any) -> None:
         self._name, self.answer = name, answer
         self.is_class = getattr(answer, "is_class", isinstance(answer, type))  # a packed answer says it itself
         self._group: Group | None = None
-        self.last_call = ""
+        self.last_call = ""  # the judge's last call and what it returned
 
     def __enter__(self) -> Self:
         return self
@@ -55,12 +47,7 @@ class AnswerRanks:
             self._group.close()
 
     def __call__(self, *args: Any) -> Any:
-        """Call the answer.
-
-        Raises:
-            RankError: it raised an exception.
-            AnswerError: it did not finish, or returned something that is no data.
-        """
+        """Call the answer; raise `AnswerError` if it does not finish, or returns something that is no data."""
         if self._group is None:
             runtime = "torch" if "torch" in sys.modules else "bare"  # a rank has what judge and answer may need of torch
             self._group = Group([self._name], runtime=runtime, devices="cpu", timeout_s=LIMIT_S)
@@ -82,19 +69,8 @@ def run_on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options
     """Run a function of a judge on new ranks; a second time if TensorFlow has crashed, which no right answer prevents.
 
     TensorFlow 2.21 crashes in about one of 400 runs of a ClusterCoordinator on busy cores, in its own thread.
-
-    Args:
-        ranks: the number of ranks, or their names.
-        function: the function to call.
-        args: its arguments.
-        options: options of the group.
-
-    Returns:
-        the result of each rank, in rank order, and the trace of the run.
-
-    Raises:
-        RankError: it raised an exception.
-        AnswerError: the ranks waited for each other for ever, or did not finish.
+    `options` are those of the group. Raises `AnswerError` if the ranks waited for each other for ever, or did not
+    finish.
     """
     try:
         return _run_once(ranks, function, *args, **options)
@@ -143,11 +119,7 @@ def call_answer(answer: Callable[..., Any], *args: Any) -> Any:
 
 
 def call_reporting_exit(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on a rank, for which `exit()` would be a normal end, with None as its result.
-
-    Raises:
-        RuntimeError: it called `exit()`.
-    """
+    """Call a function on a rank, for which `exit()` would be a normal end with None as its result."""
     try:
         return function(*args)
     except SystemExit:
@@ -165,8 +137,7 @@ def without_judges(modules: Iterable[str], function: Callable[..., Any], *args: 
 def by_value() -> Iterator[set[str]]:
     """Send a judge's functions by value, so that the modules with the expected results are not there to be found.
 
-    Yields:
-        the names of the modules with exercises.
+    Yields the names of the modules with exercises.
     """
     modules = {exercises.__name__, *exercises.own_exercises()} - {"__main__"}
     new = [sys.modules[name] for name in modules - cloudpickle.list_registry_pickle_by_value()]
@@ -185,11 +156,7 @@ def _shown(value: Any) -> str:
 
 
 def require_data(value: Any) -> None:
-    """Check that a value is data, whose comparison with the expected value runs no code of the student's.
-
-    Raises:
-        AnswerError: some part of it is an object of another type.
-    """
+    """Raise `AnswerError` if a value is no data: its comparison with the expected one would run the student's code."""
     if callable(value) or type(value).__module__.partition(".")[0] not in _DATA:
         raise AnswerError(f"given an object of type {type(value).__name__}: expected numbers, texts, or lists of them")
     if isinstance(value, np.ndarray) and value.dtype == object:

@@ -127,13 +127,7 @@ def check(name: str, answer: Any = ..., *, seed: int = 0) -> Verdict:
 
 
 def judged(exercise: Exercise, answer: Any, seed: int) -> Verdict:
-    """Judge an answer that is written and not refused.
-
-    Args:
-        exercise: the exercise.
-        answer: the answer, or what becomes the answer when a rank unpickles it.
-        seed: as for `check`.
-    """
+    """Judge an answer that is written and not refused, or what becomes the answer when a rank unpickles it."""
     if not (exercise.number or callable(answer)):
         hint = f"given {reprlib.repr(answer)}: pass the function itself, not its return value"
         return Verdict(exercise.name, False, _sentence(hint), (f'lab.check("{exercise.name}", {exercise.name})',))

@@ -40,11 +40,7 @@ def unchanged_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_inputs(seed: int) -> Iterator[None]:
-    """Let judges make other inputs in the `with` block.
-
-    Args:
-        seed: 0 for the inputs of the lesson; each other number for others of the same kind.
-    """
+    """Let judges make other inputs in the `with` block; the seed 0 stands for those of the lesson."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(seed)
     try:
@@ -57,11 +53,7 @@ def other_inputs(seed: int) -> Iterator[None]:
 
 
 def other_cases(make: Callable[[Random], Case]) -> list[Case]:
-    """Return cases made at random from the seed of `check`; none for the seed of the lesson.
-
-    Args:
-        make: makes a case.
-    """
+    """Return cases made at random from the seed of `check`; none for the seed of the lesson."""
     seed = int(os.environ.get(VARIABLE, "0"))
     return [make(Random(OTHER_CASES * seed + i)) for i in range(OTHER_CASES)] if seed else []
 
@@ -69,7 +61,6 @@ def other_cases(make: Callable[[Random], Case]) -> list[Case]:
 def case_seed(seed: int) -> int:
     """Return the seed for a judge's generator, which depends on the seed of `check`.
 
-    Args:
-        seed: the seed in the lesson; different generators of an exercise have different ones, below 10,000.
+    `seed` is that in the lesson; different generators of an exercise have different ones, below 10,000.
     """
     return seed + 10_000 * int(os.environ.get(VARIABLE, "0"))

@@ -14,20 +14,12 @@ TURNS: Final = 5  # a stall costs one of them at most
 
 
 class Meeting:
-    """An object on the master at which the called workers wait for each other.
-
-    Args:
-        expected: the number of workers that must be at work at the same time.
-
-    Attributes:
-        visits: each call's worker and a number that the worker gives.
-        alone: whether a worker was called only when another had finished.
-    """
+    """An object on the master at which the called workers wait for each other."""
 
     def __init__(self, expected: int) -> None:
-        self.expected = expected
-        self.visits: list[tuple[str, int]] = []
-        self.alone = False
+        self.expected = expected  # the number of workers that must be at work at the same time
+        self.visits: list[tuple[str, int]] = []  # each call's worker and a number that the worker gives
+        self.alone = False  # whether a worker was called only when another had finished
         self._all = threading.Event()
         self._lock = threading.Lock()
 
