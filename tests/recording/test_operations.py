@@ -132,6 +132,7 @@ def test_each_way_to_call_is_in_the_table() -> None:
 AMBIGUOUS = {"rpc", "gradients", "remote", "reply", "serve", "value"}
 ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
+    "labkit/plots/measured_link.py",  # the link between two ranks is that of messages
     "labkit/costs/rounds.py",  # the other algorithms of an all-reduce and of a broadcast
     "labkit/costs/shared_link.py",  # the fastest algorithm of an all-reduce
     "notebooks/judges/find_the_bottleneck.py",  # what its exercise is about
