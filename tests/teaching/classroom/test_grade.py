@@ -336,7 +336,11 @@ DISHONEST: Class = {
     "reads the solutions": ((rate(f"open('{ROOT}/notebooks/solutions/{LESSON}.ipynb')"),), 0, "FileNotFoundError"),
     "reads another": (("text = open('OTHER').read()", rate(f"text\n{RATE_BODY}")), 0, "line 1: FileNotFoundError"),
     "imports a judge": ((rate("import labkit.teaching.exercises.data_parallel"),), 0, "looks at the code that judges it"),
-    "imports it by a hidden name": ((rate("__import__('labkit.' + 'exercises.data_parallel')"),), 0, "ModuleNotFoundError"),
+    "imports it by a hidden name": (
+        (rate("__import__('.'.join(['labkit', 'teaching', 'exercises', 'data_parallel']))"),),
+        0,
+        "ModuleNotFoundError",
+    ),
     "looks": ((rate(f"import sys\nsys._getframe(1)\n{RATE_BODY}"),), 0, "looks at the code that judges it"),
     "connects": ((rate("import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=1)"),), 0, "Network is unreachable"),
     "ends its parent": ((rate("import os\nos.kill(os.getppid(), 9)\nwhile True: pass"),), 0, ""),
@@ -393,7 +397,7 @@ def test_a_system_without_root_or_namespaces(system: str, tmp_path: Path, right_
         subprocess.run([*SYSTEMS[system], "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this system has no user namespaces: {error}")
-    dynamic = "name = 'labkit.' + 'exercises.data_parallel'\noracle = __import__(name)\n"
+    dynamic = "name = 'labkit.teaching.' + 'exercises.data_parallel'\noracle = __import__(name)\n"
     notebook(tmp_path / "class" / "anna.ipynb", IMPORTS, right_average, RIGHT_RATE)
     notebook(tmp_path / "class" / "ben.ipynb", IMPORTS, dynamic, RIGHT_RATE.replace("return", "oracle; return"))
     written = tmp_path / "results.json"
