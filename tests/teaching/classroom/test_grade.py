@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,15 @@ def test_a_submission_that_cannot_be_graded_does_not_cost_the_others(
     assert json.loads((tmp_path / "all.json").read_text())["students"].keys() == {"anna", "cem"}
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """SIGHUP as a terminal's commands have it: whoever started the tests with `nohup` has it ignored here."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_is_graded_before_a_signal_counts(
     number: int, three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -218,14 +228,29 @@ def test_what_is_graded_before_a_signal_counts(
     assert json.loads((tmp_path / "all.json").read_text())["students"].keys() == {"anna"}
 
 
+@pytest.mark.usefixtures("hangs_up")
+def test_with_nohup_grading_goes_on(
+    three: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def graded(submission: Submission, settings: GradeSettings) -> list[Graded]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return right(submission, settings)
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr("labkit.teaching.classroom.grade.grade", graded)
+    assert main(three) == 0
+    assert "| cem     | ✓ " in capsys.readouterr().out
+
+
 @pytest.mark.processes
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_folder_and_no_process(number: int, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     notebook(
         tmp_path / "class" / "anna.ipynb", "import time\nlate = time.sleep(1000)", RIGHT_RATE.replace("return", "late; return")
     )
-    command = [sys.executable, "-m", "labkit", "grade", str(tmp_path / "class")]
+    command = [sys.executable, "-m", "labkit", "grade", str(tmp_path / "class"), "--limit-s", "1000"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}) as process:
         while not [*(tmp_path / "tmp").glob("labkit-grade-*")]:
             assert process.poll() is None
