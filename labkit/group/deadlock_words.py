@@ -11,7 +11,7 @@ from labkit.group.deadlock import Deadlock, RankState, Reason, first_mismatch, m
 from labkit.group.output import cell_label
 from labkit.launch.frames import Owner, StackFrame
 from labkit.launch.rank_process import Status
-from labkit.launch.thread_states import LIMIT_S, Active, RankThreads, Thread
+from labkit.launch.thread_states import ANSWER_LIMIT_S, Active, RankThreads, Thread
 from labkit.recording.group_keys import DIST_BACKWARD, GroupKind, ends_of, kind_of, size_of, where_of
 from labkit.recording.operations import RECV, RPC, RPC_SHUTDOWN, SEND, TO_HERE
 from labkit.recording.schema import Pending
@@ -428,7 +428,7 @@ def _state(status: Status) -> str:
         return "its process is gone"
     if status.frozen:
         return "its process was stopped by a signal (SIGSTOP); SIGCONT resumes it"
-    return f"its process is {status.state}, and did not answer within {LIMIT_S:.0f} s"
+    return f"its process is {status.state}, and did not answer within {ANSWER_LIMIT_S:.0f} s"
 
 
 def _stack(frames: Sequence[StackFrame]) -> str:

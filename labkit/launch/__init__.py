@@ -2,9 +2,9 @@
 
 What to open for which change:
 - another way to start processes: a subclass of `Starter` in starters.py, like `SpawnStarter`; its name in `STARTS` of
-  ipc/options.py; the choice, and the default: group/open_groups.py; what a new process does first, and the server:
-  fork_server.py; what they ask each other: server_requests.py; a rank's end in the notebook: rank_process.py; tests
-  test_starters.py
+  ipc/options.py; the choice, and the default: group/open_groups.py; what a new process does first: new_process.py; the
+  server: fork_server.py; what they ask each other: server_requests.py; a rank's end in the notebook: rank_process.py;
+  tests test_starters.py
 - start faster: `preload` of the runtime, `collapse` in fork_server.py; in the kernel: `FIRST_USED` in
   notebook/on_import.py
 - words and limits of a slow start: group/processes.py; tests test_starters.py

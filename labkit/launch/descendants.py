@@ -18,11 +18,12 @@ import signal
 import sys
 import time
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 ENDS_ITSELF: Final = "torch_shm_manag"  # torch's torch_shm_manager (Linux keeps 15 characters), which cleans up shared memory
-LIMIT_S: Final = 1.0  # for killed processes to end; a process that is blocked in a driver is left alone
+END_LIMIT_S: Final = 1.0  # for killed processes to end; a process that is blocked in a driver is left alone
+GUARD_CHECK_EVERY_MS: Final = 500
 
 
 def adopt_orphans() -> None:
@@ -43,7 +44,7 @@ def children() -> set[int]:
 
 def end_children(kept: Collection[int] = ()) -> None:
     """End this process's children, except the process ids `kept`, and the processes that they leave behind."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + END_LIMIT_S
     while time.monotonic() < until:
         unwanted = [pid for pid in children() - set(kept) if _command(pid) != ENDS_ITSELF]
         if not unwanted:
@@ -118,3 +119,27 @@ def end_all(processes: Collection[Any]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has already ended
             process.kill()
+
+
+def guard(fds: list[int], notebook: int) -> NoReturn:
+    """Run the guard, which ends spawned ranks after the notebook's process has ended; they may be too busy to notice.
+
+    `fds` has a pipe from the notebook with one line for each rank that starts, "+pid", and each that ends, "-pid".
+    """
+    ranks: set[int] = set()
+    poll = select.poll()
+    poll.register(fds[0], select.POLLIN)
+    rest = b""
+    while os.getppid() == notebook:  # a child of the notebook's process may keep the pipe open for longer
+        if not poll.poll(GUARD_CHECK_EVERY_MS):
+            continue
+        data = os.read(fds[0], 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            (ranks.add if line[:1] == b"+" else ranks.discard)(int(line[1:]))
+    started = descendants(ranks)
+    kill_groups(ranks)
+    end_all(started)
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""The server from which ranks are forked, and how a new process becomes a rank.
+"""The server from which ranks are forked.
 
 What can go wrong, and the tests that show it; those without a file are in `tests/launch/test_starters.py`:
 
@@ -25,9 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
-import importlib
-import mmap
 import os
 import pickle
 import select
@@ -35,25 +32,22 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
 from labkit.errors.exceptions import LabError
-from labkit.ipc.stdio import print_to
 from labkit.launch.capacity import raise_limit
-from labkit.launch.descendants import adopt_orphans, children, descendants, end_all, end_children, end_other_sessions, kill_groups
+from labkit.launch.descendants import adopt_orphans, children, end_children, kill_groups
+from labkit.launch.new_process import import_all, live_as_rank
 from labkit.launch.server_requests import BATCH, LONGEST_BYTES, READY, Failed, Fork, Forked, Reap, Reply, Request
-from labkit.recording.ring_buffer import keep_from_forks
 from labkit.worker import network_namespace
 from labkit.worker.network_namespace import PrivateNetwork
-from labkit.worker.stack_writer import prepare, write_when_asked
+from labkit.worker.stack_writer import prepare
 
-PR_SET_PDEATHSIG: Final = 1
 MADV_COLLAPSE: Final = 25
 SIZE_FILE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # in bytes
 AT_ONCE: Final = 4  # huge pages per call, which takes some milliseconds
-GUARD_CHECK_EVERY_MS: Final = 500
 IDLE_MS: Final = 50  # without a request for so long, the server moves some memory, which may delay one by 10 ms
 
 
@@ -69,7 +63,7 @@ def serve(fds: list[int], preload: list[str], notebook: int) -> NoReturn:
     except LabError as error:
         sys.exit(str(error))  # the notebook shows the log
     with _ended_with(notebook):
-        _import_all(preload)
+        import_all(preload)
     _Server(socket.socket(fileno=fds[0]), network).serve(notebook)
     os._exit(0)
 
@@ -163,7 +157,7 @@ class _Server:
                 pid = os.fork()
                 if pid == 0:
                     others = {*received, *(rank.pidfd for rank in self._ranks.values()), self._sock.fileno()} - {*mine, -1}
-                    _live_as_rank(mine, self._network, parent=me, unneeded=others)
+                    live_as_rank(mine, self._network, parent=me, unneeded=others)
                 with contextlib.suppress(OSError):  # the child has already done it
                     os.setpgid(pid, pid)
                 forked[number] = pid
@@ -225,107 +219,3 @@ def _pidfd(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:
         return -1
-
-
-def spawned(fds: list[int], preload: list[str]) -> NoReturn:
-    """Run a spawned rank: import modules, then serve the notebook; `fds` is as for `_live_as_rank`."""
-    raise_limit()
-    prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
-    _import_all(preload)
-    _live_as_rank(fds, PrivateNetwork())
-
-
-def guard(fds: list[int], notebook: int) -> NoReturn:
-    """Run the guard, which ends spawned ranks after the notebook's process has ended; they may be too busy to notice.
-
-    `fds` has a pipe from the notebook with one line for each rank that starts, "+pid", and each that ends, "-pid".
-    """
-    ranks: set[int] = set()
-    poll = select.poll()
-    poll.register(fds[0], select.POLLIN)
-    rest = b""
-    while os.getppid() == notebook:  # a child of the notebook's process may keep the pipe open for longer
-        if not poll.poll(GUARD_CHECK_EVERY_MS):
-            continue
-        data = os.read(fds[0], 1 << 16)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            (ranks.add if line[:1] == b"+" else ranks.discard)(int(line[1:]))
-    started = descendants(ranks)
-    kill_groups(ranks)
-    end_all(started)
-    os._exit(0)
-
-
-def _import_all(names: Sequence[str]) -> None:
-    for name in names:
-        module, _, function = name.partition(":")
-        with contextlib.suppress(Exception):  # if it is not installed, or raises an error, its first use reports that
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
-    import gc
-
-    gc.collect()
-    gc.freeze()  # otherwise the collector would write to, and so copy, each page that forked ranks share
-
-
-def _reseed() -> None:
-    """Seed random generators anew, as in a new process; otherwise all ranks would draw the same numbers.
-
-    `random` reseeds itself after a fork. TensorFlow and CUDA seed their generators on first use, which is in the rank.
-    """
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(int.from_bytes(os.urandom(4)))  # without a number it takes twice as long
-    if "torch" in sys.modules:
-        # Not `torch.seed`, which would also set CUDA's seed.
-        sys.modules["torch"].default_generator.seed()
-
-
-def _live_as_rank(
-    fds: Sequence[int], network: PrivateNetwork, parent: int | None = None, unneeded: Iterable[int] = ()
-) -> NoReturn:
-    """Run this process as a rank, and end it afterwards.
-
-    `fds` are the socket, the output pipe and the recording memory; those `unneeded` are the server's. `parent` is the
-    server that forked the rank; spawned ranks have a guard instead, as the kernel would take the end of the notebook's
-    thread that spawned the rank for the death of its parent.
-    """
-    code = 1
-    try:
-        for fd in unneeded:
-            os.close(fd)
-        if parent is not None:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before `prctl`
-                os._exit(1)
-        with contextlib.suppress(OSError):  # a session leader already leads its process group
-            os.setpgid(0, 0)
-        adopt_orphans()
-        connection, output, ring = fds
-        print_to(output)
-        _reseed()
-        from labkit.recording.ring_buffer import RING_BYTES
-        from labkit.worker.main_loop import main
-
-        # Works also if no Python runs, as in a rank that is blocked or has crashed in C++. thread_states.py reads it.
-        write_when_asked(ring)
-        faulthandler.enable(ring, all_threads=False)
-        os.register_at_fork(after_in_child=faulthandler.disable)  # for processes that the rank forks
-        memory = mmap.mmap(ring, RING_BYTES)
-        keep_from_forks(memory)
-        main(socket.socket(fileno=connection), memory, network)
-        if parent is None:  # otherwise the server ends them
-            end_other_sessions()
-        code = 0
-    except BaseException:  # noqa: BLE001  # the notebook shows this rank's output
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):  # a broken stream must not keep the process alive
-            sys.stdout.flush()
-        os._exit(code)

@@ -258,7 +258,7 @@ class SpawnStarter(Starter):
         self._lock = threading.Lock()
         read_end, self._guard_pipe = os.pipe()
         self._process = _python(
-            "labkit.launch.fork_server:guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL
+            "labkit.launch.descendants:guard", [read_end], [os.getpid()], self.environment, subprocess.DEVNULL
         )
         os.close(read_end)
 
@@ -314,7 +314,7 @@ class SpawnStarter(Starter):
         rank = self._new_rank()
         try:
             child = _python(
-                "labkit.launch.fork_server:spawned",
+                "labkit.launch.new_process:spawned",
                 rank.far,
                 [self._preload],
                 self.environment | self._settings,

@@ -38,7 +38,7 @@ from labkit.worker.stack_writer import ANSWER_AT, ASK, HEADER, INTERRUPT, TEXT_A
 
 _Answer = TypeVar("_Answer")
 
-LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
+ANSWER_LIMIT_S: Final = 1.0  # for the ranks to write; they may have to wait for a core
 EACH_S: Final = 0.02  # more for each rank
 SWITCHES_S: Final = 0.1  # of CPU time, in which a rank that runs Python releases the GIL about twenty times
 STARVED_S: Final = 3.0  # more for a rank that gets no core
@@ -266,7 +266,7 @@ def ask(processes: Sequence[RankProcess], *, insist: bool = True) -> list[Look |
     asked_ns = time.perf_counter_ns()  # earlier answers do not count
     for process in processes:
         _send(process, ASK)
-    answers = _answers(processes, lambda process: _look(process, asked_ns), LIMIT_S + EACH_S * len(processes))
+    answers = _answers(processes, lambda process: _look(process, asked_ns), ANSWER_LIMIT_S + EACH_S * len(processes))
     late = [i for i, answer in enumerate(answers) if answer is None] if insist else []
     enough_s = {i: processes[i].status().cpu_s + SWITCHES_S for i in late}
     until = time.monotonic() + STARVED_S
@@ -288,7 +288,7 @@ def interrupt(processes: Sequence[RankProcess]) -> list[list[tuple[StackFrame, .
             os.ftruncate(process.memory, TEXT_AT)
             os.lseek(process.memory, TEXT_AT, os.SEEK_SET)  # the rank's descriptor shares this file position
         _send(process, INTERRUPT)
-    _answers(processes, lambda process: _text(process).endswith(COMPLETE) or None, LIMIT_S + EACH_S * len(processes))
+    _answers(processes, lambda process: _text(process).endswith(COMPLETE) or None, ANSWER_LIMIT_S + EACH_S * len(processes))
     time.sleep(QUIET_S)
     texts = [_text(process) for process in processes]
     return [stacks_in(text) if text.endswith(COMPLETE) else [] for text in texts]

@@ -140,7 +140,7 @@ ReadClock = Callable[[], int]
 # Sixteen exchanges agreed within 13 µs with a clock that was an hour ahead and ran 1 ms/s fast; a single exchange under
 # load was uncertain by 1.9 ms. The first ones run with cold caches.
 TRIES: Final = 16
-LIMIT_S: Final = 0.5  # for all tries together
+COMPARE_LIMIT_S: Final = 0.5  # for all tries together
 GOOD_NS: Final = 20_000  # half the time of a quick exchange between two machines; a tighter bound is not worth more tries
 SECRET_BYTES: Final = 16
 ANSWER: Final = struct.Struct("<q")
@@ -180,7 +180,7 @@ class ClockServer:
             except OSError:
                 return  # closed
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(LIMIT_S)
+                connection.settimeout(COMPARE_LIMIT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if connection.recv(SECRET_BYTES, socket.MSG_WAITALL) == self._secret:
                     while connection.recv(1):
@@ -197,7 +197,7 @@ class ClockServer:
 def ask(hosts: Sequence[str], port: int, secret: bytes, clock: ReadClock = time.perf_counter_ns) -> Reading | None:
     """Read the clock of a `ClockServer` at the first of some addresses that accepts; None if none answered in time."""
     for host in hosts:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=LIMIT_S) as connection:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=COMPARE_LIMIT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(secret)
             return _ask(connection, clock)
@@ -205,7 +205,7 @@ def ask(hosts: Sequence[str], port: int, secret: bytes, clock: ReadClock = time.
 
 
 def _ask(connection: socket.socket, clock: ReadClock) -> Reading | None:
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + COMPARE_LIMIT_S
     exchanges: list[tuple[int, int, int]] = []
     reading = None
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-LIMIT_S: Final = 1.0  # for the signal to arrive after a connection broke: the kernel closes files first
+SIGNAL_LIMIT_S: Final = 1.0  # for the signal to arrive after a connection broke: the kernel closes files first
 
 
 def context_error(wait_s: float = 0.0) -> RuntimeError | None:
@@ -53,7 +53,7 @@ def without_child_deaths() -> Iterator[Callable[[BaseException], BaseException]]
     signal.signal(signal.SIGCHLD, lambda number, _: deaths.append(number))
 
     def cause_of(error: BaseException) -> BaseException:
-        until = time.monotonic() + (LIMIT_S if isinstance(error, (ConnectionError, EOFError)) else 0)
+        until = time.monotonic() + (SIGNAL_LIMIT_S if isinstance(error, (ConnectionError, EOFError)) else 0)
         while not deaths and time.monotonic() < until:
             time.sleep(0.001)
         if deaths:

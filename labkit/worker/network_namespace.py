@@ -40,7 +40,7 @@ VARIABLE: Final = "LABKIT_NETWORK"
 PRIVATE: Final = "private"  # a private network, or an error
 SHARED: Final = "shared"  # the machine's network
 WHERE_ALLOWED: Final = ""  # a private network if others use this machine and the system allows it, else the machine's
-LIMIT_S: Final = 60.0  # seconds for creating a network, which takes 1 ms
+CREATION_LIMIT_S: Final = 60.0  # seconds for creating a network, which takes 1 ms
 CLONE_NEWUSER: Final = 0x10000000
 CLONE_NEWNET: Final = 0x40000000
 SIOCSIFFLAGS: Final = 0x8914
@@ -184,7 +184,7 @@ def _made(as_owner: bool) -> int:
         if child == 0:
             _make_and_send(childs, as_owner)
         childs.close()
-        ours.settimeout(LIMIT_S)
+        ours.settimeout(CREATION_LIMIT_S)
         try:
             data, fds, _, _ = socket.recv_fds(ours, 16, 2)
         finally:

@@ -174,7 +174,7 @@ def test_after_a_clock_was_set_the_quickest_exchange_counts() -> None:
 
 
 def test_a_clock_is_read_through_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.recording.clock.LIMIT_S", 60.0)
+    monkeypatch.setattr("labkit.recording.clock.COMPARE_LIMIT_S", 60.0)
     ahead_ns = 3_600 * 10**9
     server = ClockServer("127.0.0.1", SECRET, lambda: time.perf_counter_ns() + ahead_ns)
     try:

@@ -26,10 +26,10 @@ from typing import Any, Final
 from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
-from labkit.launch.fork_server import PR_SET_PDEATHSIG
 from labkit.launch.machines.engines import AGENT, Connection, Engine
 from labkit.launch.machines.facts import ADDRESS
 from labkit.launch.machines.line import READ_BYTES
+from labkit.launch.new_process import PR_SET_PDEATHSIG
 
 PIECE_BYTES: Final = 1 << 18  # of the stream, in one call
 CALLS: Final = 8  # under way at once to an actor

@@ -22,7 +22,7 @@ from labkit.teaching.classroom.handout import Handout, Order, code_cell, markdow
 
 KAGGLE_FOLDER: Final = "/kaggle/input/labkit"  # where Kaggle puts the files of a data set called "labkit"
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
-LIMIT_S: Final = 60.0  # for the browser to draw a diagram
+DRAWING_LIMIT_S: Final = 60.0  # for the browser to draw a diagram
 _SIZE: Final = re.compile(r'<svg[^>]* width="(\d+)" height="(\d+)"')
 
 
@@ -65,7 +65,7 @@ def data_uri(diagram: Path) -> str:
                 "--force-device-scale-factor=1.5", f"--window-size={size[1]},{size[2]}", f"--screenshot={target}",
                 diagram.resolve().as_uri(),
             ],
-            capture_output=True, timeout=LIMIT_S, check=False,
+            capture_output=True, timeout=DRAWING_LIMIT_S, check=False,
         )  # fmt: skip
         if not target.exists():
             raise LabError(f"{diagram}: {browser} drew nothing")

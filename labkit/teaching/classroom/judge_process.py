@@ -51,7 +51,7 @@ def main(result: int, cover: Cover) -> None:
     exercises = {name: _found(name) for name in judging.answers}  # imports the judges, whose files are covered then
     in_ranks = any(exercise is not None and exercise.lesson in _JUDGES_IN_RANKS for exercise in exercises.values())
     cover([*judging.hidden, *([] if in_ranks else judging.judges)])
-    answer_ranks.LIMIT_S = judging.limit_s
+    answer_ranks.RUN_LIMIT_S = judging.limit_s
     with os.fdopen(result, "w") as file:
         for name, exercise in exercises.items():
             begin = time.monotonic()

@@ -9,7 +9,7 @@ What to open for which change:
 - a mistake that an exercise knows: in its judge, one more result in the list for `expect` or `expect_numbers`, or
   `wrong_if` (comparisons.py); a second hint after another wrong answer: `cure=`; a leaderboard: the check returns a
   score, as in notebooks/judges/fast_step.py
-- where an answer runs, and how long: answer_ranks.py. Its `LIMIT_S` is one limit for all exercises: a limit per
+- where an answer runs, and how long: answer_ranks.py. Its `RUN_LIMIT_S` is one limit for all exercises: a limit per
   exercise would be an argument in exercise.py, for both of the places that set `timeout_s` in answer_ranks.py. Which
   answers are not run: `refused` in check.py; tests test_check.py
 - where a course's own exercises are found: `find`, `own_exercises` below; tests test_own_exercises.py

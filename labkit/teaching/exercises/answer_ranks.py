@@ -19,7 +19,7 @@ from labkit.teaching import exercises
 from labkit.teaching.exercises.comparisons import AnswerError
 from labkit.teaching.exercises.exercise import Results
 
-LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
+RUN_LIMIT_S = 60.0  # for one run on ranks; the slowest right answer, with TensorFlow, takes 4 s on two busy cores
 _DATA: Final = ("builtins", "collections", "decimal", "fractions", "numpy", "torch", "tensorflow")  # whose types are data
 MOST_ITEMS: Final = 10_000  # of an iterator, which may have no end; right answers have a hundred
 MOST_SHOWN: Final = 200  # characters of a value in a verdict
@@ -50,12 +50,12 @@ class AnswerRanks:
         """Call the answer; raise `AnswerError` if it does not finish, or returns something that is no data."""
         if self._group is None:
             runtime = "torch" if "torch" in sys.modules else "bare"  # a rank has what judge and answer may need of torch
-            self._group = Group([self._name], runtime=runtime, devices="cpu", timeout_s=LIMIT_S)
+            self._group = Group([self._name], runtime=runtime, devices="cpu", timeout_s=RUN_LIMIT_S)
         self.last_call = f"{self._name}({', '.join(map(_shown, args))})"
         try:
             (given,) = _run(self._group, call_answer, self.answer, *args)
         except RunTimeoutError as late:
-            hint = f"not finished after {LIMIT_S:.0f} s, so it was stopped: does every loop end?"
+            hint = f"not finished after {RUN_LIMIT_S:.0f} s, so it was stopped: does every loop end?"
             raise AnswerError(hint, self.last_call, *late.doings) from None
         self.last_call += f" returned {_shown(given)}"
         return given
@@ -81,17 +81,17 @@ def run_on_ranks(ranks: Any, function: Callable[..., Any], *args: Any, **options
 
 
 def _run_once(ranks: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Results:
-    with Group(ranks, devices="cpu", timeout_s=LIMIT_S, **options) as group:  # the same verdict with and without GPUs
+    with Group(ranks, devices="cpu", timeout_s=RUN_LIMIT_S, **options) as group:  # the same verdict with and without GPUs
         try:
             return _run(group, function, *args)
         except RunTimeoutError as late:
             hint = (
-                f"not finished after {LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "
+                f"not finished after {RUN_LIMIT_S:.0f} s: does every loop end, and do all ranks call the same operations "
                 f"in the same order?"
             )
             if any(DIST_BACKWARD in doing for doing in late.doings):
                 hint = (
-                    f"not finished after {LIMIT_S:.0f} s: does the loss use every result of a remote call in its context? "
+                    f"not finished after {RUN_LIMIT_S:.0f} s: does the loss use every result of a remote call in its context? "
                     "Otherwise dist_autograd.backward waits for ever"
                 )
             raise AnswerError(hint, *late.doings) from None

@@ -293,7 +293,7 @@ def test_ranks_that_never_end_are_stopped(monkeypatch: pytest.MonkeyPatch) -> No
         dist.barrier()
 
     def names_the_barrier(limit_s: float) -> bool:
-        monkeypatch.setattr(answer_ranks, "LIMIT_S", limit_s)
+        monkeypatch.setattr(answer_ranks, "RUN_LIMIT_S", limit_s)
         verdict = check("average_gradients", answer)
         assert verdict.message == (
             f"Not finished after {limit_s:.0f} s: does every loop end, and do all ranks call the same operations in "
@@ -326,7 +326,7 @@ def stubborn(*_, **__):
 @pytest.mark.processes
 def test_an_answer_that_never_ends_is_stopped_whatever_it_catches(name: str, answer, monkeypatch: pytest.MonkeyPatch) -> None:
     def names_the_line(limit_s: float) -> bool:
-        monkeypatch.setattr(answer_ranks, "LIMIT_S", limit_s)
+        monkeypatch.setattr(answer_ranks, "RUN_LIMIT_S", limit_s)
         verdict = check(name, answer)
         assert not verdict
         assert verdict.message == f"Not finished after {limit_s:.0f} s, so it was stopped: does every loop end?"

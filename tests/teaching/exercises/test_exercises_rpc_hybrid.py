@@ -193,7 +193,7 @@ def test_a_result_that_the_loss_leaves_out_is_named(monkeypatch: pytest.MonkeyPa
     features_fetched = edited_solution("hybrid_master", LOSS, f"features[0].to_here()\n            {LOSS}")
 
     def named(limit_s: float) -> bool:
-        monkeypatch.setattr("labkit.teaching.exercises.answer_ranks.LIMIT_S", limit_s)
+        monkeypatch.setattr("labkit.teaching.exercises.answer_ranks.RUN_LIMIT_S", limit_s)
         verdict = check("hybrid_master", features_fetched)
         assert not verdict.passed
         return "does the loss use every result of a remote call in its context?" in verdict.message

@@ -21,7 +21,7 @@ from labkit.tracing.intervals import intersection
 from labkit.tracing.trace import Trace
 from labkit.worker.runtimes.tensorflow import profiler_events
 from labkit.worker.runtimes.tensorflow.profiler_events import Event, Role, scope_of, spans_of
-from labkit.worker.runtimes.tensorflow.profiler_timeline import LIMIT_S, next_reading
+from labkit.worker.runtimes.tensorflow.profiler_timeline import SESSION_LIMIT_S, next_reading
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -591,7 +591,7 @@ def test_ranks_read_at_the_same_moments_and_never_too_late() -> None:
     assert {next_reading(40 * second + late, 400 * MS + late) for late in (0, 20 * MS)} == {42 * second}
     for reading_ns in (0, 50 * MS, 100 * MS, second, 60 * second):
         now_ns = 1234 * second + 567 * MS
-        assert second // 2 <= next_reading(now_ns, reading_ns) - now_ns < LIMIT_S * second // 2
+        assert second // 2 <= next_reading(now_ns, reading_ns) - now_ns < SESSION_LIMIT_S * second // 2
 
 
 ROLE = Role(0, {("worker", 0): 0, ("ps", 0): 1}, 1)

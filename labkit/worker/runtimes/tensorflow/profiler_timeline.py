@@ -36,7 +36,7 @@ SHARE: Final = 4  # a session is read later if reading takes long: at this many 
 OLDEST_NS: Final = 2_000_000_000  # but at this age at the latest, because TensorFlow stores up to 50 MB per second
 SETTLE_S: Final = 0.005  # the profiler sees an operation only some time after it has completed
 FINISH_S: Final = 5.0  # longest wait for operations that the function has left running
-LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
+SESSION_LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
 MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
 OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
 HOST: Final = b"/host:CPU"
@@ -170,7 +170,7 @@ class ProfilerTimeline:
         )
 
     def _read_when_due(self, over: threading.Event) -> None:
-        """Read the session on a thread: in a rank that serves when it is due, in others only at `LIMIT_S`."""
+        """Read the session on a thread: in a rank that serves when it is due, in others only at `SESSION_LIMIT_S`."""
         while self._role.serves and not over.is_set():
             with self._lock:  # until the previous session has been read, `_due_ns` is not set
                 left_ns = self._due_ns - clock()
@@ -178,14 +178,15 @@ class ProfilerTimeline:
                 self.read()
                 return
             over.wait(left_ns / 1e9)
-        if over.wait(LIMIT_S):
+        if over.wait(SESSION_LIMIT_S):
             return
         with self._lock:
             if over.is_set():
                 return
             self._stop()
             self._notes.append(
-                f"rank {self._role.rank} was in one call of TensorFlow for {LIMIT_S:.0f} s: later operations are not shown."
+                f"rank {self._role.rank} was in one call of TensorFlow for {SESSION_LIMIT_S:.0f} s: "
+                "later operations are not shown."
             )
 
     def _write(self, spans: list[Span]) -> None:
