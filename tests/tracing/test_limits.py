@@ -104,11 +104,11 @@ def calls(under_way, served, computed=0.0):
     return book.trace(("master", "worker"))
 
 
-def calls_without_record(nbytes=40, computed=1.0):
+def calls_without_record(nbytes=40, computed=1.0, pause=0.0):
     """Ten calls of one of torch's functions, such as `torch.add`: the callee runs it in C++ and records nothing."""
     book, t = Book(), 0.0
     for number in range(10):
-        done = book.compute(0, "forward", t, t + computed)
+        done = book.compute(0, "forward", t + pause, t + pause + computed)
         t = done + 9.0
         book.travel(0, "rpc_sync add", done, t, wait=(done, t), nbytes=nbytes, peer=1, group="rpc 0>1", match=number + 1)
     book.whole(0, "call", 0, t)
@@ -137,6 +137,9 @@ LIMITS = {
     "calls under way": (calls(under_way=5.0, served=0.5), Limit.CALLS, {"under_way": 5.01 / 5.51, "call_ns": 5_510_000}),
     "calls that are served": (calls(under_way=0.5, served=5.0), Limit.TURNS, {"under_way": 0.51 / 5.51}),
     "a callee that records nothing": (calls_without_record(nbytes=50_000), Limit.CALLS, UNSEEN),
+    "calls between which nobody records anything": (
+        calls_without_record(pause=2.0), Limit.CALLS, {"under_way": 9 / 12, "unrecorded": 2 / 12},
+    ),
     "calls beside which ranks mostly compute": (calls_without_record(computed=60.0), Limit.TURNS, {}),
     "nothing recorded": (
         in_steps(6, ("", 8), ("forward", 2), ("all_reduce", 0.2), nbytes=40), Limit.UNRECORDED, {"unrecorded": 8 / 10.2},
