@@ -168,12 +168,9 @@ def test_variables_that_the_notebook_sets_or_removes_later_reach_new_ranks(start
     own.starter("bare", start)
     monkeypatch.setenv("LABKIT_TEST_NEW", "set after the server started")
     monkeypatch.delenv("LABKIT_TEST_REMOVED")
-    try:
-        with lab.Group(1, runtime="bare", start=start) as group:
-            names = ("LABKIT_TEST_NEW", "LABKIT_TEST_REMOVED")
-            assert group.run(lambda: [os.environ.get(n) for n in names]).results == [["set after the server started", None]]
-    finally:
-        own.close()
+    names = ("LABKIT_TEST_NEW", "LABKIT_TEST_REMOVED")
+    with contextlib.closing(own), lab.Group(1, runtime="bare", start=start) as group:
+        assert group.run(lambda: [os.environ.get(n) for n in names]).results == [["set after the server started", None]]
 
 
 def test_ranks_have_the_notebooks_folder_and_path(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +288,7 @@ def test_processes_that_ranks_started_end_with_the_group(start: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_CHILD_SUBREAPER")
-def test_processes_of_a_rank_that_was_killed_end_too() -> None:
+def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
     with lab.Group(2, runtime="bare", start="fork") as group:
         pids = group[0].run(start_processes).results[0]
         with pytest.raises(lab.RankError):
@@ -412,8 +409,7 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
     # An exception is reported by the module's first use; this ends the process that imports.
     (tmp_path / "broken_module.py").write_text("class End(BaseException): pass\nraise End('broken at import')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    starter = make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)
-    try:
+    with contextlib.closing(make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)) as starter:
         if make is ForkStarter:
             with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*End: broken at"):
                 starter.start(1)
@@ -423,8 +419,6 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
             assert starter.end([process]) == [End(1)]
             assert starter.end([process]) == [End(1)], "asked again"
             process.close()
-    finally:
-        starter.close()
 
 
 def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,8 +446,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_killed_spare_rank_is_not_used() -> None:
-    starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
-    try:
+    with contextlib.closing(SpawnStarter([], {}, RING_BYTES, shared_memory)) as starter:
         starter.warm(2)
         first, second = starter._spares
         os.kill(first.pid, signal.SIGKILL)
@@ -464,8 +457,6 @@ def test_a_killed_spare_rank_is_not_used() -> None:
         starter.end(processes)
         for process in processes:
             process.close()
-    finally:
-        starter.close()
 
 
 BUSY = """
