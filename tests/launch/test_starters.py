@@ -60,8 +60,8 @@ def script(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
             path = tmp_path / "program.py"
             path.write_text(textwrap.dedent(source))
             environment = os.environ | {"PYTHONPATH": str(ROOT), "LABKIT_START": start}
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            program = subprocess.Popen([sys.executable, str(path)], env=environment, text=True, **pipes)
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            program: subprocess.Popen[str] = subprocess.Popen([sys.executable, str(path)], env=environment, text=True, **pipes)
             ends.callback(program.communicate)
             ends.callback(program.kill)
             return program
