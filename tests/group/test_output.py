@@ -45,6 +45,7 @@ def finished(*pieces: bytes) -> str:
         ([b"a\n"], "a"),
         ([b"a"], "a"),
         ([b"a\nb"], "a\nb"),
+        (["eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode()], "eins\nzwei\nµ\n\nohne Ende"),
         ([b"a\n\nb\n"], "a\n\nb"),
         ([b"a", b"b", b"\n", b"c"], "ab\nc"),
         ([b"\n"], ""),
@@ -71,22 +72,12 @@ def finished(*pieces: bytes) -> str:
     ],
 )
 def test_lines(pieces: list[bytes], text: str) -> None:
+    """The size of the pieces makes no difference."""
     assert finished(*pieces) == text
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        ("eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode(), "eins\nzwei\nµ\n\nohne Ende"),
-        (b"x\n" + TQDM % (b"0%", b"0%", b"0%") + TQDM % (b"9%", b"50%", b"7%"), "x\n7%"),
-    ],
-)
-def test_the_size_of_the_pieces_makes_no_difference(data: bytes, text: str) -> None:
-    whole = finished(data)
-    assert whole == text
+    data = b"".join(pieces)
     for cut in range(len(data)):
-        assert finished(data[:cut], data[cut:]) == whole
-    assert finished(*(bytes([byte]) for byte in data)) == whole
+        assert finished(data[:cut], data[cut:]) == text
+    assert finished(*(bytes([byte]) for byte in data)) == text
 
 
 def test_many_lines_keep_the_first_and_the_last() -> None:
@@ -125,13 +116,11 @@ def test_ranks_are_in_order_whoever_printed_first() -> None:
 
 def test_in_a_terminal_lines_appear_when_they_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     prints = Output(["a", "b"])
-    prints.feed(1, b"first\nsec")
-    assert capsys.readouterr().out == "[b] first\n"
-    prints.feed(0, b"other\n")
-    prints.feed(1, b"ond\n")
-    assert capsys.readouterr().out == "[a] other\n[b] second\n"
-    prints.feed(0, b"no end")
-    assert capsys.readouterr().out == ""
+    for rank, data, shown in (
+        (1, b"first\nsec", "[b] first\n"), (0, b"other\n", "[a] other\n"), (1, b"ond\n", "[b] second\n"), (0, b"no end", ""),
+    ):  # fmt: skip
+        prints.feed(rank, data)
+        assert capsys.readouterr().out == shown
     prints.finish()
     assert capsys.readouterr().out == "[a] no end\n"
 
