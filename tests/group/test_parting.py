@@ -65,6 +65,7 @@ def exchanged(words: str) -> str:
 
 
 PAST = "`if first` (line 1): rank 0 is inside, rank 1 is past it."
+PAST_FOR = PAST.replace("if first", "for x in loader")
 OTHER_BRANCH = "`if first` (line 1): rank 0 is inside, rank 1 is in another branch of it."
 # Programs, and what is said of them, if anything is certain.
 PARTED = {
@@ -79,11 +80,11 @@ PARTED = {
     "in a try that catches nothing": (
         "try:\n    if first:\n        a()  # A\nfinally:\n    c()\nb()  # B", PAST.replace("line 1", "line 2"),
     ),
-    "a for": ("for x in loader:\n    a()  # A\nb()  # B", PAST.replace("if first", "for x in loader")),
+    "a for": ("for x in loader:\n    a()  # A\nb()  # B", PAST_FOR),
     "a while": ("while more():\n    a()  # A\nb()  # B", PAST.replace("if first", "while more()")),
     "break": (
         "for x in loader:\n    a()  # A\n    if stop:\n        break\nb()  # B",
-        f"{PAST.replace('if first', 'for x in loader')} Besides its end, `break` (line 4) under `if stop` (line 3) leaves the loop.",
+        f"{PAST_FOR} Besides its end, `break` (line 4) under `if stop` (line 3) leaves the loop.",
     ),
     "try, caught": ("try:\n    a()  # A\nexcept E:\n    pass\nb()  # B", PAST.replace("if first", "try")),
     "match": (
