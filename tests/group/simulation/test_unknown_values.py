@@ -48,7 +48,9 @@ REFUSED = {
 PROGRAM = """
 import torch
 import torch.distributed as dist
-from cells import Cells
+from torch.distributed import checkpoint, rpc
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 def program():
     {before}
