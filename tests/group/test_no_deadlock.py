@@ -326,6 +326,10 @@ def test_a_wait_for_one_of_many_pending_operations_is_found(three: lab.Group, re
     assert {operation for _, operation in waits} == {"all_reduce"}
 
 
+def waits_for_a_message_no_longer_than(limit_s: float) -> str:
+    return caught(lambda: dist.irecv(torch.ones(5), 1).wait(timedelta(seconds=limit_s))) if dist.get_rank() == 0 else ""
+
+
 IN_A_GROUP_WITH_A_LIMIT: dict[str, Callable[[Any], object]] = {
     "a collective": lambda pair: dist.all_reduce(torch.ones(1), group=pair),
     "an asynchronous collective": lambda pair: dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(),
@@ -339,6 +343,7 @@ IN_A_GROUP_WITH_A_LIMIT: dict[str, Callable[[Any], object]] = {
         *[pytest.param(in_a_group_with_a_limit, [wait], id=name) for name, wait in IN_A_GROUP_WITH_A_LIMIT.items()],
         (waits_after_the_limit_was_set, []),
         (waits_in_a_monitored_barrier, []),
+        (waits_for_a_message_no_longer_than, []),
     ],
 )
 def test_the_programs_own_time_limit_is_respected(program: Callable[..., str], arguments: list[Any]) -> None:

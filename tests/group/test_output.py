@@ -169,6 +169,7 @@ def test_a_stream_closed_by_a_run_works_again_in_the_next(ranks: lab.Group) -> N
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("patient")
 def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
     def f(closed: bool) -> None:
         import __main__
@@ -190,6 +191,8 @@ def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
         try:
             assert ranks.run(f, closed).results == [None, None]
             assert ranks.run(int).results == [0, 0]
+            with pytest.raises(lab.RankError, match="invalid literal"):
+                ranks.run(int, "no")
         finally:
             assert ranks.run(back).output == "[rank 0] back\n[rank 1] back"
 
@@ -402,34 +405,6 @@ def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.Monke
             return group.run(int).results == [0, 0]
 
     assert some_limit_does(goes_on)
-
-
-@pytest.mark.processes
-def test_prints_between_two_runs_appear_in_the_next(ranks: lab.Group) -> None:
-    """By a thread that keeps working."""
-
-    def f() -> None:
-        go = threading.Event()
-
-        def late() -> None:
-            go.wait()
-            print("late")
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        f.go, f.thread = go, thread  # type: ignore[attr-defined]
-        import __main__
-
-        __main__.late = f  # type: ignore[attr-defined]
-
-    def g() -> None:
-        import __main__
-
-        __main__.late.go.set()
-        __main__.late.thread.join()
-
-    assert ranks.run(f).output == ""
-    assert ranks.run(g).output == "[rank 0] late\n[rank 1] late"
 
 
 @pytest.mark.processes
