@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from labkit.errors.exceptions import missing
-
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,20 +32,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(base: Path, program: str) -> Any:
-    """Run a program that sees only these packages and the standard library; returns its output, read as JSON."""
-    program = f"import sys; sys.path.append({str(base)!r})\nimport json\n{program}"
-    answer = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program], cwd=base, capture_output=True, text=True, timeout=200, check=False
-    )
+def output(*command: str, folder: Path = ROOT) -> Any:
+    """What Python prints for a command, read as JSON."""
+    answer = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
 
+def run(base: Path, program: str) -> Any:
+    """Run a program that sees only these packages and the standard library."""
+    return output("-I", "-S", "-c", f"import sys; sys.path.append({str(base)!r})\nimport json\n{program}", folder=base)
+
+
 def test_importing_loads_nothing_heavy() -> None:
-    program = f"import sys, json, labkit; print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))))"
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
-    assert json.loads(answer.stdout) == []
+    assert output("-c", f"import sys, json, labkit; print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))))") == []
 
 
 def test_importing_needs_nothing_heavy(base: Path) -> None:
@@ -109,16 +107,6 @@ if __name__ == "__main__":
     assert run(base, program) == [[7, 7], ["forward"]]
 
 
-def test_the_message_for_a_missing_package() -> None:
-    assert str(missing("TensorFlow", "tf")) == (
-        "TensorFlow is not installed; the extra 'tf' brings it:  pip install \"labkit[tf]\"  "
-        '(in a notebook cell: %pip install "labkit[tf]")'
-    )
-
-
 def test_public_names_win_over_the_files_of_the_same_name() -> None:
-    program = (
-        "import labkit, labkit.recording.record, labkit.notebook.doctor; print(callable(labkit.record), callable(labkit.doctor))"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
-    assert answer.stdout == "True True\n"
+    imported = "import labkit, labkit.recording.record, labkit.notebook.doctor"
+    assert output("-c", f"{imported}; print([int(callable(f)) for f in (labkit.record, labkit.doctor)])") == [1, 1]

@@ -134,70 +134,58 @@ esac
 def find_python(folder: Path, versions: dict[str, str], *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     for name, version in versions.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        fake_python(folder / name, version)
+        fake_python(folder / name, version, works=version != "does not run")
     command = [shutil.which("sh") or "sh", str(ROOT / "tools" / "find-python"), *arguments]
     return subprocess.run(
         command, check=False, env={"PATH": str(folder)} | environment, capture_output=True, text=True, timeout=200
     )
 
 
-@pytest.mark.parametrize(
-    ("versions", "chosen"),
-    [
-        ({"python3.11": "3.11.4", "python3.12": "3.12.1", "python3": "3.12.1"}, "python3.11"),
-        ({"python3.12": "3.12.1", "python3": "3.9.2"}, "python3.12"),
-        ({"python3": "3.13.0"}, "python3"),
-        ({"python3": "3.14.0", "python": "3.11.9"}, "python"),
-    ],
-)
+FOUND: list[tuple[str, dict[str, str], str]] = [
+    ("", {"python3.11": "3.11.4", "python3.12": "3.12.1", "python3": "3.12.1"}, "python3.11"),
+    ("", {"python3.12": "3.12.1", "python3": "3.9.2"}, "python3.12"),
+    ("", {"python3": "3.13.0"}, "python3"),
+    ("", {"python3": "3.14.0", "python": "3.11.9"}, "python"),
+    ("", {"python3.11": "does not run", "python3.12": "3.12.1"}, "python3.12"),
+    # Of one version, whatever PYTHON names: that is the one of the course.
+    ("3.12", {"python3.12": "3.12.1", "python3.11": "3.11.4"}, "python3.12"),
+    ("3.12", {".pyenv/versions/3.12.7/bin/python": "3.12.7", "python3": "3.11.7"}, ".pyenv/versions/3.12.7/bin/python"),
+    ("3.12", {"python3": "3.12.4"}, "python3"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "versions", "chosen"), FOUND)
 @pytest.mark.processes
-def test_a_python_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
-    answer = find_python(tmp_path, versions)
+def test_a_python_is_found(tmp_path: Path, wanted: str, versions: dict[str, str], chosen: str) -> None:
+    if wanted:
+        answer = find_python(tmp_path, versions, wanted, HOME=str(tmp_path), PYTHON="python3.11")
+    else:
+        answer = find_python(tmp_path, versions)
     assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
 
 
+ANY = "labkit needs Python 3.11, 3.12 or 3.13; {}: install one of these, or name it: make PYTHON=/path/to/python3.11.\n"
+ONE = "labkit needs Python 3.12; {}: install it, with pyenv or uv, say.\n"
+
+
 @pytest.mark.parametrize(
-    ("versions", "named", "found"),
+    ("wanted", "versions", "named", "found", "said"),
     [
-        ({}, None, "found none"),
-        ({"python3": "3.9.18"}, None, "found only 3.9.18 (python3)"),
-        ({"python3": "3.10.2", "python": "2.7.18"}, None, "found only 3.10.2 (python3), 2.7.18 (python)"),
-        ({"python3": "3.14.0"}, None, "found only 3.14.0 (python3)"),
-        ({"python3.11": "3.11.4", "old": "3.8.1"}, "old", "found only 3.8.1 (old)"),
-        ({"python3.11": "3.11.4"}, "nowhere", "nowhere does not run"),
+        ([], {}, {}, "found none", ANY),
+        ([], {"python3": "3.9.18"}, {}, "found only 3.9.18 (python3)", ANY),
+        ([], {"python3": "3.10.2", "python": "2.7.18"}, {}, "found only 3.10.2 (python3), 2.7.18 (python)", ANY),
+        ([], {"python3": "3.14.0"}, {}, "found only 3.14.0 (python3)", ANY),
+        ([], {"python3.11": "3.11.4", "old": "3.8.1"}, {"PYTHON": "old"}, "found only 3.8.1 (old)", ANY),
+        ([], {"python3.11": "3.11.4"}, {"PYTHON": "nowhere"}, "nowhere does not run", ANY),
+        (["3.12"], {"python3": "3.11.4"}, {}, "found only 3.11.4 (python3)", ONE),
     ],
 )
 @pytest.mark.processes
 def test_a_missing_python_is_reported_in_one_sentence(
-    tmp_path: Path, versions: dict[str, str], named: str | None, found: str
+    tmp_path: Path, wanted: list[str], versions: dict[str, str], named: dict[str, str], found: str, said: str
 ) -> None:
-    answer = find_python(tmp_path, versions, **({} if named is None else {"PYTHON": named}))
-    assert answer.returncode == 1
-    assert answer.stdout == ""
-    assert answer.stderr == (
-        f"labkit needs Python 3.11, 3.12 or 3.13; {found}: install one of these, or name it: make PYTHON=/path/to/python3.11.\n"
-    )
-
-
-@pytest.mark.processes
-def test_a_python_that_does_not_run_is_skipped(tmp_path: Path) -> None:
-    fake_python(tmp_path / "python3.11", "", works=False)
-    assert find_python(tmp_path, {"python3.12": "3.12.1"}).stdout.strip() == str(tmp_path / "python3.12")
-
-
-@pytest.mark.parametrize(
-    ("versions", "chosen"),
-    [
-        ({"python3.12": "3.12.1", "python3.11": "3.11.4"}, "python3.12"),
-        ({".pyenv/versions/3.12.7/bin/python": "3.12.7", "python3": "3.11.7"}, ".pyenv/versions/3.12.7/bin/python"),
-        ({"python3": "3.12.4"}, "python3"),
-    ],
-)
-@pytest.mark.processes
-def test_a_python_of_one_version_is_found(tmp_path: Path, versions: dict[str, str], chosen: str) -> None:
-    """Whatever PYTHON names: that is the one of the course."""
-    answer = find_python(tmp_path, versions, "3.12", HOME=str(tmp_path), PYTHON="python3.11")
-    assert (answer.stdout.strip(), answer.stderr) == (str(tmp_path / chosen), "")
+    answer = find_python(tmp_path, versions, *wanted, **named)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "", said.format(found))
 
 
 @pytest.mark.processes
@@ -207,13 +195,6 @@ def test_a_python_of_uv_is_found(tmp_path: Path) -> None:
     (tmp_path / "uv").chmod(0o755)
     assert find_python(tmp_path, {}, "3.12").stdout.strip() == str(tmp_path / "elsewhere")
     assert find_python(tmp_path, {}, "3.13").returncode == 1
-
-
-@pytest.mark.processes
-def test_a_version_that_is_missing_is_reported_in_one_sentence(tmp_path: Path) -> None:
-    answer = find_python(tmp_path, {"python3": "3.11.4"}, "3.12")
-    assert (answer.returncode, answer.stdout) == (1, "")
-    assert answer.stderr == ("labkit needs Python 3.12; found only 3.11.4 (python3): install it, with pyenv or uv, say.\n")
 
 
 @pytest.mark.processes

@@ -3,7 +3,7 @@
 Nothing is said unless it is certain: wrong words would mislead. What can go wrong, and tests of `test_parting.py`:
 
 - One rank is a round of a loop ahead, and passed the other's line in an earlier one (`test_loops`).
-- Ranks that went past two nested branches may have parted at either (`test_several_ways`).
+- Ranks that went past two nested branches may have parted at either (`test_one_side_is_inside`).
 """
 
 from __future__ import annotations

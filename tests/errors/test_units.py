@@ -12,20 +12,11 @@ from labkit.recording.schema import MEMORY
 from synthetic import MS, Book  # isort: skip
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [
-        (0, "0 B"),
-        (94, "94 B"),
-        (999.6, "1.00 kB"),
-        (1536, "1.54 kB"),
-        (94_000, "94.0 kB"),
-        (999_700, "1.00 MB"),
-        (4.194e6, "4.19 MB"),
-    ],
-)
-def test_bytes_have_the_unit_that_fits(nbytes: float, words: str) -> None:
-    assert bytes_in_words(nbytes) == words
+BYTES = {0: "0 B", 94: "94 B", 999.6: "1.00 kB", 1536: "1.54 kB", 94_000: "94.0 kB", 999_700: "1.00 MB", 4.194e6: "4.19 MB"}
+
+
+def test_bytes_have_the_unit_that_fits() -> None:
+    assert {nbytes: bytes_in_words(nbytes) for nbytes in BYTES} == BYTES
 
 
 @pytest.mark.parametrize(

@@ -180,59 +180,41 @@ def model_and_data() -> tuple[Any, Any, Any]:
     return model, torch.randn(8 * 3 * 5, 16, dtype=torch.float64), torch.randint(4, (8 * 3 * 5,))
 
 
-def trained(wrapped: bool, steps: int = 5) -> list[float]:
-    """The parameters after some steps, each on an equal part of the same batches."""
+def trained(wrapper: str) -> list[float]:
+    """The parameters after five steps, each on an equal part of the same batches."""
     import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     rank, size, device = dist.get_rank(), dist.get_world_size(), lab.device()
     model, inputs, labels = model_and_data()
     model = model.to(device)
-    trained_model = DistributedDataParallel(model) if wrapped else model
+    if wrapper == "FSDP2":
+        fully_shard(model)
+    trained_model = DistributedDataParallel(model) if wrapper == "DDP" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in zip(inputs.chunk(steps), labels.chunk(steps), strict=True):
+    for x, y in zip(inputs.chunk(5), labels.chunk(5), strict=True):
         share = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(trained_model(x[share].to(device)), y[share].to(device))
         loss.backward()
         optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    whole = [p.full_tensor() if wrapper == "FSDP2" else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist()
 
 
-def test_ddp_on_gpus_equals_one_process(alone: lab.Group) -> None:
-    (expected,) = alone.run(trained, wrapped=False).results
-    with lab.Group(2, devices=DEVICES) as pair:  # NCCL where there are two GPUs, else gloo
-        run = pair.run(trained, wrapped=True)
+PAIR = pytest.param("FSDP2", 2, marks=() if REHEARSAL else needs_two_gpus)
+
+
+@pytest.mark.parametrize(("wrapper", "ranks"), [("DDP", 2), PAIR, ("FSDP2", 1)])  # NCCL where there are two GPUs, else gloo
+def test_data_parallel_training_on_gpus_equals_one_process(alone: lab.Group, wrapper: str, ranks: int) -> None:
+    (expected,) = alone.run(trained, "").results
+    with lab.Group(ranks, devices=DEVICES) as group:
+        run = group.run(trained, wrapper)
     for found in run.results:
         assert found == pytest.approx(expected, rel=0, abs=1e-12)
-    assert sum(s.name == "all_reduce" for s in run.trace.filter(rank=0, kind="communication")) == 5
-
-
-def sharded() -> list[float]:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    device = lab.device()
-    model, inputs, labels = model_and_data()
-    model = model.to(device)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for x, y in zip(inputs.chunk(5), labels.chunk(5), strict=True):
-        share = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x[share].to(device)), y[share].to(device)).backward()
-        optimizer.step()
-    parts = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
-    return torch.cat([p.detach().flatten() for p in parts]).tolist()
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=() if REHEARSAL else needs_two_gpus), 1])
-def test_fsdp2_on_gpus_equals_one_process(alone: lab.Group, ranks: int) -> None:
-    (expected,) = alone.run(trained, wrapped=False).results
-    with lab.Group(ranks, devices=DEVICES) as group:
-        for found in group.run(sharded).results:
-            assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    reductions = sum(s.name == "all_reduce" for s in run.trace.filter(rank=0, kind="communication"))
+    assert wrapper != "DDP" or reductions == 5
 
 
 def on_the_owners_device(x: Any) -> Any:

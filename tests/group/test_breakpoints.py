@@ -56,6 +56,16 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return types_them
 
 
+def stop() -> str:
+    raise KeyboardInterrupt
+
+
+def until_it_says(group: lab.Group, rank: int, words: bytes) -> None:
+    assert group._pool is not None
+    while words not in group._pool.members[rank].process.sock.recv(1 << 16, socket.MSG_PEEK):
+        time.sleep(0.01)
+
+
 def name() -> str:
     return "ab"[int(os.environ["RANK"])]
 
@@ -114,8 +124,10 @@ def test_turns() -> None:
     assert turns.next(given_s) == 1
     turns.left(1)
     assert turns.next(given_s) == 0
+    assert turns.stopped == {0}, "meanwhile, no time counts"
     turns.left(0)
     assert turns.next(given_s) is None
+    assert not turns.stopped
 
 
 def test_turns_after_an_error() -> None:
@@ -220,22 +232,19 @@ def skips_bad_batches(names: str, caught: type[BaseException], end: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("names", ["a", "ab"])
-def test_quit_ends_a_program_that_catches_all_errors(group: lab.Group, typed: Typed, names: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "catches", "end"),
+    [("a", Exception, "go on"), ("ab", Exception, "go on"), ("a", BaseException, "go on"), ("a", BaseException, "return")],
+)
+def test_quit_ends_a_program_that_catches_errors(
+    group: lab.Group, typed: Typed, names: str, catches: type[BaseException], end: str
+) -> None:
     prompts = typed("q")
     with pytest.raises(lab.RankError, match="was ended at a breakpoint, with q") as caught:
-        group.run(skips_bad_batches, names, Exception, "go on")
+        group.run(skips_bad_batches, names, catches, end)
     assert [failure.rank for failure in caught.value.failures] == [*range(len(names))]
-    assert not caught.value.stopped, "`q` ends also the one that waits at its prompt"
+    assert caught.value.stopped is (catches is BaseException and end == "go on"), "`q` ends also the one that waits at its prompt"
     assert len(prompts) == 1, "no other rank is asked then"
-
-
-@pytest.mark.parametrize("end", ["go on", "return"])
-def test_quit_ends_a_program_that_catches_everything(group: lab.Group, typed: Typed, end: str) -> None:
-    prompts = typed("q")
-    with pytest.raises(lab.RankError, match="a was ended at a breakpoint, with q"):
-        group.run(skips_bad_batches, "a", BaseException, end)
-    assert len(prompts) == 1
     assert group.run(counted, "").results == [1, 1]
 
 
@@ -245,11 +254,16 @@ def test_quit_in_a_statement_that_is_debugged_comes_back(group: lab.Group, typed
     assert prompts == ["[a] (Pdb) ", "[a] ((Pdb)) ", "[a] (Pdb) ", "[a] (Pdb) "]
 
 
-def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def waited_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time by which the clock of a run is fast."""
     waited_s = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited_s[0], perf_counter_ns=time.perf_counter_ns)
     monkeypatch.setattr("labkit.group.run.time", clock)
+    return waited_s
 
+
+def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, waited_s: list[float]) -> None:
     def think() -> str:
         waited_s[0] += 1000.0
         return "p 1"
@@ -259,11 +273,14 @@ def test_no_time_counts_at_the_prompt(group: lab.Group, typed: Typed, monkeypatc
     assert waited_s == [2000.0], "20 times the limit of the group"
 
 
+AfterACommand = Callable[[Callable[[], object]], None]
+
+
 @pytest.fixture
-def after_a_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+def after_a_command(monkeypatch: pytest.MonkeyPatch) -> AfterACommand:
     """Calls a function whenever a rank has got its command."""
 
-    def install(function: Callable[[], None]) -> None:
+    def install(function: Callable[[], object]) -> None:
         def asked(turns: Breakpoints, rank: int, original: Callable[[Breakpoints, int], None] = Breakpoints.asked) -> None:
             original(turns, rank)
             function()
@@ -274,11 +291,9 @@ def after_a_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], N
 
 
 def test_no_time_counts_while_a_command_runs(
-    group: lab.Group, typed: Typed, monkeypatch: pytest.MonkeyPatch, after_a_command: Callable[[Callable[[], None]], None]
+    group: lab.Group, typed: Typed, waited_s: list[float], monkeypatch: pytest.MonkeyPatch, after_a_command: AfterACommand
 ) -> None:
-    waited_s, given = [0.0], list[bool]()
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited_s[0], perf_counter_ns=time.perf_counter_ns)
-    monkeypatch.setattr("labkit.group.run.time", clock)
+    given = list[bool]()
 
     def poll(*args: Any, original: Callable[..., bool] = MessageLoop.poll) -> bool:
         while given:
@@ -292,27 +307,17 @@ def test_no_time_counts_while_a_command_runs(
     assert waited_s == [2000.0], "20 times the limit of the group"
 
 
-def test_a_rank_that_executes_a_command_is_at_a_breakpoint(
-    group: lab.Group, typed: Typed, after_a_command: Callable[[Callable[[], None]], None]
-) -> None:
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    after_a_command(stop)
-    typed("!os.getpid() and __import__('time').sleep(1000)")
+@pytest.mark.parametrize("when", ["at the prompt", "while a command is executed"])
+def test_stop_at_a_breakpoint(group: lab.Group, typed: Typed, after_a_command: AfterACommand, when: str) -> None:
+    if when == "at the prompt":
+        typed(stop)
+    else:
+        after_a_command(stop)
+        typed("!os.getpid() and __import__('time').sleep(1000)")
     with pytest.raises(KeyboardInterrupt) as caught:
         group.run(counted)
     assert "a was at a breakpoint" in str(caught.value)
     assert group.run(counted, "").results == [1, 1]
-
-
-def test_time_counts_again_once_a_rank_has_continued() -> None:
-    turns = Breakpoints()
-    turns.arrived(0, "zero")
-    turns.asked(0)
-    assert turns.stopped == {0}
-    turns.left(0)
-    assert not turns.stopped
 
 
 @pytest.mark.parametrize(("answer", "deleted"), [("y", True), ("n", False), ("", False)])
@@ -324,17 +329,6 @@ def test_a_question_of_pdb_is_asked_at_the_prompt(
     assert prompts == ["[a] (Pdb) "] * 2 + ["[a] Clear all breaks? "] + ["[a] (Pdb) "] * 2
     said = capsys.readouterr().out
     assert ("Deleted breakpoint" in said) == deleted
-
-
-def test_stop_at_the_prompt(group: lab.Group, typed: Typed) -> None:
-    def stop() -> str:
-        raise KeyboardInterrupt
-
-    typed(stop)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        group.run(counted)
-    assert "a was at a breakpoint" in str(caught.value)
-    assert group.run(counted, "").results == [1, 1]
 
 
 def until_it_ends(group: lab.Group, rank: int) -> None:
@@ -382,14 +376,12 @@ def test_another_rank_dies_while_the_student_thinks(group: lab.Group, typed: Typ
 
 
 def test_stop_does_not_hide_another_ranks_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
-    def stop() -> str:
-        assert group._pool is not None
+    def think_and_stop() -> str:
         (tmp_path / "told").touch()
-        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
-            time.sleep(0.01)
-        raise KeyboardInterrupt
+        until_it_says(group, 1, b"too late")
+        return stop()
 
-    prompts = typed(stop)
+    prompts = typed(think_and_stop)
     with pytest.raises(lab.RankError) as caught:
         group.run(fails_when_told, "error", tmp_path / "told")
     (failure,) = caught.value.failures
@@ -496,8 +488,7 @@ def test_ranks_at_prompts_are_asked_before_an_error_ends_the_run(
 
     def think() -> str:
         told.touch()
-        while b"Pdb" not in pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
-            time.sleep(0.01)
+        until_it_says(group, 1, b"Pdb")
         return "q"
 
     def until_the_other_has_failed() -> str:
@@ -524,14 +515,9 @@ def test_ranks_at_prompts_are_asked_before_an_error_ends_the_run(
 
 def test_stop_at_a_prompt_after_an_error(group: lab.Group, typed: Typed, tmp_path: Path) -> None:
     def think() -> str:
-        assert group._pool is not None
         (tmp_path / "told").touch()
-        while b"too late" not in group._pool.members[1].process.sock.recv(1 << 16, socket.MSG_PEEK):
-            time.sleep(0.01)
+        until_it_says(group, 1, b"too late")
         return "p 1"
-
-    def stop() -> str:
-        raise KeyboardInterrupt
 
     prompts = typed(think, stop)
     with pytest.raises(lab.RankError, match="too late"):

@@ -7,12 +7,12 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cells as in_cells
 import pytest
-from doings import computing
+from doings import computing, failure
 
 import labkit as lab
 from labkit.errors.exit_reasons import Cause
@@ -23,12 +23,6 @@ from labkit.ipc.tracebacks import cause_of, headline, students_traceback
 def ranks() -> Iterator[lab.Group]:
     with lab.Group(2, runtime="bare", timeout_s=200) as group:
         yield group
-
-
-def failure(group: lab.Group, function: Callable[..., object]) -> lab.RankError:
-    with pytest.raises(lab.RankError) as caught:
-        group.run(function)
-    return caught.value
 
 
 # The cause first

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from typing import Any
 import cells as in_cells
 import psutil
 import pytest
-from doings import computing, returned, waiting
-from processes import SELDOM_SPAWNED, left_after
+from doings import computing, failure, returned, waiting
+from pressed_stop import stop_when_printed
+from processes import left_after
 
 import labkit as lab
 from labkit.errors.exit_reasons import Cause, explain_exit
-from labkit.group.output import Output
 from labkit.group.pool_state import Member
 from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.protocol import Message
@@ -50,23 +50,6 @@ def gloo() -> Iterator[lab.Group]:
     pytest.importorskip("torch")
     with lab.Group(3, start="fork", timeout_s=200) as group:
         yield group
-
-
-@pytest.fixture(scope="module")
-def gloo_of_each(start: str, request: pytest.FixtureRequest) -> Iterator[lab.Group]:
-    """For tests of how processes end, which depends on how they were started. A spawned rank imports torch itself."""
-    if start == "fork":
-        yield request.getfixturevalue("gloo")
-        return
-    pytest.importorskip("torch")
-    with lab.Group(3, start=start, timeout_s=200) as group:
-        yield group
-
-
-def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
-    with pytest.raises(lab.RankError) as caught:
-        group.run(function, *args)
-    return caught.value
 
 
 def pids(group: lab.Group) -> list[int]:
@@ -259,8 +242,7 @@ def test_after_a_message_that_nobody_received_the_ranks_are_not_kept(gloo: lab.G
     assert not set(pids(gloo)) & set(before)
 
 
-@pytest.mark.parametrize("start", SELDOM_SPAWNED, indirect=True, scope="module")
-def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each: lab.Group, cells: in_cells.Cells) -> None:
+def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo: lab.Group, cells: in_cells.Cells) -> None:
     cells("""
         import os, signal
         import torch
@@ -271,11 +253,11 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(torch.ones(1))
     """)
-    error = failure(gloo_of_each, cells.f)
+    error = failure(gloo, cells.f)
     assert [(f.name, f.cause) for f in error.failures] == [("rank 2", Cause.KILLED)]
     for line, name in zip(error.others, ("rank 0", "rank 1"), strict=True):
         assert waiting(name, "all_reduce", "<ipython-input-1-test>, line 9").fullmatch(line), line
-    assert gloo_of_each.run(int).results == [0, 0, 0]
+    assert gloo.run(int).results == [0, 0, 0]
 
 
 # How processes end
@@ -306,33 +288,27 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo_of_each:
         ("os.execv('/bin/true', ['true'])", Cause.EXITED, ""),
     ],
 )
-def test_a_rank_that_ends_is_explained(ranks: lab.Group, cells: in_cells.Cells, end: str, cause: Cause, headline: str) -> None:
+def test_a_rank_that_ends_is_explained(
+    ranks: lab.Group, cells: in_cells.Cells, end: str, cause: Cause, headline: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     cells(f"""
         import ctypes, os, signal
         def f():
             if os.environ["RANK"] == "1":
-                print("last words", end="", flush=True)
+                os.write(1, b"last words")
+                os.write(2, b" and errors")
                 {end}
     """)
     error = failure(ranks, cells.f)
+    assert capfd.readouterr().out == "[rank 1] last words and errors\n"
     assert error.rank == 1
     assert error.failures[0].headline.startswith(headline)
     assert error.failures[0].cause is cause
     crashed = cause in (Cause.CRASHED, Cause.ABORTED)
-    assert ('File "<ipython-input-1-test>", line 6, in f' in error.failures[0].traceback) == crashed
+    assert ('File "<ipython-input-1-test>", line 7, in f' in error.failures[0].traceback) == crashed
     assert error.others == [returned("rank 0"), returned("rank 2")]
     assert error.stopped
     assert ranks.run(int).results == [0, 0, 0]
-
-
-def test_the_last_output_of_a_rank_is_shown(ranks: lab.Group, capfd: pytest.CaptureFixture[str]) -> None:
-    def f() -> None:
-        os.write(1, b"written")
-        os.write(2, b" and said")
-        os._exit(1)
-
-    failure(ranks["rank 1"], f)
-    assert capfd.readouterr().out == "[rank 1] written and said\n"
 
 
 def test_a_rank_that_dies_after_it_has_returned(ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,43 +531,7 @@ def test_a_cell_that_was_redefined_shows_its_own_lines(ranks: lab.Group, cells: 
     assert "# the new one" in str(failure(ranks, cells.f))
 
 
-def test_changes_of_the_students_code_to_its_streams(ranks: lab.Group, cells: in_cells.Cells) -> None:
-    cells("""
-        import sys
-        def nothing():
-            sys.stdout = None
-            return "fine"
-        def closed():
-            sys.stdout = sys.__stdout__
-            sys.stderr.close()
-            return "fine"
-        def fails(): raise ValueError("said all the same")
-        def heal():
-            import os
-            os._exit(0)
-    """)
-    assert ranks.run(cells.nothing).results == ["fine"] * 3
-    assert ranks.run(cells.closed).results == ["fine"] * 3
-    assert "said all the same" in str(failure(ranks, cells.fails))
-    failure(ranks, cells.heal)
-
-
 # Stop
-
-
-def stop_when_printed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Presses Stop as soon as a given number of ranks have printed something."""
-    seen: set[int] = set()
-    feed = Output.feed
-
-    def feed_and_stop(output: Output, rank: int, data: bytes) -> None:
-        feed(output, rank, data)
-        seen.add(rank)
-        if len(seen) == count:
-            monkeypatch.setattr(Output, "feed", feed)  # once
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Output, "feed", feed_and_stop)
 
 
 HANGS = {
@@ -627,36 +567,6 @@ def test_stop_while_ranks_hang(where: str, ranks: lab.Group, cells: in_cells.Cel
         assert where == "stopped" or at.endswith(('print("here", child.pid)', HANGS[where][:60], f"{HANGS[where][:60]}...")), at
     assert not set(pids(ranks)) & set(before)
     assert not [p for p in before if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-
-
-def test_stop_while_ranks_hang_in_a_collective(
-    gloo_of_each: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells("""
-        import torch
-        import torch.distributed as dist
-        def f():
-            print("here")
-            if dist.get_rank() < 2:
-                dist.all_reduce(torch.ones(1))
-            else:
-                dist.recv(torch.ones(1), src=0)
-    """)
-    gloo_of_each.run(int)
-    with monkeypatch.context() as patch:
-        stop_when_printed(patch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            gloo_of_each.run(cells.f)
-
-    def g() -> float:
-        import torch
-        import torch.distributed as dist
-
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        return one.item()
-
-    assert gloo_of_each.run(g).results == [3.0] * 3
 
 
 class StopWhenBlocked:
@@ -711,23 +621,6 @@ def test_the_picture_of_a_stopped_run_shows_what_was_under_way(
     assert computing.compute_ns == trace.duration_ns
     assert blocked.compute_ns + blocked.waiting_ns + blocked.exposed_ns == trace.duration_ns
     assert blocked.waiting_ns > 0
-
-
-def test_stop_ends_a_loop_of_runs(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop raises KeyboardInterrupt: `except Exception` around a run does not swallow it."""
-
-    def f() -> None:
-        print("here")
-        threading.Event().wait()
-
-    rounds = 0
-    stop_when_printed(monkeypatch, 3)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # the loop is what is tested
-        for _ in range(3):
-            rounds += 1
-            with contextlib.suppress(Exception):
-                ranks.run(f)
-    assert rounds == 1
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_the_ranks(start: str) -> None:

@@ -120,16 +120,6 @@ def by_a_forked_child(send: Callable[[], None]) -> None:
     threading.Thread(target=wait_and_send).start()
 
 
-SENDERS = [
-    by_a_timer, by_a_scheduler, by_an_event_loop, by_an_executors_callback, by_a_pools_callback, by_a_server, by_a_forked_child,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("start", SENDERS, ids=lambda f: f.__name__)
-def test_a_thread_that_sends_late(start: Callable[..., None], three: lab.Group) -> None:
-    assert three.run(answered, start).results == [1.0, 1.0, 0.0]
-
-
 def sends_after_its_return() -> float:
     got = torch.zeros(1)
     if dist.get_rank() == 0:
@@ -137,10 +127,6 @@ def sends_after_its_return() -> float:
     elif dist.get_rank() == 1:
         threading.Timer(LATE_S, dist.send, (torch.ones(1), 0)).start()
     return float(got)
-
-
-def test_a_rank_that_has_returned_sends_from_a_thread(three: lab.Group) -> None:
-    assert three.run(sends_after_its_return).results == [1.0, 0.0, 0.0]
 
 
 def sends_when_another_collective_ends() -> float:
@@ -160,10 +146,6 @@ def sends_when_another_collective_ends() -> float:
     return float(got)
 
 
-def test_a_callback_of_a_pending_operation_sends(three: lab.Group) -> None:
-    assert three.run(sends_when_another_collective_ends).results == [1.0, 1.0, 0.0]
-
-
 def sleeps_beside_a_waiting_thread() -> float:
     """The main thread of rank 1 does not wait for the message: it sends the one that triggers it."""
     me, got = dist.get_rank(), torch.zeros(1)
@@ -179,8 +161,21 @@ def sleeps_beside_a_waiting_thread() -> float:
     return float(got)
 
 
-def test_a_main_thread_that_sleeps_is_not_stuck(three: lab.Group) -> None:
-    assert three.run(sleeps_beside_a_waiting_thread).results == [1.0, 1.0, 0.0]
+SENDERS = [
+    by_a_timer, by_a_scheduler, by_an_event_loop, by_an_executors_callback, by_a_pools_callback, by_a_server, by_a_forked_child,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        *[pytest.param(answered, [start], id=start.__name__) for start in SENDERS],
+        (sends_when_another_collective_ends, []), (sleeps_beside_a_waiting_thread, []), (sends_after_its_return, []),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_sent_late(program: Callable[..., float], arguments: list[Any], three: lab.Group) -> None:
+    answer = 0.0 if program is sends_after_its_return else 1.0
+    assert three.run(program, *arguments).results == [1.0, answer, 0.0]
 
 
 # Notices, and when a deadlock is certain.
@@ -222,17 +217,24 @@ def a_thread_that_works() -> object:
 
 
 class Word:
-    """Presses Stop as soon as a notice about the run names all of these."""
+    """Presses Stop, or acts, as soon as a notice about the run contains all of these. A false deadlock would be
+    reported before."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *awaited: str) -> None:
-        self.said, self._awaited = "", awaited
-        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", 300_000_000)
-        monkeypatch.setattr(Output, "say", lambda _, word: self._stop(word))
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *awaited: str,
+        act: Callable[[], object] = lambda: signal.raise_signal(signal.SIGINT),
+        after_s: float = 0.3,
+    ) -> None:
+        self.said, self._awaited, self._act = "", awaited, act
+        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", int(after_s * 1e9))
+        monkeypatch.setattr(Output, "say", lambda _, word: self._acts(word))
 
-    def _stop(self, word: str) -> None:
+    def _acts(self, word: str) -> None:
         if all(part in word for part in self._awaited) and not self.said:
             self.said = word
-            signal.raise_signal(signal.SIGINT)
+            self._act()
 
 
 def test_with_a_live_thread_there_is_only_a_notice(three: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,18 +285,6 @@ def in_a_group_with_a_limit(wait: Callable[[Any], object], limit_s: float) -> st
     return caught(lambda: wait(pair)) if dist.get_rank() == 0 else ""
 
 
-def waits_in_a_group_with_a_limit(limit_s: float) -> str:
-    return in_a_group_with_a_limit(lambda pair: dist.all_reduce(torch.ones(1), group=pair), limit_s)
-
-
-def waits_asynchronously_in_a_group_with_a_limit(limit_s: float) -> str:
-    return in_a_group_with_a_limit(lambda pair: dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(), limit_s)
-
-
-def waits_for_a_message_in_a_group_with_a_limit(limit_s: float) -> str:
-    return in_a_group_with_a_limit(lambda pair: dist.recv(torch.ones(1), 1, group=pair), limit_s)
-
-
 def waits_after_the_limit_was_set(limit_s: float) -> str:
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
@@ -306,12 +296,6 @@ def waits_after_the_limit_was_set(limit_s: float) -> str:
 def waits_in_a_monitored_barrier(limit_s: float) -> str:
     barrier = dist.monitored_barrier
     return caught(lambda: barrier(timeout=timedelta(seconds=limit_s))) if dist.get_rank() == 0 else ""
-
-
-WITH_A_LIMIT = [
-    waits_in_a_group_with_a_limit, waits_asynchronously_in_a_group_with_a_limit, waits_for_a_message_in_a_group_with_a_limit,
-    waits_after_the_limit_was_set, waits_in_a_monitored_barrier,
-]  # fmt: skip
 
 
 def messages_whose_limit_was_set_too_late() -> None:
@@ -342,11 +326,30 @@ def test_a_wait_for_one_of_many_pending_operations_is_found(three: lab.Group, re
     assert {operation for _, operation in waits} == {"all_reduce"}
 
 
-@pytest.mark.parametrize("waits", WITH_A_LIMIT, ids=lambda f: f.__name__)
-def test_the_programs_own_time_limit_is_respected(waits: Callable[[float], str]) -> None:
+def waits_for_a_message_no_longer_than(limit_s: float) -> str:
+    return caught(lambda: dist.irecv(torch.ones(5), 1).wait(timedelta(seconds=limit_s))) if dist.get_rank() == 0 else ""
+
+
+IN_A_GROUP_WITH_A_LIMIT: dict[str, Callable[[Any], object]] = {
+    "a collective": lambda pair: dist.all_reduce(torch.ones(1), group=pair),
+    "an asynchronous collective": lambda pair: dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(),
+    "a message": lambda pair: dist.recv(torch.ones(1), 1, group=pair),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        *[pytest.param(in_a_group_with_a_limit, [wait], id=name) for name, wait in IN_A_GROUP_WITH_A_LIMIT.items()],
+        (waits_after_the_limit_was_set, []),
+        (waits_in_a_monitored_barrier, []),
+        (waits_for_a_message_no_longer_than, []),
+    ],
+)
+def test_the_programs_own_time_limit_is_respected(program: Callable[..., str], arguments: list[Any]) -> None:
     def is_over_first(limit_s: float) -> bool:
         with lab.Group(3, timeout_s=200) as group:
-            return group.run(waits, limit_s).results[0] in ("RuntimeError", "DistBackendError")
+            return group.run(program, *arguments, limit_s).results[0] in ("RuntimeError", "DistBackendError")
 
     assert some_limit_does(is_over_first, (LATE_S, 10.0, 60.0))
 
@@ -441,20 +444,9 @@ def meets(path: str, rank: int) -> float:
     return float(one)
 
 
-class Notebook:
-    """Acts once the notice about a wait appears, which is after a false deadlock would be reported."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, act: Callable[[], object]) -> None:
-        self.said = ""
-        self._call, self._act = call, act
-        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_NS", int(LATE_S * 1e9))
-        monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", LATE_S)
-        monkeypatch.setattr(Output, "say", lambda _, word: self._acts(word))
-
-    def _acts(self, word: str) -> None:
-        if self._call in word and not self.said:
-            self.said = word
-            self._act()
+def notebook_acts(monkeypatch: pytest.MonkeyPatch, call: str, act: Callable[[], object]) -> Word:
+    monkeypatch.setattr("labkit.group.deadlock_monitor.SLOW_S", LATE_S)
+    return Word(monkeypatch, call, act=act, after_s=LATE_S)
 
 
 @pytest.mark.parametrize("open_store", [a_file, part_of_a_file], ids=lambda f: f.__name__)
@@ -464,7 +456,7 @@ def test_the_notebook_sets_a_key_that_ranks_wait_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     path = f"{tmp_path}/store"
-    notebook = Notebook(monkeypatch, "open_store(path).", lambda: open_store(path).set("key", "value"))
+    notebook = notebook_acts(monkeypatch, "open_store(path).", lambda: open_store(path).set("key", "value"))
     assert three.run(program, open_store, path).results == [b"", b"value", b""]
     assert re.search(r"rank 1( is|.* are) at test_no_deadlock.py, line \d+: .*open_store", notebook.said), notebook.said
 
@@ -493,7 +485,7 @@ def test_the_notebook_serves_a_store(late: str, three: lab.Group, monkeypatch: p
         if late == "the key":
             serve()
         call = "store.get" if late == "the key" else "dist.TCPStore"
-        notebook = Notebook(monkeypatch, f"{call}(", act)
+        notebook = notebook_acts(monkeypatch, f"{call}(", act)
         assert three.run(gets_from_a_server, port).results == [b"", b"value", b""]
         KEPT.clear()
     assert re.search(rf"rank 1 is at test_no_deadlock.py, line \d+: .*{call}\(", notebook.said), notebook.said
@@ -502,7 +494,7 @@ def test_the_notebook_serves_a_store(late: str, three: lab.Group, monkeypatch: p
 def test_a_rank_waits_for_one_of_another_group(three: lab.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{tmp_path}/store"
     with lab.Group(1, timeout_s=200) as other, ThreadPoolExecutor(1) as pool:
-        notebook = Notebook(monkeypatch, "in init_process_group at", lambda: pool.submit(other.run, meets, path, 1))
+        notebook = notebook_acts(monkeypatch, "in init_process_group at", lambda: pool.submit(other.run, meets, path, 1))
         assert three.run(meets, path, 0).results == [2.0, 0.0, 0.0]
     assert f"in init_process_group at {path} of 2 ranks" in notebook.said
 

@@ -45,6 +45,7 @@ def finished(*pieces: bytes) -> str:
         ([b"a\n"], "a"),
         ([b"a"], "a"),
         ([b"a\nb"], "a\nb"),
+        (["eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode()], "eins\nzwei\nµ\n\nohne Ende"),
         ([b"a\n\nb\n"], "a\n\nb"),
         ([b"a", b"b", b"\n", b"c"], "ab\nc"),
         ([b"\n"], ""),
@@ -71,22 +72,12 @@ def finished(*pieces: bytes) -> str:
     ],
 )
 def test_lines(pieces: list[bytes], text: str) -> None:
+    """The size of the pieces makes no difference."""
     assert finished(*pieces) == text
-
-
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        ("eins\nzwei\r\ndrei: 10%\r20%\rµ\n\nohne Ende".encode(), "eins\nzwei\nµ\n\nohne Ende"),
-        (b"x\n" + TQDM % (b"0%", b"0%", b"0%") + TQDM % (b"9%", b"50%", b"7%"), "x\n7%"),
-    ],
-)
-def test_the_size_of_the_pieces_makes_no_difference(data: bytes, text: str) -> None:
-    whole = finished(data)
-    assert whole == text
+    data = b"".join(pieces)
     for cut in range(len(data)):
-        assert finished(data[:cut], data[cut:]) == whole
-    assert finished(*(bytes([byte]) for byte in data)) == whole
+        assert finished(data[:cut], data[cut:]) == text
+    assert finished(*(bytes([byte]) for byte in data)) == text
 
 
 def test_many_lines_keep_the_first_and_the_last() -> None:
@@ -125,13 +116,11 @@ def test_ranks_are_in_order_whoever_printed_first() -> None:
 
 def test_in_a_terminal_lines_appear_when_they_are_complete(capsys: pytest.CaptureFixture[str]) -> None:
     prints = Output(["a", "b"])
-    prints.feed(1, b"first\nsec")
-    assert capsys.readouterr().out == "[b] first\n"
-    prints.feed(0, b"other\n")
-    prints.feed(1, b"ond\n")
-    assert capsys.readouterr().out == "[a] other\n[b] second\n"
-    prints.feed(0, b"no end")
-    assert capsys.readouterr().out == ""
+    for rank, data, shown in (
+        (1, b"first\nsec", "[b] first\n"), (0, b"other\n", "[a] other\n"), (1, b"ond\n", "[b] second\n"), (0, b"no end", ""),
+    ):  # fmt: skip
+        prints.feed(rank, data)
+        assert capsys.readouterr().out == shown
     prints.finish()
     assert capsys.readouterr().out == "[a] no end\n"
 
@@ -180,6 +169,7 @@ def test_a_stream_closed_by_a_run_works_again_in_the_next(ranks: lab.Group) -> N
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("patient")
 def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
     def f(closed: bool) -> None:
         import __main__
@@ -201,6 +191,8 @@ def test_a_rank_without_standard_output_answers(ranks: lab.Group) -> None:
         try:
             assert ranks.run(f, closed).results == [None, None]
             assert ranks.run(int).results == [0, 0]
+            with pytest.raises(lab.RankError, match="invalid literal"):
+                ranks.run(int, "no")
         finally:
             assert ranks.run(back).output == "[rank 0] back\n[rank 1] back"
 
@@ -413,34 +405,6 @@ def test_a_rank_that_prints_and_never_stops_is_stopped(monkeypatch: pytest.Monke
             return group.run(int).results == [0, 0]
 
     assert some_limit_does(goes_on)
-
-
-@pytest.mark.processes
-def test_prints_between_two_runs_appear_in_the_next(ranks: lab.Group) -> None:
-    """By a thread that keeps working."""
-
-    def f() -> None:
-        go = threading.Event()
-
-        def late() -> None:
-            go.wait()
-            print("late")
-
-        thread = threading.Thread(target=late)
-        thread.start()
-        f.go, f.thread = go, thread  # type: ignore[attr-defined]
-        import __main__
-
-        __main__.late = f  # type: ignore[attr-defined]
-
-    def g() -> None:
-        import __main__
-
-        __main__.late.go.set()
-        __main__.late.thread.join()
-
-    assert ranks.run(f).output == ""
-    assert ranks.run(g).output == "[rank 0] late\n[rank 1] late"
 
 
 @pytest.mark.processes

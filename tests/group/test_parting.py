@@ -64,62 +64,56 @@ def exchanged(words: str) -> str:
     return re.sub(r"rank (\d)", lambda number: f"rank {1 - int(number[1])}", words)
 
 
-INSIDE = [
-    ("an if", "if first:\n    a()  # A\nb()  # B", "`if first` (line 1): rank 0 is inside, rank 1 is past it."),
-    ("the other way round", "if first:\n    a()  # B\nb()  # A", "`if first` (line 1): rank 1 is inside, rank 0 is past it."),
-    (
-        "else",
-        "if first:\n    a()  # A\nelse:\n    b()  # B",
-        "`if first` (line 1): rank 0 is inside, rank 1 is in another branch of it.",
+PAST = "`if first` (line 1): rank 0 is inside, rank 1 is past it."
+PAST_FOR = PAST.replace("if first", "for x in loader")
+OTHER_BRANCH = "`if first` (line 1): rank 0 is inside, rank 1 is in another branch of it."
+# Programs, and what is said of them, if anything is certain.
+PARTED = {
+    "an if": ("if first:\n    a()  # A\nb()  # B", PAST),
+    "the other way round": ("if first:\n    a()  # B\nb()  # A", exchanged(PAST)),
+    "else": ("if first:\n    a()  # A\nelse:\n    b()  # B", OTHER_BRANCH),
+    "elif": ("if first:\n    a()  # A\nelif second:\n    b()  # B", OTHER_BRANCH),
+    "past an else": ("if first:\n    x()\nelse:\n    a()  # A\nb()  # B", PAST.replace("inside", "in its `else`")),
+    "two ifs": ("if first:\n    a()  # A\nif second:\n    b()  # B", PAST),
+    "in a with": ("if first:\n    with x:\n        a()  # A\nb()  # B", PAST),
+    "a fixed loop": ("if first:\n    for _ in range(3):\n        a()  # A\nb()  # B", PAST),
+    "in a try that catches nothing": (
+        "try:\n    if first:\n        a()  # A\nfinally:\n    c()\nb()  # B", PAST.replace("line 1", "line 2"),
     ),
-    (
-        "elif",
-        "if first:\n    a()  # A\nelif second:\n    b()  # B",
-        "`if first` (line 1): rank 0 is inside, rank 1 is in another branch of it.",
-    ),
-    (
-        "past an else",
-        "if first:\n    x()\nelse:\n    a()  # A\nb()  # B",
-        "`if first` (line 1): rank 0 is in its `else`, rank 1 is past it.",
-    ),
-    ("two ifs", "if first:\n    a()  # A\nif second:\n    b()  # B", "`if first` (line 1): rank 0 is inside, rank 1 is past it."),
-    (
-        "in a with",
-        "if first:\n    with x:\n        a()  # A\nb()  # B",
-        "`if first` (line 1): rank 0 is inside, rank 1 is past it.",
-    ),
-    (
-        "a fixed loop",
-        "if first:\n    for _ in range(3):\n        a()  # A\nb()  # B",
-        "`if first` (line 1): rank 0 is inside, rank 1 is past it.",
-    ),
-    (
-        "in a try that catches nothing",
-        "try:\n    if first:\n        a()  # A\nfinally:\n    c()\nb()  # B",
-        "`if first` (line 2): rank 0 is inside, rank 1 is past it.",
-    ),
-    ("a for", "for x in loader:\n    a()  # A\nb()  # B", "`for x in loader` (line 1): rank 0 is inside, rank 1 is past it."),
-    ("a while", "while more():\n    a()  # A\nb()  # B", "`while more()` (line 1): rank 0 is inside, rank 1 is past it."),
-    (
-        "break",
+    "a for": ("for x in loader:\n    a()  # A\nb()  # B", PAST_FOR),
+    "a while": ("while more():\n    a()  # A\nb()  # B", PAST.replace("if first", "while more()")),
+    "break": (
         "for x in loader:\n    a()  # A\n    if stop:\n        break\nb()  # B",
-        (
-            "`for x in loader` (line 1): rank 0 is inside, rank 1 is past it. Besides its end, `break` (line 4) under "
-            "`if stop` (line 3) leaves the loop."
-        ),
+        f"{PAST_FOR} Besides its end, `break` (line 4) under `if stop` (line 3) leaves the loop.",
     ),
-    ("try, caught", "try:\n    a()  # A\nexcept E:\n    pass\nb()  # B", "`try` (line 1): rank 0 is inside, rank 1 is past it."),
-    (
-        "match",
+    "try, caught": ("try:\n    a()  # A\nexcept E:\n    pass\nb()  # B", PAST.replace("if first", "try")),
+    "match": (
         "match kind:\n    case 1:\n        a()  # A\n    case _:\n        b()  # B",
-        "`match kind` (line 1): rank 0 is inside, rank 1 is in another branch of it.",
+        OTHER_BRANCH.replace("if first", "match kind"),
     ),
-    (
-        "past a match",
-        "match kind:\n    case 1:\n        a()  # A\nb()  # B",
-        "`match kind` (line 1): rank 0 is inside, rank 1 is past it.",
+    "past a match": ("match kind:\n    case 1:\n        a()  # A\nb()  # B", PAST.replace("if first", "match kind")),
+    "one after the other": ("a()  # A\nb()  # B", ""),
+    "one line": ("a()  # A B", ""),
+    "before a branch": ("b()  # B\nif x:\n    a()  # A", ""),
+    "on the line of the branch": ("if x: a()  # A\nb()  # B", ""),
+    "in the condition of a loop": ("while a():  # A\n    x()\nb()  # B", ""),
+    "in the condition of a loop in a branch": ("if x:\n    while a():  # A\n        x()\nb()  # B", ""),
+    "at the edge of a with": ("with a():  # A\n    x()\nb()  # B", ""),
+    "for and else": ("for x in y:\n    a()  # A\nelse:\n    b()  # B", ""),
+    "finally": ("try:\n    a()  # A\nfinally:\n    b()  # B", ""),
+    "only a with": ("with x:\n    a()  # A\nb()  # B", ""),
+    "a loop of three rounds for all": ("for _ in range(3):\n    a()  # A\nb()  # B", ""),
+    # Ranks that took the outer branch both, and parted at the inner one, look the same.
+    "several ways": (
+        "if epoch_ends:\n    if first:\n        a()  # A\nb()  # B",
+        "`if epoch_ends` (line 1) or `if first` (line 2): rank 0 is in line 3, rank 1 is past it.",
     ),
-]
+    "too many ways": ("if a:\n    if b:\n        for x in y:\n            if c:\n                a()  # A\nb()  # B", ""),
+    "a round that is cut short": (
+        "for x in loader:\n    if x:\n        continue\n    a()  # A\nb()  # B",
+        "`continue` (line 3) under `if x` (line 2) or `for x in loader` (line 1): rank 0 is in line 4, rank 1 is past it.",
+    ),
+}  # fmt: skip
 
 
 def inside_a_function(source: str, header: str = "def main():") -> str:
@@ -127,69 +121,47 @@ def inside_a_function(source: str, header: str = "def main():") -> str:
 
 
 def shifted(words: str, by: int) -> str:
-    return re.sub(r"line (\d+)", lambda number: f"line {int(number[1]) + by}", words)
+    """What is said of a program that stands so many lines further down."""
+    return words and "The ranks parted at " + re.sub(r"line (\d+)", lambda number: f"line {int(number[1]) + by}", words)
 
 
-@pytest.mark.parametrize(("source", "words"), [pytest.param(*rest, id=name) for name, *rest in INSIDE])
-def test_one_side_is_inside(source: str, words: str) -> None:
-    assert said(source) == f"The ranks parted at {words}", "in a cell"
-    assert said(inside_a_function(source)) == f"The ranks parted at {shifted(words, 1)}"
+@pytest.mark.parametrize("case", PARTED)
+def test_one_side_is_inside(case: str) -> None:
+    source, words = PARTED[case]
+    assert said(source) == shifted(words, 0), "in a cell"
+    assert said(inside_a_function(source)) == shifted(words, 1)
     method = inside_a_function(inside_a_function(source, "@decorated\nasync def step(self):"), "class Trainer:")
-    assert said(method) == f"The ranks parted at {shifted(words, 3)}"
+    assert said(method) == shifted(words, 3)
 
 
-RETURNED = [
-    ("if", "if first:\n    a()  # A", "`if first` (line 2): rank 0 is inside, rank 1 returned."),
-    (
-        "an early return",
-        "if not first:\n    return\na()  # A",
-        "`return` (line 3) under `if not first` (line 2): rank 0 is in line 4, rank 1 returned.",
-    ),
-    (
-        "the other arm returns",
-        "if first:\n    return\nelse:\n    a()  # A",
-        "`if first` (line 2): rank 0 is in its `else`, rank 1 returned.",
-    ),
-    (
-        "a loop",
-        "for x in loader:\n    a()  # A",
-        "`for x in loader` (line 2): rank 0 is inside, rank 1 returned.",
-    ),
-    (
-        "a loop, or a return in it",
-        "for x in loader:\n    a()  # A\n    if x:\n        return",
-        "`return` (line 5) under `if x` (line 4) or `for x in loader` (line 2): rank 0 is in line 3, rank 1 returned.",
-    ),
-    (
-        "a loop, or a round that is cut short",
-        "for x in loader:\n    if x:\n        continue\n    a()  # A",
-        "`continue` (line 4) under `if x` (line 3) or `for x in loader` (line 2): rank 0 is in line 5, rank 1 returned.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("source", "words"), [pytest.param(*rest, id=name) for name, *rest in RETURNED])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("if first:\n    a()  # A", "`if first` (line 1): rank 0 is inside"),
+        ("if not first:\n    return\na()  # A", "`return` (line 2) under `if not first` (line 1): rank 0 is in line 3"),
+        ("if first:\n    return\nelse:\n    a()  # A", "`if first` (line 1): rank 0 is in its `else`"),
+        ("for x in loader:\n    a()  # A", "`for x in loader` (line 1): rank 0 is inside"),
+        (
+            "for x in loader:\n    a()  # A\n    if x:\n        return",
+            "`return` (line 4) under `if x` (line 3) or `for x in loader` (line 1): rank 0 is in line 2",
+        ),
+        (
+            "for x in loader:\n    if x:\n        continue\n    a()  # A",
+            "`continue` (line 3) under `if x` (line 2) or `for x in loader` (line 1): rank 0 is in line 4",
+        ),
+        (
+            "if epoch_ends:\n    if first:\n        a()  # A\nb()",
+            "`if epoch_ends` (line 1) or `if first` (line 2): rank 0 is in line 3",
+        ),
+        # A return in a function that is defined there does not count.
+        (
+            "def inner():\n    return 1\ncall = lambda: 2\nif first:\n    a()  # A\n",
+            "`if first` (line 4): rank 0 is inside",
+        ),
+    ],
+)
 def test_one_side_has_returned(source: str, words: str) -> None:
-    assert said(inside_a_function(source), other="") == f"The ranks parted at {words}"
-
-
-def test_a_return_in_a_function_that_is_defined_there_does_not_count() -> None:
-    source = "def main():\n    def inner():\n        return 1\n    call = lambda: 2\n    if first:\n        a()  # A\n"
-    assert said(source, other="") == "The ranks parted at `if first` (line 5): rank 0 is inside, rank 1 returned."
-
-
-def test_several_ways() -> None:
-    """Ranks that took the outer branch both, and parted at the inner one, look the same."""
-    source = "if epoch_ends:\n    if first:\n        a()  # A\nb()  # B"
-    both = "The ranks parted at `if epoch_ends` (line 1) or `if first` (line 2): rank 0 is in line 3"
-    assert said(source) == f"{both}, rank 1 is past it."
-    assert said(inside_a_function(source), other="") == f"{shifted(both, 1)}, rank 1 returned."
-    many = "if a:\n    if b:\n        for x in y:\n            if c:\n                a()  # A\nb()  # B"
-    assert said(many) == "", "too many"
-    skipped = "for x in loader:\n    if x:\n        continue\n    a()  # A\nb()  # B"
-    assert said(skipped).startswith(
-        "The ranks parted at `continue` (line 3) under `if x` (line 2) or `for x in loader` (line 1): "
-    )
+    assert said(inside_a_function(source), other="") == shifted(f"{words}, rank 1 returned.", 1)
 
 
 CALLS = """
@@ -279,19 +251,13 @@ def test_loops() -> None:
     assert said(LOOP, "B", "E", before="E") == "", "both have begun the next epoch"
 
 
-def test_a_line_that_not_each_round_comes_to_does_not_count_rounds() -> None:
-    optional = "for x in y:\n    if x:\n        c()  # C\n    if z:\n        a()  # A\n    b()  # B"
-    assert said(optional, before="C") == ""
-    skipped = "for x in y:\n    if x:\n        continue\n    c()  # C\n    if z:\n        a()  # A\n    b()  # B"
-    assert said(skipped, before="C") == ""
-
-
-def test_a_later_round_may_have_been_reached_by_a_continue() -> None:
+def test_rounds_in_which_a_line_may_be_passed_by() -> None:
+    for way in ("if x:\n        c()  # C", "if x:\n        continue\n    c()  # C"):
+        source = f"for x in y:\n    {way}\n    if z:\n        a()  # A\n    b()  # B"
+        assert said(source, before="C") == "", "not each round comes to C, so this counts none"
     source = "for x in y:\n    c()  # C\n    s()  # S\n    if x:\n        continue\n    a()  # A"
-    assert said(source, "A", "C", before="C S") == (
-        "The ranks parted at `continue` (line 5) under `if x` (line 4): rank 0 is in line 6, rank 1 is in a later round."
-    )
-    assert said(source, "A", "C", before="S") == said(source, "A", "C", before="C S")
+    parted = "The ranks parted at `continue` (line 5) under `if x` (line 4): rank 0 is in line 6, rank 1 is in a later round."
+    assert said(source, "A", "C", before="C S") == said(source, "A", "C", before="S") == parted
 
 
 CALLED = """
@@ -320,26 +286,6 @@ def test_a_function_that_one_line_may_call_several_times(caller: str) -> None:
     source = CALLS.replace("a()  # A", "a()  # A\n    x()  # X")
     assert said(source, f"{caller} A", f"{caller} X") == ""
     assert said(source, "save A", "save X") == "The ranks parted at `if rank == 0` (line 3): rank 0 is inside, rank 1 is past it."
-
-
-UNDECIDED = [
-    ("one after the other", "a()  # A\nb()  # B"),
-    ("one line", "a()  # A B"),
-    ("before a branch", "b()  # B\nif x:\n    a()  # A"),
-    ("on the line of the branch", "if x: a()  # A\nb()  # B"),
-    ("in the condition of a loop", "while a():  # A\n    x()\nb()  # B"),
-    ("in the condition of a loop in a branch", "if x:\n    while a():  # A\n        x()\nb()  # B"),
-    ("at the edge of a with", "with a():  # A\n    x()\nb()  # B"),
-    ("for and else", "for x in y:\n    a()  # A\nelse:\n    b()  # B"),
-    ("finally", "try:\n    a()  # A\nfinally:\n    b()  # B"),
-    ("only a with", "with x:\n    a()  # A\nb()  # B"),
-    ("a loop of three rounds for all", "for _ in range(3):\n    a()  # A\nb()  # B"),
-]
-
-
-@pytest.mark.parametrize("source", [pytest.param(source, id=name) for name, source in UNDECIDED])
-def test_nothing_is_said_where_it_is_not_certain(source: str) -> None:
-    assert said(source) == ""
 
 
 def test_a_source_that_cannot_be_read_or_has_changed() -> None:

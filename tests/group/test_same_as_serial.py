@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,58 +60,6 @@ PARTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("program", ["", "DDP", "weights"])
-def test_the_same(program: str) -> None:
-    found = lab.same_as_serial(train, program, ranks=(1, 2))
-    assert found.faults == ()
-    assert "2 ranks: the same as one rank: the 24 samples and the gradients of the first step. After 3 steps, par" in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "kind", "words"),
-    [
-        ("sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times those on one rank."),
-        ("divides twice", FaultKind.SCALED, "all gradients of the first step are 0.5 times those on one rank."),
-        ("never averages", FaultKind.NOT_AVERAGED, "all gradients of the first step differ from rank to rank, and their mean is"),
-        ("forgets a layer", FaultKind.NOT_AVERAGED, "the gradients of 2.weight and 2.bias of the first step differ from rank"),
-        ("drops samples", FaultKind.OTHER_SAMPLES, "2 of 24 samples of the first step never came."),
-        ("repeats samples", FaultKind.OTHER_SAMPLES, "11 of 24 samples of the first step never came, and 11 came again."),
-        ("unequal", FaultKind.UNEQUAL_PARTS, "equal on all ranks, but not those on one rank; the ranks had 6 and 18 samples."),
-        ("dropout", FaultKind.OTHER_GRADIENTS, "all gradients of the first step"),
-    ],
-)
-def test_a_mistake(mistake: str, kind: FaultKind, words: str) -> None:
-    found = lab.same_as_serial(train, mistake, ranks=(1, 2))
-    assert [fault.kind for fault in found.faults] == [kind]
-    assert words in repr(found)
-    assert "2 ranks: not the same as one rank." in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("grows", "because the batch grows with the ranks (24 samples on one rank, and 48 on 2)"),
-        ("other seeds", "because training begins with other parameters on rank 1"),
-        ("other data", "because the samples are others than on one rank"),
-        (
-            "FSDP2",
-            "because some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: 0.weight, 0.bias, 2.w",
-        ),
-    ],
-)
-def test_trainings_that_cannot_be_compared(program: str, reason: str) -> None:
-    found = lab.same_as_serial(train, program, ranks=(1, 2))
-    assert found.faults == ()
-    assert f"2 ranks: not comparable, {reason}" in repr(found)
-
-
-def test_all_samples_on_each_rank() -> None:
-    found = lab.same_as_serial(train, "all data", ranks=(1, 2))
-    assert [fault.kind for fault in found.faults] == [FaultKind.NOT_DIVIDED]
-    assert "Perhaps: Each of 2 ranks had all 24 samples of the first step." in repr(found)
-    assert "2 ranks: the same as one rank: the gradients of the first step." in repr(found)
-
-
 def learn(program: str, mistake: str = "") -> None:
     """Train two models with an optimizer each, in a program that is no plain loop, and perhaps with a mistake."""
     torch.manual_seed(0)
@@ -160,69 +109,6 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(
-    ("program", "compared"),
-    [
-        ("two models", "the 24 samples and the first gradients of 2 of 2 optimizers"),
-        ("lazy", "the first gradients of 2 of 2 optimizers"),
-        ("sequences", "the first gradients of 2 of 2 optimizers"),
-        ("many samples", "the first gradients of 2 of 2 optimizers"),
-    ],
-)
-def test_the_same_in_other_programs(program: str, compared: str) -> None:
-    found = lab.same_as_serial(learn, program, ranks=(1, 2))
-    assert found.faults == ()
-    assert f"2 ranks: the same as one rank: {compared}. After 4 steps" in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("program", "mistake", "kind", "words"),
-    [
-        ("two models", "sums the last", FaultKind.SUM_FOR_MEAN, "all gradients of optimizer 2's first step are 2 times"),
-        ("lazy", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
-        ("sequences", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
-        ("many samples", "sums", FaultKind.SUM_FOR_MEAN, "all gradients of the first step are 2 times"),
-        ("many samples", "weights a rank", FaultKind.OTHER_GRADIENTS, "are equal on all ranks, but not those on one rank."),
-        ("odd", "never averages", FaultKind.NOT_AVERAGED, "differ from rank to rank, and their mean is that on one rank."),
-        ("two models", "reduces a copy", FaultKind.NOT_AVERAGED, "all gradients of the first step differ from rank to rank."),
-        ("two models", "lacks a gradient", FaultKind.NOT_AVERAGED, "the gradients of bias of the first step differ from rank"),
-        ("two models", "nan", FaultKind.LOSS, "all gradients of the first step are not finite."),
-        ("one number", "", FaultKind.UNEQUAL_PARTS, "all gradients of the first step are equal on all ranks, but not those on"),
-    ],
-)
-def test_a_mistake_in_other_programs(program: str, mistake: str, kind: FaultKind, words: str) -> None:
-    found = lab.same_as_serial(learn, program, mistake, ranks=(1, 2))
-    assert [fault.kind for fault in found.faults] == [kind]
-    assert words in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("program", "mistake", "reason"),
-    [
-        ("sparse", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight."),
-        ("autocast", "", "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits: weight and bias."),
-        ("two models", "no gradients", "the gradients on one rank are all 0, or not finite."),
-        ("averages in the step", "never averages", "gradients differ from rank to rank, but parameters are equal after the last"),
-    ],
-)
-def test_other_programs_that_cannot_be_compared(program: str, mistake: str, reason: str) -> None:
-    found = lab.same_as_serial(learn, program, mistake, ranks=(1, 2))
-    assert found.faults == ()
-    assert f"2 ranks: not comparable, because {reason}" in repr(found)
-
-
-def test_another_mistake_on_more_ranks() -> None:
-    found = lab.same_as_serial(train, "sums, and drops some", ranks=(1, 2, 4))
-    assert [fault.kind for fault in found.faults] == [FaultKind.SUM_FOR_MEAN, FaultKind.OTHER_SAMPLES]
-    assert "On 4 ranks, 4 of 24 samples of the first step never came." in repr(found)
-
-
-def test_a_repeated_sample() -> None:
-    found = lab.same_as_serial(train, "repeats one", ranks=(1, 2))
-    assert [fault.kind for fault in found.faults] == [FaultKind.REPEATED_SAMPLES, FaultKind.OTHER_GRADIENTS]
-    assert "Perhaps: On 2 ranks, 2 samples of the first step came again." in repr(found)
-
-
 class Shifted(nn.Linear):
     """A classifier with a shift of all logits, whose gradient is 0 but for rounding."""
 
@@ -244,12 +130,6 @@ def classify() -> None:
     optimizer.step()
 
 
-def test_a_gradient_that_is_rounding_only() -> None:
-    found = lab.same_as_serial(classify, ranks=(1, 2))
-    assert found.faults == ()
-    assert "2 ranks: the same as one rank: the 24 samples" in repr(found)
-
-
 def accumulate(parts: int) -> None:
     """Four micro-batches in all."""
     torch.manual_seed(0)
@@ -259,15 +139,6 @@ def accumulate(parts: int) -> None:
         batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(micro))
         (model(batch).square().mean() * ranks / parts).backward()
     optimizer.step()
-
-
-def test_accumulated_gradients() -> None:
-    assert lab.same_as_serial(accumulate, 4, ranks=(1, 2)).faults == ()
-
-
-def test_later_steps_that_differ() -> None:
-    found = lab.same_as_serial(train_from_step_2_alone, ranks=(1, 2))
-    assert "the gradients of the first step are the same as on one rank. After 5 steps, parameters differ by " in repr(found)
 
 
 def train_from_step_2_alone() -> None:
@@ -281,6 +152,109 @@ def train_from_step_2_alone() -> None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         optimizer.step()
+
+
+APART = "gradients of the first step differ from rank to rank"
+UNCOMPARED = "some gradients are sharded, sparse, complex, or computed with fewer than 32 bits"
+SERIAL = "2 ranks: the same as one rank:"
+FIRST = "the 24 samples and the gradients of the first step."
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"),
+    [
+        (train, [""], f"{SERIAL} {FIRST} After 3 steps, par"),
+        (train, ["DDP"], f"{SERIAL} {FIRST} After 3 steps, par"),
+        (train, ["weights"], f"{SERIAL} {FIRST} After 3 steps, par"),
+        (learn, ["two models"], f"{SERIAL} the 24 samples and the first gradients of 2 of 2 optimizers. After 4 steps"),
+        (learn, ["lazy"], f"{SERIAL} the first gradients of 2 of 2 optimizers. After 4 steps"),
+        (learn, ["sequences"], f"{SERIAL} the first gradients of 2 of 2 optimizers. After 4 steps"),
+        (learn, ["many samples"], f"{SERIAL} the first gradients of 2 of 2 optimizers. After 4 steps"),
+        (classify, [], f"{SERIAL} the 24 samples"),
+        (accumulate, [4], SERIAL),
+        (train, ["grows"], "because the batch grows with the ranks (24 samples on one rank, and 48 on 2)"),
+        (train, ["other seeds"], "because training begins with other parameters on rank 1"),
+        (train, ["other data"], "because the samples are others than on one rank"),
+        (train, ["FSDP2"], f"because {UNCOMPARED}: 0.weight, 0.bias, 2.w"),
+        (learn, ["sparse"], f"because {UNCOMPARED}: weight."),
+        (learn, ["autocast"], f"because {UNCOMPARED}: weight and bias."),
+        (learn, ["two models", "no gradients"], "because the gradients on one rank are all 0, or not finite."),
+        (
+            learn, ["averages in the step", "never averages"],
+            "because gradients differ from rank to rank, but parameters are equal after the last",
+        ),
+    ],
+)  # fmt: skip
+def test_trainings_that_are_the_same_or_cannot_be_compared(
+    function: Callable[..., None], arguments: list[Any], words: str
+) -> None:
+    found = lab.same_as_serial(function, *arguments, ranks=(1, 2))
+    assert found.faults == ()
+    assert (f"2 ranks: not comparable, {words}" if words.startswith("because") else words) in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "kinds", "words"),
+    [
+        (train, ["sums"], [FaultKind.SUM_FOR_MEAN], "all gradients of the first step are 2 times those on one rank."),
+        (train, ["divides twice"], [FaultKind.SCALED], "all gradients of the first step are 0.5 times those on one rank."),
+        (train, ["never averages"], [FaultKind.NOT_AVERAGED], f"all {APART}, and their mean is"),
+        (train, ["forgets a layer"], [FaultKind.NOT_AVERAGED], "gradients of 2.weight and 2.bias of the first step differ from"),
+        (train, ["drops samples"], [FaultKind.OTHER_SAMPLES], "2 of 24 samples of the first step never came."),
+        (
+            train, ["repeats samples"], [FaultKind.OTHER_SAMPLES],
+            "11 of 24 samples of the first step never came, and 11 came again.",
+        ),
+        (
+            train, ["unequal"], [FaultKind.UNEQUAL_PARTS],
+            "equal on all ranks, but not those on one rank; the ranks had 6 and 18 samples.",
+        ),
+        (train, ["dropout"], [FaultKind.OTHER_GRADIENTS], "all gradients of the first step"),
+        (
+            train, ["repeats one"], [FaultKind.REPEATED_SAMPLES, FaultKind.OTHER_GRADIENTS],
+            "Perhaps: On 2 ranks, 2 samples of the first step came again.",
+        ),
+        (learn, ["two models", "sums the last"], [FaultKind.SUM_FOR_MEAN], "gradients of optimizer 2's first step are 2 times"),
+        (learn, ["lazy", "sums"], [FaultKind.SUM_FOR_MEAN], "all gradients of the first step are 2 times"),
+        (learn, ["sequences", "sums"], [FaultKind.SUM_FOR_MEAN], "all gradients of the first step are 2 times"),
+        (learn, ["many samples", "sums"], [FaultKind.SUM_FOR_MEAN], "all gradients of the first step are 2 times"),
+        (
+            learn, ["many samples", "weights a rank"], [FaultKind.OTHER_GRADIENTS],
+            "are equal on all ranks, but not those on one rank.",
+        ),
+        (learn, ["odd", "never averages"], [FaultKind.NOT_AVERAGED], f"{APART}, and their mean is that on one rank."),
+        (learn, ["two models", "reduces a copy"], [FaultKind.NOT_AVERAGED], f"all {APART}."),
+        (learn, ["two models", "lacks a gradient"], [FaultKind.NOT_AVERAGED], "gradients of bias of the first step differ from"),
+        (learn, ["two models", "nan"], [FaultKind.LOSS], "all gradients of the first step are not finite."),
+        (
+            learn, ["one number", ""], [FaultKind.UNEQUAL_PARTS],
+            "all gradients of the first step are equal on all ranks, but not those on",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake(function: Callable[..., None], arguments: list[str], kinds: list[FaultKind], words: str) -> None:
+    found = lab.same_as_serial(function, *arguments, ranks=(1, 2))
+    assert [fault.kind for fault in found.faults] == kinds
+    assert words in repr(found)
+    assert "2 ranks: not the same as one rank." in repr(found)
+
+
+def test_all_samples_on_each_rank() -> None:
+    found = lab.same_as_serial(train, "all data", ranks=(1, 2))
+    assert [fault.kind for fault in found.faults] == [FaultKind.NOT_DIVIDED]
+    assert "Perhaps: Each of 2 ranks had all 24 samples of the first step." in repr(found)
+    assert "2 ranks: the same as one rank: the gradients of the first step." in repr(found)
+
+
+def test_another_mistake_on_more_ranks() -> None:
+    found = lab.same_as_serial(train, "sums, and drops some", ranks=(1, 2, 4))
+    assert [fault.kind for fault in found.faults] == [FaultKind.SUM_FOR_MEAN, FaultKind.OTHER_SAMPLES]
+    assert "On 4 ranks, 4 of 24 samples of the first step never came." in repr(found)
+
+
+def test_later_steps_that_differ() -> None:
+    found = lab.same_as_serial(train_from_step_2_alone, ranks=(1, 2))
+    assert "the gradients of the first step are the same as on one rank. After 5 steps, parameters differ by " in repr(found)
 
 
 def test_wrong_numbers_of_ranks() -> None:

@@ -1,12 +1,23 @@
-"""The lines of a report that say what ranks were doing, as `deadlock_words.doing` words them."""
+"""Failed runs, and the lines of a report that say what ranks were doing, as `deadlock_words.doing` words them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
+
+import labkit as lab
 from labkit.group.deadlock_words import doing
 from labkit.recording.schema import Pending
+
+
+def failure(group: Any, function: Callable[..., Any], *args: Any) -> lab.RankError:
+    """The error of a run that fails."""
+    with pytest.raises(lab.RankError) as caught:
+        group.run(function, *args)
+    return caught.value
 
 
 def computing(name: str) -> str:

@@ -28,7 +28,6 @@ import labkit as lab
 from labkit.errors.exit_reasons import Cause
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.channel import Channel
-from labkit.ipc.pickling_errors import Call
 from labkit.ipc.protocol import CallFunction, Installed
 
 
@@ -412,6 +411,7 @@ def views(x: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [12, LARGE // 12 * 12])  # inside the message, and out of band
 @pytest.mark.parametrize("name", views(np.arange(12.0)))
 def test_arrays_keep_sharing_memory(name: str, size: int) -> None:
+    """When a vector and its views were sent as separate copies, a step of a by-hand model silently had no effect."""
     given = views(np.arange(float(size)))[name]
     back = travel(given)
     for there, here in zip(back, given, strict=True):
@@ -447,21 +447,6 @@ def test_object_arrays_and_empty_arrays_beside_their_views() -> None:
     back = travel((things, things[:1], empty, empty[:, :1]))
     assert back[0].tolist() == [{}, "a"]
     assert back[3].shape == (0, 1)
-
-
-@pytest.mark.processes
-def test_a_by_hand_model_of_views_is_trained_in_a_rank(ranks: lab.Group, cells: in_cells.Cells) -> None:
-    """When a flat vector and its views were sent as separate copies, the step silently had no effect."""
-    cells("""
-        import numpy as np
-        flat = np.ones(6)
-        weights, bias = flat[:4].reshape(2, 2), flat[4:]
-        def step():
-            flat[:] -= 0.5
-            return weights.sum(), bias.sum(), np.shares_memory(flat, bias)
-    """)
-    assert ranks.run(cells.step).results == [(2.0, 1.0, True)] * 2
-    assert cells.flat.tolist() == [1.0] * 6
 
 
 @pytest.mark.processes
@@ -511,39 +496,31 @@ def test_a_result_larger_than_any_buffer(ranks: lab.Group, cells: in_cells.Cells
         assert (len(numbers), numbers[-1], len(text)) == (2_000_000, 1_999_999, 2_000_000)
 
 
-def tensors() -> dict[str, Any]:
-    import torch
-
-    made = {
-        "0-d": lambda: torch.tensor(3.0),
-        "empty": lambda: torch.empty(0, 5),
-        "transposed": lambda: torch.arange(LARGE).view(100, 1000).t(),
-        "slice": lambda: torch.arange(LARGE)[5:10],
-        "expanded": lambda: torch.ones(1).expand(LARGE),
-        "bool": lambda: torch.ones(LARGE, dtype=torch.bool),
-        "bfloat16": lambda: torch.ones(LARGE, dtype=torch.bfloat16),
-        "complex": lambda: torch.full((LARGE,), 1 + 2j),
-        "conjugate": lambda: torch.full((LARGE,), 1 + 2j).conj(),
-        "parameter": lambda: torch.nn.Parameter(torch.ones(LARGE)),
-        "requires grad": lambda: torch.ones(LARGE, requires_grad=True),
-        "sparse": lambda: torch.eye(500).to_sparse(),
-        "meta": lambda: torch.empty(3, 3, device="meta"),
-        "channels last": lambda: torch.ones(2, 3, 100, 100).to(memory_format=torch.channels_last),
-    }
-    newer = [name for name in ("float8_e4m3fn", "uint16") if hasattr(torch, name)]
-    return made | {name: lambda name=name: torch.ones(LARGE).to(getattr(torch, name)) for name in newer}
+TENSORS: dict[str, Callable[[Any], Any]] = {
+    "0-d": lambda torch: torch.tensor(3.0),
+    "empty": lambda torch: torch.empty(0, 5),
+    "transposed": lambda torch: torch.arange(LARGE).view(100, 1000).t(),
+    "slice": lambda torch: torch.arange(LARGE)[5:10],
+    "expanded": lambda torch: torch.ones(1).expand(LARGE),
+    "bool": lambda torch: torch.ones(LARGE, dtype=torch.bool),
+    "bfloat16": lambda torch: torch.ones(LARGE, dtype=torch.bfloat16),
+    "float8": lambda torch: torch.ones(LARGE).to(torch.float8_e4m3fn),
+    "uint16": lambda torch: torch.ones(LARGE).to(torch.uint16),
+    "complex": lambda torch: torch.full((LARGE,), 1 + 2j),
+    "conjugate": lambda torch: torch.full((LARGE,), 1 + 2j).conj(),
+    "parameter": lambda torch: torch.nn.Parameter(torch.ones(LARGE)),
+    "requires grad": lambda torch: torch.ones(LARGE, requires_grad=True),
+    "sparse": lambda torch: torch.eye(500).to_sparse(),
+    "meta": lambda torch: torch.empty(3, 3, device="meta"),
+    "channels last": lambda torch: torch.ones(2, 3, 100, 100).to(memory_format=torch.channels_last),
+}
 
 
 @pytest.mark.parametrize("way", [travel, through_a_socket])
-@pytest.mark.parametrize("name", [
-    "0-d", "empty", "transposed", "slice", "expanded", "bool", "bfloat16", "complex", "conjugate", "parameter", "requires grad",
-    "sparse", "meta", "channels last", "float8_e4m3fn", "uint16",
-])  # fmt: skip
+@pytest.mark.parametrize("name", TENSORS)
 def test_tensors(name: str, way: Callable[[Any], Any]) -> None:
     torch = pytest.importorskip("torch")
-    if name not in tensors():
-        pytest.skip(f"this torch has no {name}")
-    sent = tensors()[name]()
+    sent = TENSORS[name](torch)
     got = way(sent)
     assert type(got) is type(sent)
     for what in ("dtype", "shape", "layout", "device", "requires_grad"):
@@ -622,62 +599,99 @@ def test_tensors_of_a_gpu_become_cpu_tensors() -> None:
 # What cannot be sent
 
 
-LOCKED = "cannot be sent: this lock is locked at this moment."
+VALUES = """
+    import concurrent.futures, dataclasses, functools, multiprocessing, os, queue, socket, threading
+    def locked(make=threading.Lock):
+        lock = make()
+        thread = threading.Thread(target=lock.acquire)
+        thread.start()
+        thread.join()
+        return lock
+    lock = locked()
+"""
+
+
+def refused(cells: in_cells.Cells, definitions: str, call: str) -> list[str]:
+    """The lines of the error of a run whose function or arguments cannot be sent."""
+    cells(VALUES)(definitions)
+    with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError) as caught:
+        eval(call, vars(sys.modules["__main__"]) | {"run": group.run})
+    assert group._pool is None, "nothing was started for it"
+    return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize(
-    ("call", "named"),
+    ("definitions", "call", "named"),
     [
-        ("run(f)", "the variable 'lock' used by f()"),
-        ("run(outer())", "the variable 'inside' used by inner()"),
-        ("run(print, 1, lock)", "argument 2 of print()"),
-        ("run(print, end=lock)", "argument 'end' of print()"),
-        ("run(print, {'a': [1, (2, lock)]})", "argument 1 of print()['a'][1][1]"),
-        ("run(print, thing)", "argument 1 of print().part"),
-        ("run(thing.method)", "the object of method().part"),
-        ("run(functools.partial(print, 1, [lock]))", "argument 2 of print()[0]"),
-        ("run(print, point)", "argument 1 of print().y"),
-        ("run(default)", "the default value 1 of default()"),
-        ("run(even)", "the variable 'lock' used by odd()"),
+        ("attribute = lock\ndef f(): return f.attribute, lock", "run(f)", "the variable 'lock' used by f()"),
+        (
+            "def outer():\n    inside = locked()\n    def inner(): return inside\n    return inner",
+            "run(outer())",
+            "the variable 'inside' used by inner()",
+        ),
+        ("", "run(print, 1, lock)", "argument 2 of print()"),
+        ("", "run(print, end=lock)", "argument 'end' of print()"),
+        ("", "run(print, {'a': [1, (2, lock)]})", "argument 1 of print()['a'][1][1]"),
+        ("class Thing: ...\nthing = Thing()\nthing.part = lock", "run(print, thing)", "argument 1 of print().part"),
+        (
+            "class Thing:\n    def method(self): ...\nthing = Thing()\nthing.part = lock",
+            "run(thing.method)",
+            "the object of method().part",
+        ),
+        ("", "run(functools.partial(print, 1, [lock]))", "argument 2 of print()[0]"),
+        (
+            "@dataclasses.dataclass(slots=True)\nclass Point:\n    x: int\n    y: object",
+            "run(print, Point(1, lock))",
+            "argument 1 of print().y",
+        ),
+        ("def default(a=lock): ...", "run(default)", "the default value 1 of default()"),
+        ("def f(*, a=lock): ...", "run(f)", "the default value of 'a' of f()"),
+        ("def even(): odd()\ndef odd(): even(), lock", "run(even)", "the variable 'lock' used by odd()"),
+        ("class A:\n    own = lock\ndef f(): A", "run(f)", "the class attribute A.own"),
+        ("class A:\n    own = lock\na = A()\ndef f(): a", "run(f)", "the class attribute A.own"),
+        ("class B:\n    own = lock\nclass A(B): ...\ndef f(): A", "run(f)", "the class attribute B.own"),
+        ("class A:\n    @property\n    def p(self): lock\ndef f(): A", "run(f)", "the variable 'lock' used by A.p()"),
+        ("class A:\n    @staticmethod\n    def s(x=lock): ...\ndef f(): A", "run(f)", "the default value 1 of A.s()"),
+        ("@functools.cache\ndef c(): return lock\ndef f(): c", "run(f)", "the variable 'lock' used by c()"),
+        ("def g(): ...\ng.own = lock\ndef f(): g", "run(f)", "g.own"),
     ],
 )
 @pytest.mark.processes
-def test_what_cannot_be_sent_is_named(cells: in_cells.Cells, call: str, named: str) -> None:
-    cells("""
-        import dataclasses, functools, threading
-        def locked():
-            lock = threading.Lock()
-            lock.acquire()
-            return lock
-        lock, attribute = locked(), locked()
-        def f(): return f.attribute, lock
-        def outer():
-            inside = locked()
-            def inner(): return inside
-            return inner
-        class Thing:
-            def method(self): ...
-        thing = Thing()
-        thing.part = locked()
-        @dataclasses.dataclass(slots=True)
-        class Point:
-            x: int
-            y: object
-        point = Point(1, lock)
-        def default(a=locked()): ...
-        def even(): odd()
-        def odd(): even(), lock
-    """)
-    with lab.Group(1, runtime="bare") as group, pytest.raises(lab.LabError) as caught:
-        eval(f"group.{call}", {"group": group} | vars(sys.modules["__main__"]))
-    assert str(caught.value).startswith(f"{named} {LOCKED}")
-    assert str(caught.value).splitlines()[1].startswith("Release it before the run")
-    assert group._pool is None, "nothing was started for it"
+def test_the_innermost_part_that_cannot_be_sent_is_named(definitions: str, call: str, named: str, cells: in_cells.Cells) -> None:
+    what, remedy = refused(cells, definitions, call)
+    assert what == f"{named} cannot be sent: this lock is locked at this moment."
+    assert remedy.startswith("Release it before the run")
 
 
-def test_the_advice_fits_the_object(cells: in_cells.Cells, tmp_path: Any) -> None:
-    with open(tmp_path / "file", "wb") as file, pytest.raises(lab.LabError, match="Open the file inside the function"):
-        pickling.pack(Call(print, (file,), {}), label="print()")
+OF_ONE_PROCESS = "belongs to the process that made it"
+
+
+@pytest.mark.parametrize(
+    ("thing", "says", "remedy"),
+    [
+        ("thing = lock", "this lock is locked at this moment", "Release it before the run"),
+        ("thing = locked(threading.RLock)", "this RLock is locked at this moment", "Release it before the run"),
+        ("thing = queue.SimpleQueue()\nthing.put(1)", "this SimpleQueue holds items", "Send a list of the items"),
+        ("thing = concurrent.futures.ThreadPoolExecutor(1)", f"this ThreadPoolExecutor {OF_ONE_PROCESS}", "Make it inside"),
+        ("thing = concurrent.futures.Future()", f"this Future {OF_ONE_PROCESS}", "Make it inside the function"),
+        ("thing = threading.Barrier(2)", f"this Barrier {OF_ONE_PROCESS}", "Make it inside the function"),
+        ("thing = threading.Thread()", f"this Thread {OF_ONE_PROCESS}", "Make it inside the function"),
+        ("thing = multiprocessing.Lock()", "Lock objects cannot", "Only processes that multiprocessing starts can share it"),
+        ("thing = socket.socket()\nthing.close()", "socket objects cannot", "Connect inside the function"),
+        (
+            "thing = (i for i in range(3))",
+            "generator objects cannot",
+            "A generator runs only in the process that made it: send li",
+        ),
+        ("thing = open(os.devnull, 'wb')\nthing.close()", "BufferedWriter objects cannot", "Open the file inside the function"),
+    ],
+)
+@pytest.mark.processes
+def test_the_reason_and_the_remedy_fit_the_object(thing: str, says: str, remedy: str, cells: in_cells.Cells) -> None:
+    users = "class Service:\n    def work(self): return thing\ndef f(): return Service().work()"
+    first, second = refused(cells, f"{thing}\n{users}", "run(f)")
+    assert first.startswith(f"the variable 'thing' used by Service.work() cannot be sent: {says}")
+    assert second.startswith(remedy)
 
 
 @pytest.mark.processes

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import cells as in_cells
@@ -79,96 +78,6 @@ def test_state_is_sent_and_a_lock_that_two_objects_share_stays_one_lock() -> Non
     assert second == [first]
     with condition:
         assert first.locked()
-
-
-def locked() -> Any:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-def locked_by_a_thread() -> Any:
-    lock = threading.RLock()
-    thread = threading.Thread(target=lock.acquire)
-    thread.start()
-    thread.join()
-    return lock
-
-
-def with_an_item() -> Any:
-    items: queue.SimpleQueue[int] = queue.SimpleQueue()
-    items.put(1)
-    return items
-
-
-OF_ONE_PROCESS = "belongs to the process that made it"
-
-
-@pytest.mark.parametrize(
-    ("make", "says", "remedy"),
-    [
-        (locked, "this lock is locked at this moment", "Release it before the run"),
-        (locked_by_a_thread, "this RLock is locked at this moment", "Release it before the run"),
-        (with_an_item, "this SimpleQueue holds items", "Send a list of the items"),
-        (lambda: ThreadPoolExecutor(1), f"this ThreadPoolExecutor {OF_ONE_PROCESS}", "Make it inside the function"),
-        (Future, f"this Future {OF_ONE_PROCESS}", "Make it inside the function"),
-        (lambda: threading.Barrier(2), f"this Barrier {OF_ONE_PROCESS}", "Make it inside the function"),
-        (threading.Thread, f"this Thread {OF_ONE_PROCESS}", "Make it inside the function"),
-    ],
-)
-def test_an_object_that_cannot_be_sent_is_named_by_its_variable(
-    make: Callable[[], Any], says: str, remedy: str, bare: lab.Group, cells: in_cells.Cells
-) -> None:
-    cells._main.thing = make()
-    cells("""
-        class Service:
-            def work(self): return thing
-        def f(): return Service().work()
-    """)
-    with pytest.raises(lab.LabError) as caught:
-        bare.run(cells.f)
-    first, second = str(caught.value).splitlines()
-    assert first.startswith(f"the variable 'thing' used by Service.work() cannot be sent: {says}")
-    assert second.startswith(remedy)
-
-
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ("class A:\n    lock = locked\ndef f(): A", "the class attribute A.lock"),
-        ("class A:\n    @property\n    def p(self): return locked\ndef f(): A", "the variable 'locked' used by A.p()"),
-        ("class A:\n    @staticmethod\n    def s(x=locked): ...\ndef f(): A", "the default value 1 of A.s()"),
-        ("class B:\n    lock = locked\nclass A(B): ...\ndef f(): A", "the class attribute B.lock"),
-        ("class A:\n    lock = locked\na = A()\ndef f(): a", "the class attribute A.lock"),
-        ("import functools\n@functools.cache\ndef c(): return locked\ndef f(): c", "the variable 'locked' used by c()"),
-        ("def f(*, lock=locked): ...", "the default value of 'lock' of f()"),
-        ("def g(): ...\ng.lock = locked\ndef f(): g", "g.lock"),
-    ],
-)
-def test_the_innermost_name_is_reported(source: str, named: str, bare: lab.Group, cells: in_cells.Cells) -> None:
-    cells._main.locked = locked()
-    cells(source)
-    with pytest.raises(lab.LabError) as caught:
-        bare.run(cells.f)
-    assert str(caught.value).startswith(f"{named} cannot be sent: this lock is locked at this moment.")
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("import multiprocessing\nthing = multiprocessing.Lock()", "Only processes that multiprocessing starts can share it"),
-        ("import socket\nthing = socket.socket()\nthing.close()", "Connect inside the function"),
-        ("thing = (i for i in range(3))", r"A generator runs only in the process that made it: send list\(...\) of it"),
-        ("thing = open(__import__('os').devnull, 'wb')\nthing.close()", "Open the file inside the function"),
-    ],
-)
-def test_objects_that_cannot_be_sent_are_named_by_their_variable(
-    source: str, says: str, bare: lab.Group, cells: in_cells.Cells
-) -> None:
-    cells(source)("def f(): return thing")
-    with pytest.raises(lab.LabError, match=says) as caught:
-        bare.run(cells.f)
-    assert str(caught.value).startswith("the variable 'thing' used by f() cannot be sent")
 
 
 # Decorated functions

@@ -52,29 +52,21 @@ def ranks(start: str) -> Iterator[lab.Group]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a Python program that communicates by lines; it ends with the test."""
-    programs: list[subprocess.Popen[str]] = []
+def script(tmp_path: Path) -> Iterator[Callable[[str, str], Any]]:
+    """Starts a Python program whose ranks start in this way; it ends with the test."""
+    with contextlib.ExitStack() as ends:
 
-    def run(source: str, **environment: str) -> subprocess.Popen[str]:
-        path = tmp_path / f"program{len(programs)}.py"
-        path.write_text(textwrap.dedent(source))
-        programs.append(
-            subprocess.Popen(
-                [sys.executable, str(path)],
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-        return programs[-1]
+        def run(source: str, start: str) -> subprocess.Popen[str]:
+            path = tmp_path / "program.py"
+            path.write_text(textwrap.dedent(source))
+            environment = os.environ | {"PYTHONPATH": str(ROOT), "LABKIT_START": start}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            program: subprocess.Popen[str] = subprocess.Popen([sys.executable, str(path)], env=environment, text=True, **pipes)
+            ends.callback(program.communicate)
+            ends.callback(program.kill)
+            return program
 
-    yield run
-    for program in programs:
-        program.kill()
-        program.communicate()
+        yield run
 
 
 def reported(program: subprocess.Popen[str]) -> Any:
@@ -86,12 +78,6 @@ def reported(program: subprocess.Popen[str]) -> Any:
             return json.loads(line)
         before.append(line)
     raise AssertionError("the program ended: " + "".join(before))
-
-
-def the_rest(program: subprocess.Popen[str]) -> str:
-    """The output of a program until it ends."""
-    assert program.stdout is not None
-    return program.stdout.read()
 
 
 # How ranks start
@@ -182,12 +168,9 @@ def test_variables_that_the_notebook_sets_or_removes_later_reach_new_ranks(start
     own.starter("bare", start)
     monkeypatch.setenv("LABKIT_TEST_NEW", "set after the server started")
     monkeypatch.delenv("LABKIT_TEST_REMOVED")
-    try:
-        with lab.Group(1, runtime="bare", start=start) as group:
-            names = ("LABKIT_TEST_NEW", "LABKIT_TEST_REMOVED")
-            assert group.run(lambda: [os.environ.get(n) for n in names]).results == [["set after the server started", None]]
-    finally:
-        own.close()
+    names = ("LABKIT_TEST_NEW", "LABKIT_TEST_REMOVED")
+    with contextlib.closing(own), lab.Group(1, runtime="bare", start=start) as group:
+        assert group.run(lambda: [os.environ.get(n) for n in names]).results == [["set after the server started", None]]
 
 
 def test_ranks_have_the_notebooks_folder_and_path(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +239,6 @@ def test_descriptors_and_threads_stay_the_same_over_many_groups(start: str) -> N
     assert now[1] <= threads
 
 
-def test_an_unreferenced_group_ends(start: str) -> None:
-    group: lab.Group | None = lab.Group(2, runtime="bare", start=start)
-    assert group is not None
-    pids = group.run(os.getpid).results
-    group = None
-    gc.collect()
-    assert not left_after(GONE_LIMIT_S, pids)
-
-
 def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run on this very thread while the starter is in use; ending the group at once would deadlock."""
     old: list[lab.Group] = [lab.Group(1, runtime="bare", start="fork")]
@@ -285,17 +259,6 @@ def test_the_garbage_collector_may_end_a_group_while_another_starts(monkeypatch:
     new.close()
 
 
-def test_processes_started_by_a_rank_end_with_it(start: str) -> None:
-    def f() -> int:
-        return subprocess.Popen(["sleep", "600"]).pid
-
-    with lab.Group(2, runtime="bare", start=start) as group:
-        pids = group.run(f).results
-        assert len(pids) == len({*pids}) == 2
-        assert all(psutil.pid_exists(pid) for pid in pids)
-    assert not left_after(GONE_LIMIT_S, pids)
-
-
 DAEMON = """
 import os, time
 if os.fork(): os._exit(0)
@@ -307,37 +270,29 @@ time.sleep(600)
 """
 
 
-def start_daemons() -> list[int]:
-    """One that has forked twice, one in a session of its own, and one child of that."""
+def start_processes() -> list[int]:
+    """A child, a daemon that has forked twice, a process in a session of its own, and a child of that."""
+    child = subprocess.Popen(["sleep", "600"])
     forked = subprocess.run([sys.executable, "-c", DAEMON], stdout=subprocess.PIPE, text=True, check=True).stdout
     below = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert below.stdout is not None
-    return [int(forked), below.pid, int(below.stdout.readline())]
+    return [child.pid, int(forked), below.pid, int(below.stdout.readline())]
 
 
-def test_daemons_of_a_rank_end_with_the_group(start: str) -> None:
+def test_processes_that_ranks_started_end_with_the_group(start: str) -> None:
     with lab.Group(2, runtime="bare", start=start) as group:
-        pids = [
-            pid
-            for found in group.run(
-                start_daemons,
-            ).results
-            for pid in found
-        ]
-        assert len(set(pids)) == 6
+        pids = [pid for started in group.run(start_processes).results for pid in started]
+        assert len(set(pids)) == 8
         assert all(psutil.pid_exists(pid) for pid in pids)
     assert not left_after(GONE_LIMIT_S, pids)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_CHILD_SUBREAPER")
 def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
-    def f() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     with lab.Group(2, runtime="bare", start="fork") as group:
-        pids = group[0].run(start_daemons).results[0]
+        pids = group[0].run(start_processes).results[0]
         with pytest.raises(lab.RankError):
-            group[0].run(f)
+            group[0].run(lambda: os.kill(os.getpid(), signal.SIGKILL))
         assert not left_after(GONE_LIMIT_S, pids)
 
 
@@ -454,8 +409,7 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
     # An exception is reported by the module's first use; this ends the process that imports.
     (tmp_path / "broken_module.py").write_text("class End(BaseException): pass\nraise End('broken at import')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    starter = make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)
-    try:
+    with contextlib.closing(make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)) as starter:
         if make is ForkStarter:
             with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*End: broken at"):
                 starter.start(1)
@@ -465,8 +419,6 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
             assert starter.end([process]) == [End(1)]
             assert starter.end([process]) == [End(1)], "asked again"
             process.close()
-    finally:
-        starter.close()
 
 
 def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,8 +446,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_killed_spare_rank_is_not_used() -> None:
-    starter = SpawnStarter([], {}, RING_BYTES, shared_memory)
-    try:
+    with contextlib.closing(SpawnStarter([], {}, RING_BYTES, shared_memory)) as starter:
         starter.warm(2)
         first, second = starter._spares
         os.kill(first.pid, signal.SIGKILL)
@@ -506,8 +457,6 @@ def test_a_killed_spare_rank_is_not_used() -> None:
         starter.end(processes)
         for process in processes:
             process.close()
-    finally:
-        starter.close()
 
 
 BUSY = """
@@ -535,10 +484,12 @@ BUSY = """
 
 
 @pytest.mark.parametrize(("start", "server_first"), [("fork", False), ("spawn", False), ("fork", True)])
-def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server_first: bool, script: Callable[..., Any]) -> None:
+def test_nothing_is_left_when_the_notebooks_process_is_killed(
+    start: str, server_first: bool, script: Callable[[str, str], Any]
+) -> None:
     """Its ranks are blocked in C++ and in a computation that holds the GIL; each has started a process."""
     pytest.importorskip("torch")
-    program = script(BUSY, LABKIT_START=start)
+    program = script(BUSY, start)
     pids = reported(program)
     assert len(pids) >= 7
     lines = [program.stdout.readline() for _ in range(3)]
@@ -554,7 +505,7 @@ def test_nothing_is_left_when_the_notebooks_process_is_killed(start: str, server
     assert not left_after(GONE_LIMIT_S, pids)
 
 
-def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, script: Callable[..., Any]) -> None:
+def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, script: Callable[[str, str], Any]) -> None:
     """Without `if __name__ == "__main__"` and without `close`."""
     program = script(
         """
@@ -565,10 +516,10 @@ def test_nothing_is_left_when_the_notebooks_process_ends_by_itself(start: str, s
         print(json.dumps(group.run(os.getpid).results + [s._process.pid for s in notebook.starters.values()]))
         raise SystemExit("the end")
         """,
-        LABKIT_START=start,
+        start,
     )
     pids = reported(program)
-    assert the_rest(program) == "the end\n"
+    assert program.stdout.read() == "the end\n"
     assert not left_after(GONE_LIMIT_S, pids)
 
 
@@ -589,7 +540,7 @@ def test_ranks_start_and_end_where_no_thread_can_be_started(start: str) -> None:
     assert not left_after(GONE_LIMIT_S, pids)
 
 
-def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, script: Callable[..., Any]) -> None:
+def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, script: Callable[[str, str], Any]) -> None:
     program = script(
         """
         import json, os
@@ -601,36 +552,26 @@ def test_a_fork_of_the_notebooks_process_does_not_use_its_groups(start: str, scr
             try:
                 group.run(int)
             except lab.LabError as error:
-                print(json.dumps(str(error)), flush=True)
-            group.close()
+                print(error, flush=True)
             with lab.Group(1, runtime="bare") as own:
-                print(json.dumps(own.run(int).results), flush=True)
+                print(own.run(int).results, flush=True)
             raise SystemExit
         os.waitpid(child, 0)
-        print(json.dumps(group.run(os.getpid).results == pids), flush=True)
+        print(group.run(os.getpid).results == pids)
         """,
-        LABKIT_START=start,
+        start,
     )
-    assert reported(program) == "this process is a fork of the one that made the group; make a new group here"
-    assert reported(program) == [0]
-    assert reported(program) is True
-    assert the_rest(program) == ""
+    refused = "this process is a fork of the one that made the group; make a new group here"
+    assert program.stdout.read().splitlines() == [refused, "[0]", "True"]
 
 
 def test_a_fork_of_a_rank_does_not_answer_for_it(ranks: lab.Group) -> None:
     """A student's `os.fork()` whose child does not exit: it must not continue as the rank."""
-
-    def f() -> int:
-        return os.fork()
-
-    def g() -> str:
-        return "the rank"
-
-    run = ranks.run(f)
-    assert all(pid > 0 for pid in run.results)
-    assert not left_after(GONE_LIMIT_S, run.results)
+    children = ranks.run(lambda: os.fork()).results
+    assert all(pid > 0 for pid in children)
+    assert not left_after(GONE_LIMIT_S, children)
     assert ranks.run(int).output == ""
-    assert ranks.run(g).results == ["the rank"] * 2
+    assert ranks.run(lambda: "the rank").results == ["the rank"] * 2
 
 
 # Stop
@@ -716,23 +657,6 @@ def test_repeated_stop_while_ranks_end(start: str, monkeypatch: pytest.MonkeyPat
         assert len(stops) >= 2
         monkeypatch.undo()
         assert not left_after(GONE_LIMIT_S, pids)
-        assert group.run(int).results == [0, 0]
-
-
-def test_stop_while_the_ranks_set_up(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from labkit.group.processes import RankPool
-
-    with lab.Group(2, runtime="bare", start=start) as group:
-        answers = RankPool._answers
-
-        def stopped(pool: RankPool, expected: str) -> Any:
-            signal.raise_signal(signal.SIGINT)
-            return answers(pool, expected)
-
-        monkeypatch.setattr(RankPool, "_answers", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            group.run(int)
-        monkeypatch.undo()
         assert group.run(int).results == [0, 0]
 
 

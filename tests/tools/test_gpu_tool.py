@@ -49,11 +49,12 @@ def said(**changes: Any) -> str:
         ('{"version": "3.12.3", "gpus": [], "missing": []}', "not installed"),
         ('{"version": "3.12.3", "gpus": [], "missing": [], "error": "OSError: libcudart.so.13"}', "does not load .*libcudart"),
         ("Segmentation fault", "does not load"),
+        ("", "^/nowhere/python3: there is no such program$"),
     ],
 )  # fmt: skip
 @pytest.mark.processes
 def test_why_a_python_cannot_run_on_a_gpu(tmp_path: Path, answer: str, words: str) -> None:
-    machine, reasons = gpu_machine.find(answering(tmp_path, answer))
+    machine, reasons = gpu_machine.find(answering(tmp_path, answer) if answer else "/nowhere/python3")
     assert machine is None
     assert any(re.search(words, reason) for reason in reasons), reasons
 
@@ -66,12 +67,6 @@ def test_a_python_that_can_run_on_a_gpu(tmp_path: Path) -> None:
     assert machine.gpus == [["NVIDIA X", 1 << 30, "9.0"]]
     assert machine.lacks("tests") == []
     assert machine.lacks("lessons") == ["nbclient", "scikit-learn"]
-
-
-def test_a_missing_program() -> None:
-    machine, reasons = gpu_machine.find("/nowhere/python3")
-    assert machine is None
-    assert reasons[0] == "/nowhere/python3: there is no such program"
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU, where `make gpu` runs")

@@ -51,7 +51,7 @@ def notebooks_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
+def cells(notebooks_settings: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))
     cells("""
         import logging, os, sys, warnings
@@ -72,7 +72,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
 # logging
 
 
-def test_the_root_loggers_level_and_format_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_the_root_loggers_level_and_format_apply(cells: in_cells.Cells) -> None:
     assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
     logging.basicConfig(level=logging.INFO, format="%(levelname)s:%(name)s:%(message)s")
     assert cells.group[0].run(cells.log).output.splitlines() == [
@@ -92,7 +92,7 @@ def test_the_root_loggers_level_and_format_apply(notebooks_settings: None, cells
 
 @pytest.mark.parametrize(("level", "there"), [(logging.INFO, logging.NOTSET), (logging.ERROR, logging.ERROR)])
 def test_the_level_that_tensorflow_sets_itself_in_a_notebook_does_not_apply(
-    notebooks_settings: None, cells: in_cells.Cells, level: int, there: int
+    cells: in_cells.Cells, level: int, there: int
 ) -> None:
     """Importing TensorFlow in a notebook made each rank of later runs print its lines of level INFO."""
     logger = logging.getLogger("tensorflow")
@@ -105,7 +105,7 @@ def test_the_level_that_tensorflow_sets_itself_in_a_notebook_does_not_apply(
 
 
 def test_a_named_logger_prints_in_the_root_loggers_format_with_a_notice(
-    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
+    cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = logging.getLogger("train")
     train.addHandler(logging.StreamHandler())
@@ -118,7 +118,7 @@ def test_a_named_logger_prints_in_the_root_loggers_format_with_a_notice(
 
 
 def test_a_handler_that_writes_elsewhere_is_replaced_with_a_notice(
-    notebooks_settings: None, cells: in_cells.Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cells: in_cells.Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.basicConfig(filename=tmp_path / "train.log", level=logging.WARNING, format="%(message)s.")
     for _ in range(2):
@@ -134,18 +134,14 @@ def test_a_handler_that_writes_elsewhere_is_replaced_with_a_notice(
     assert len(cells.group[0].run(cells.log).output.splitlines()) == 3, "one line each, where another handler prints"
 
 
-def test_formats_that_cannot_be_sent_are_dropped_with_a_notice(
-    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_formats_that_cannot_be_sent_are_dropped_with_a_notice(cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]) -> None:
     logging.basicConfig(format="%(message)s!")
     logging.getLogger().handlers[0].formatter.stream = sys.__stdout__  # type: ignore[union-attr]
     assert cells.group[0].run(lambda: logging.getLogger().error("x")).output == "[rank 0] x"
     assert "labkit: ranks log without the notebook's formats" in capsys.readouterr().out
 
 
-def test_unchanged_settings_are_not_sent(
-    notebooks_settings: None, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_settings_are_not_sent(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     cells.group.run(int)
     asked: list[type[Message]] = []
     tell = RankPool.tell
@@ -170,7 +166,7 @@ def test_unchanged_settings_are_not_sent(
         asked.clear()
 
 
-def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(cells: in_cells.Cells) -> None:
     cells("""
         def not_here(): raise RuntimeError("only in the notebook")
         class Format(logging.Formatter):
@@ -189,7 +185,7 @@ def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(notebooks_se
 # Warnings
 
 
-def test_the_notebooks_filters_apply(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_the_notebooks_filters_apply(cells: in_cells.Cells) -> None:
     assert "old" in cells.group.run(cells.warn).output
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="care")
@@ -203,15 +199,13 @@ def test_the_notebooks_filters_apply(notebooks_settings: None, cells: in_cells.C
         cells.group.run(cells.g)
 
 
-def test_captured_warnings_are_logged(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_captured_warnings_are_logged(cells: in_cells.Cells) -> None:
     logging.captureWarnings(True)
     logging.basicConfig(format="%(name)s")
     assert cells.group[0].run(cells.warn).output == "[rank 0] py.warnings"
 
 
-def test_a_warning_of_all_ranks_is_shown_once(
-    notebooks_settings: None, cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_of_all_ranks_is_shown_once(cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]) -> None:
     cells("""
         def f():
             print("said")
@@ -232,7 +226,7 @@ def test_a_warning_of_all_ranks_is_shown_once(
     assert err.splitlines() == said
 
 
-def test_many_warnings_are_bounded_and_custom_showwarning_works(notebooks_settings: None, cells: in_cells.Cells) -> None:
+def test_many_warnings_are_bounded_and_custom_showwarning_works(cells: in_cells.Cells) -> None:
     cells(f"""
         def f():
             with warnings.catch_warnings(record=True) as seen:

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -34,22 +35,19 @@ def test_background_imports_are_not_growth(spares: None, nothing_imports: None) 
     assert too_much(watch_growth(lambda: None, 20, warm=2), MANY) == []
 
 
-def test_a_leaked_descriptor_is_detected(nothing_imports: None) -> None:
+@pytest.mark.parametrize(
+    ("leak", "grown"),
+    [
+        pytest.param(lambda: os.open(os.devnull, os.O_RDONLY), ["descriptors"], id="a descriptor"),
+        pytest.param(lambda: os.memfd_create("left"), ["descriptors", "segments"], id="a segment"),
+    ],
+)
+def test_a_leak_is_detected(leak: Callable[[], int], grown: list[str], nothing_imports: None) -> None:
     left: list[int] = []
     try:
-        grown = watch_growth(lambda: left.append(os.open(os.devnull, os.O_RDONLY)), 20, warm=2)
-        assert grown.descriptors == 1
-        assert too_much(grown) == ["descriptors"]
-    finally:
-        for fd in left:
-            os.close(fd)
-
-
-def test_a_leaked_segment_is_detected(nothing_imports: None) -> None:
-    left: list[int] = []
-    try:
-        grown = watch_growth(lambda: left.append(os.memfd_create("left")), 20, warm=2)
-        assert too_much(grown) == ["descriptors", "segments"]
+        found = watch_growth(lambda: left.append(leak()), 20, warm=2)
+        assert found.descriptors == 1
+        assert too_much(found) == grown
     finally:
         for fd in left:
             os.close(fd)

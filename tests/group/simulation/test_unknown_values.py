@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint, rpc
-from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
+from cells import Cells
 
 import labkit as lab
 from labkit.group.simulation.simulate import execute_ranks
@@ -22,115 +19,56 @@ pytestmark = pytest.mark.processes
 KNOWN = torch.tensor([1.5, 2.5])
 
 
-def condition() -> None:
-    if torch.randn(3).sum() > 0:  # refused
-        raise AssertionError
+# What a program does before the statement that is refused, and that statement.
+REFUSED = {
+    "a condition": ("", "if torch.randn(3).sum() > 0: raise AssertionError"),
+    "a comparison": ("loss = torch.randn(3).sum().item()", "while loss < 1: loss += 1"),
+    "a size from data": ("", "torch.randn(3).nonzero()"),
+    "values": ("", "range(*torch.randn(3).tolist())"),
+    "data as an array": ("", "torch.randn(3).numpy()"),
+    "a received number": ("number = torch.zeros(1, dtype=torch.int64); dist.recv(number, 1)", "range(number)"),
+    "a counted number": ("count = torch.tensor(0); count += (torch.randn(3) > 0).sum()", "int(count)"),
+    "compiled": ("", "torch.compile(torch.nn.Linear(2, 2))"),
+    "saved in parts": ("", "checkpoint.save({'weight': torch.ones(3)}, checkpoint_id='/dev/null')"),
+    "remote calls": ("", "rpc.init_rpc('one')"),
+    "a received object": ("", "dist.recv_object_list([None], src=1)"),
+    "an object of rank 0": ("", "dist.broadcast_object_list([1], src=0)"),
+    "uneven batches": ("", "DistributedDataParallel(torch.nn.Linear(2, 2)).join()"),
+    "a stage without shapes": (
+        "", "PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device('cpu'), input_args=torch.empty(3, 2))",
+    ),
+    "a selected GPU": ("", "torch.cuda.set_device(0)"),
+    "moved to a GPU": ("", "torch.nn.Linear(2, 2).to('cuda:1')"),
+    "moved to a GPU by its number": ("", "torch.ones(2).to(0)"),
+    "a model moved to a GPU": ("", "torch.nn.Linear(2, 2).cuda()"),
+    "created on a GPU": ("", "torch.ones(2, device='cuda')"),
+    "from any rank": ("", "dist.recv(torch.ones(3))"),
+    "another framework": ("", "import tensorflow"),
+}  # fmt: skip
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint, rpc
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+def program():
+    {before}
+    {refused}
+"""
 
 
-def comparison() -> None:
-    loss = torch.randn(3).sum().item()
-    while loss < 1:  # refused
-        loss += 1
-
-
-def size_from_data() -> None:
-    torch.randn(3).nonzero()  # refused
-
-
-def values() -> None:
-    range(*torch.randn(3).tolist())  # refused
-
-
-def data_as_an_array() -> None:
-    torch.randn(3).numpy()  # refused
-
-
-def received_number() -> None:
-    number = torch.zeros(1, dtype=torch.int64)
-    dist.recv(number, 1)
-    range(number)  # refused
-
-
-def counted_number() -> None:
-    count = torch.tensor(0)
-    count += (torch.randn(3) > 0).sum()
-    int(count)  # refused
-
-
-def compiled() -> None:
-    torch.compile(torch.nn.Linear(2, 2))  # refused
-
-
-def saved_in_parts() -> None:
-    checkpoint.save({"weight": torch.ones(3)}, checkpoint_id="/dev/null")  # refused
-
-
-def remote_calls() -> None:
-    rpc.init_rpc("one")  # refused
-
-
-def received_object() -> None:
-    dist.recv_object_list([None], src=1)  # refused
-
-
-def object_of_rank_0() -> None:
-    dist.broadcast_object_list([1], src=0)  # refused
-
-
-def uneven_batches() -> None:
-    DistributedDataParallel(torch.nn.Linear(2, 2)).join()  # refused
-
-
-def stage_without_shapes() -> None:
-    PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"), input_args=torch.empty(3, 2))  # refused
-
-
-def selected_gpu() -> None:
-    torch.cuda.set_device(0)  # refused
-
-
-def moved_to_gpu() -> None:
-    torch.nn.Linear(2, 2).to("cuda:1")  # refused
-
-
-def moved_to_gpu_by_its_number() -> None:
-    torch.ones(2).to(0)  # refused
-
-
-def model_moved_to_gpu() -> None:
-    torch.nn.Linear(2, 2).cuda()  # refused
-
-
-def created_on_gpu() -> None:
-    torch.ones(2, device="cuda")  # refused
-
-
-def from_any_rank() -> None:
-    dist.recv(torch.ones(3))  # refused
-
-
-def other_framework() -> None:
-    import tensorflow  # noqa: F401  # refused
-
-
-REFUSED = (
-    condition, comparison, size_from_data, values, data_as_an_array, received_number, counted_number, compiled, saved_in_parts,
-    remote_calls, received_object, object_of_rank_0, uneven_batches, stage_without_shapes, selected_gpu, moved_to_gpu,
-    moved_to_gpu_by_its_number, model_moved_to_gpu, created_on_gpu, from_any_rank, other_framework,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("function", REFUSED)
-def test_what_cannot_be_simulated_is_refused_at_the_students_line(function: Callable[[], None]) -> None:
-    if function is other_framework:
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_simulated_is_refused_at_the_students_line(case: str, cells: Cells) -> None:
+    if case == "another framework":
         pytest.importorskip("tensorflow")
-    lines, first = inspect.getsourcelines(function)
-    refused = next(first + i for i, line in enumerate(lines) if "# refused" in line)
+    before, refused = REFUSED[case]
+    cells(PROGRAM.format(before=before or "pass", refused=refused))
     with pytest.raises(lab.RankError) as raised:
-        execute_ranks(function, (), {}, [0], 2)
+        execute_ranks(cells.program, (), {}, [0], 2)
     (failure,) = raised.value.failures
     assert failure.headline.startswith("LabError")
-    assert f'test_unknown_values.py", line {refused}, in {function.__name__}' in failure.traceback
+    assert '", line 10, in program' in failure.traceback
 
 
 def printed() -> None:

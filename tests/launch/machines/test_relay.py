@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,21 @@ def agents_of(group: lab.Group) -> list[psutil.Process]:
     """The agents, by machine."""
     found = [p for p in relay_of(group).children(recursive=True) if p.cmdline()[-1:] == ["labkit.launch.machines.agent"]]
     return sorted((p for p in found if "python" in p.name()), key=lambda p: p.environ()["SSH_CONNECTION"])
+
+
+def failed(group: lab.Group, function: Callable[..., Any], *args: Any) -> lab.RankError:
+    """The error of a run that fails; the group starts what it needs for the next run."""
+    with pytest.raises(lab.RankError) as caught:
+        group.run(function, *args)
+    return caught.value
+
+
+def causes(error: lab.RankError) -> list[tuple[int, Cause]]:
+    return sorted((failure.rank, failure.cause) for failure in error.failures)
+
+
+def works_again(group: lab.Group) -> None:
+    assert group.run(int).results == [0] * len(group)
 
 
 def test_ranks_are_placed_in_blocks_and_know_where_they_are(four: lab.Group) -> None:
@@ -125,11 +141,10 @@ def test_an_error_comes_with_the_students_line(four: lab.Group) -> None:
         if os.environ["RANK"] == "2":
             raise ValueError("on pc2")
 
-    with pytest.raises(lab.RankError) as caught:
-        four.run(f)
-    assert [(f.rank, f.headline) for f in caught.value.failures] == [(2, "ValueError: on pc2")]
-    assert 'raise ValueError("on pc2")' in str(caught.value)
-    assert four.run(int).results == [0] * 4
+    error = failed(four, f)
+    assert [(f.rank, f.headline) for f in error.failures] == [(2, "ValueError: on pc2")]
+    assert 'raise ValueError("on pc2")' in str(error)
+    works_again(four)
 
 
 def test_of_two_failures_the_earlier_one_is_the_cause_whatever_the_clocks_say(four: lab.Group) -> None:
@@ -142,9 +157,7 @@ def test_of_two_failures_the_earlier_one_is_the_cause_whatever_the_clocks_say(fo
             raise ValueError(f"rank {rank}")
         time.sleep(60)
 
-    with pytest.raises(lab.RankError) as caught:
-        four.run(f)
-    at_ns = {f.rank: f.at_ns for f in caught.value.failures}
+    at_ns = {f.rank: f.at_ns for f in failed(four, f).failures}
     assert abs(at_ns[0] - at_ns[2]) < 10e9
     assert at_ns[2] < at_ns[0]
 
@@ -154,9 +167,7 @@ def test_the_clocks_are_known_from_the_first_moment(two: lab.SSH) -> None:
         raise ValueError(os.environ["RANK"])
 
     with lab.Group(4, runtime="bare", on=two, timeout_s=200) as group:
-        with pytest.raises(lab.RankError) as caught:
-            group.run(f)
-        assert all(abs(f.at_ns - time.perf_counter_ns()) < 60e9 for f in caught.value.failures)
+        assert all(abs(f.at_ns - time.perf_counter_ns()) < 60e9 for f in failed(group, f).failures)
         assert group.run(int).trace.clock_error_ns > 0
 
 
@@ -168,21 +179,16 @@ def test_a_rank_that_is_killed(four: lab.Group, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
 
-    with pytest.raises(lab.RankError) as caught:
-        four.run(f, rank)
-    assert [(f.rank, f.cause) for f in caught.value.failures] == [(rank, Cause.KILLED)]
-    assert four.run(int).results == [0] * 4
+    assert causes(failed(four, f, rank)) == [(rank, Cause.KILLED)]
+    works_again(four)
 
 
 def test_an_agent_that_is_killed(four: lab.Group) -> None:
     four.run(int)
     agent = agents_of(four)[1]
     pids = four.run(os.getpid).results
-    timer = threading.Timer(0.5, agent.kill)
-    timer.start()
-    with pytest.raises(lab.RankError) as caught:
-        four.run(time.sleep, 60)
-    assert {(f.rank, f.cause) for f in caught.value.failures} == {(2, Cause.LOST_MACHINE), (3, Cause.LOST_MACHINE)}
+    threading.Timer(0.5, agent.kill).start()
+    assert causes(failed(four, time.sleep, 60)) == [(2, Cause.LOST_MACHINE), (3, Cause.LOST_MACHINE)]
     assert not left_after(60, pids)
     assert four.run(lambda: os.environ["GROUP_RANK"]).results == ["0", "0", "1", "1"]  # the agent was started again
 
@@ -190,22 +196,19 @@ def test_an_agent_that_is_killed(four: lab.Group) -> None:
 def test_a_machine_that_is_silent_is_lost(four: lab.Group) -> None:
     four.run(int)
     agent = agents_of(four)[0]
-    timer = threading.Timer(0.2, agent.suspend)
-    timer.start()
+    threading.Timer(0.2, agent.suspend).start()
     try:
-        with pytest.raises(lab.RankError) as caught:
-            four.run(time.sleep, 60)
+        error = failed(four, time.sleep, 60)
     finally:
         agent.kill()
-    assert {f.rank for f in caught.value.failures} == {0, 1}
-    assert {f.cause for f in caught.value.failures} == {Cause.LOST_MACHINE}
-    assert re.search(r"By its last report, [4-9]\.\d s earlier, it was computing", str(caught.value))
-    trace = caught.value.run.trace
+    assert causes(error) == [(0, Cause.LOST_MACHINE), (1, Cause.LOST_MACHINE)]
+    assert re.search(r"By its last report, [4-9]\.\d s earlier, it was computing", str(error))
+    trace = error.run.trace
     calls = trace.filter(kind="call").spans
     since = {s.rank: s.start_ns for s in calls if s.name == UNKNOWN}
     assert since.keys() == {0, 1}
     assert {s.rank: s.end_ns for s in calls if s.name == "sleep"} == {2: trace.end_ns, 3: trace.end_ns} | since
-    assert four.run(int).results == [0] * 4
+    works_again(four)
 
 
 def test_a_machine_that_is_frozen_for_two_seconds_is_not_lost(four: lab.Group) -> None:
@@ -227,24 +230,21 @@ def test_when_the_relay_is_killed_the_run_says_so_and_the_next_one_works(four: l
     pids = four.run(os.getpid).results
     relay = relay_of(four)
     started = relay.children(recursive=True)
-    timer = threading.Timer(0.5, relay.kill)
-    timer.start()
-    with pytest.raises(lab.RankError):
-        four.run(time.sleep, 60)
+    threading.Timer(0.5, relay.kill).start()
+    failed(four, time.sleep, 60)
     assert not left_after(60, [*pids, *(p.pid for p in started)])
-    assert four.run(int).results == [0] * 4
+    works_again(four)
 
 
 def test_stop(four: lab.Group) -> None:
     pids = four.run(os.getpid).results
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
+    threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         four.run(time.sleep, 60)
     assert not left_after(60, pids)
-    assert four.run(int).results == [0] * 4
+    works_again(four)
 
 
 def test_nothing_is_left_of_a_closed_group(two: lab.SSH) -> None:
@@ -288,9 +288,7 @@ def test_a_rank_that_returns_early_is_named(gloo: lab.Group) -> None:
         if dist.get_rank() != 2:
             dist.barrier()
 
-    with pytest.raises(lab.RankError) as caught:
-        gloo.run(f)
-    assert [(f.rank, f.cause) for f in caught.value.failures] == [(2, Cause.DEADLOCK)]
+    assert causes(failed(gloo, f)) == [(2, Cause.DEADLOCK)]
 
 
 def test_links_are_measured_inside_machines_and_between_them(gloo: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,29 +348,25 @@ def test_the_group_says_where_it_runs(four: lab.Group, ssh_python: str) -> None:
     assert repr(four) == f"<Group of 4 bare ranks on SSH('pc1', 'pc2', python={ssh_python!r})>"
 
 
+WITHOUT_LABKIT = f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n'
+
+
 @pytest.mark.parametrize(
-    ("machines", "said"),
+    ("machines", "python", "said"),
     [
-        (("pc1", "unknown"), "Could not resolve hostname"),
-        (("locked", "pc2"), "Permission denied"),
+        pytest.param(("pc1", "unknown"), "", "Could not resolve hostname", id="a name that cannot be resolved"),
+        pytest.param(("locked", "pc2"), "", "Permission denied", id="a key that is refused"),
+        pytest.param(("pc1",), "/nowhere/python", "python=", id="a Python that does not exist there"),
+        pytest.param(("pc1",), WITHOUT_LABKIT, "labkit must be installed there", id="a Python without labkit"),
     ],
 )
-def test_a_machine_that_cannot_be_reached(machines: tuple[str, ...], said: str, ssh_python: str) -> None:
-    group = lab.Group(2, runtime="bare", on=lab.SSH(*machines, python=ssh_python), timeout_s=200)
-    with pytest.raises(lab.LabError, match=said):
+def test_a_machine_that_cannot_be_used(
+    machines: tuple[str, ...], python: str, said: str, ssh_python: str, tmp_path: Path
+) -> None:
+    if python == WITHOUT_LABKIT:
+        python = str(tmp_path / "python")
+        Path(python).write_text(WITHOUT_LABKIT)
+        Path(python).chmod(0o755)
+    group = lab.Group(2, runtime="bare", on=lab.SSH(*machines, python=python or ssh_python), timeout_s=200)
+    with group, pytest.raises(lab.LabError, match=said):
         group.run(int)
-    group.close()
-
-
-def test_a_python_that_does_not_exist_there() -> None:
-    group = lab.Group(2, runtime="bare", on=lab.SSH("pc1", python="/nowhere/python"), timeout_s=200)
-    with pytest.raises(lab.LabError, match="python="):
-        group.run(int)
-    group.close()
-
-
-def test_a_python_without_labkit() -> None:
-    group = lab.Group(2, runtime="bare", on=lab.SSH("pc1", python=f"{sys.executable}' -S '"), timeout_s=200)
-    with pytest.raises(lab.LabError):
-        group.run(int)
-    group.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -124,8 +124,18 @@ class Rank:
         self.clock.settle()
         return self.written()
 
-    def operation(self, gpu: FakeGpu, name: str = "all_reduce") -> DeviceOperation:
-        return DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64, -1, "world", 1)
+    def span(self, name: str) -> None:
+        """The host comes to a span and leaves it."""
+        with self.clock.span(name, "cell 2, line 3"):
+            pass
+
+    def launched(
+        self, gpu: FakeGpu, name: str = "all_reduce", wait: Callable[[], object] | None = lambda: None, kept: Sequence[str] = ()
+    ) -> DeviceOperation:
+        """An operation that the host has launched."""
+        operation = DeviceOperation(self.clock, 0, self.ring, name, gpu.now_ns, 64, -1, "world", 1)
+        operation.launched(wait, list(kept))
+        return operation
 
 
 @pytest.fixture
@@ -148,17 +158,18 @@ def close(ns: int, expected_ns: int) -> bool:
     return abs(ns - expected_ns) <= 3 * READING_NS
 
 
+def took(span: Span, start_ns: int, end_ns: int) -> bool:
+    return close(span.start_ns, start_ns) and close(span.end_ns, end_ns)
+
+
 def test_a_span_is_timed_by_the_gpu(gpu: FakeGpu, rank: Rank) -> None:
-    span = rank.clock.span("forward", "cell 2, line 3")
-    with span:
-        pass
+    rank.span("forward")
     assert rank.written() == []  # the host has finished, the GPU has not begun
     gpu.comes_to(2_000_000)
     gpu.comes_to(9_000_000)
     (forward,) = rank.settled()
     assert (forward.name, forward.line, forward.kind, forward.device) == ("forward", "cell 2, line 3", "compute", "cuda")
-    assert close(forward.start_ns, 2_000_000)
-    assert close(forward.end_ns, 9_000_000)
+    assert took(forward, 2_000_000, 9_000_000)
 
 
 def test_nested_spans_on_a_gpu(gpu: FakeGpu, rank: Rank) -> None:
@@ -180,8 +191,7 @@ def test_before_cuda_starts_the_hosts_clock_is_used(gpu: FakeGpu, rank: Rank) ->
         gpu.sleeps = False
     gpu.comes_to(3_000_000)
     (load,) = rank.settled()
-    assert close(load.start_ns, 1_000_000)
-    assert close(load.end_ns, 3_000_000)
+    assert took(load, 1_000_000, 3_000_000)
 
 
 def test_the_clocks_are_compared_again_when_they_may_have_drifted(gpu: FakeGpu, rank: Rank) -> None:
@@ -225,8 +235,7 @@ def test_the_first_anchor_is_waited_for(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
-    reduced = rank.operation(gpu)
-    reduced.launched(lambda: "side stream waits", ["tensors"])
+    reduced = rank.launched(gpu, wait=lambda: "side stream waits", kept=["tensors"])
     assert gpu.waited == ["side stream waits"]
     assert reduced._kept == ["tensors"]
     reduced.wait_begins()
@@ -249,8 +258,7 @@ def test_an_asynchronous_operation(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_an_operation_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
-    sent = rank.operation(gpu, "send")
-    sent.launched(lambda: None, ["tensors"])
+    sent = rank.launched(gpu, "send", kept=["tensors"])
     sent.completed()  # the host's clock does not matter
     sent.on_completion(None)
     gpu.comes_to(1_000_000)
@@ -262,8 +270,7 @@ def test_an_operation_that_nobody_waits_for(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_an_operation_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> None:
-    reduced = rank.operation(gpu)
-    reduced.launched(None, [])
+    rank.launched(gpu, wait=None)
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
     (span,) = rank.settled()
@@ -271,8 +278,7 @@ def test_an_operation_on_the_students_own_stream(gpu: FakeGpu, rank: Rank) -> No
 
 
 def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> None:
-    reduced = rank.operation(gpu)
-    reduced.launched(lambda: None, [])
+    reduced = rank.launched(gpu)
     reduced.wait_begins(in_torch=True)
     start, end, wait = gpu.enqueued
     for event, at_ns in ((start, 1_000_000), (wait, 4_000_000), (end, 7_000_000)):
@@ -284,8 +290,7 @@ def test_the_wait_at_the_end_of_a_backward_pass(gpu: FakeGpu, rank: Rank) -> Non
 
 @pytest.mark.parametrize("in_torch", [False, True])
 def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, in_torch: bool) -> None:
-    reduced = rank.operation(gpu)
-    reduced.launched(lambda: None, [])
+    reduced = rank.launched(gpu)
     gpu.comes_to(1_000_000)
     gpu.comes_to(3_000_000)
     rank.clock.settle()
@@ -299,11 +304,11 @@ def test_a_wait_for_what_the_gpu_has_completed(gpu: FakeGpu, rank: Rank, in_torc
 
 
 def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
-    stuck, done = rank.operation(gpu, "recv"), rank.operation(gpu, "send")
-    stuck.launched(lambda: None, [])
-    done.launched(lambda: None, [])
-    gpu.comes_to(1_000_000, count=2)
-    gpu.enqueued.pop(0)
+    stuck = rank.launched(gpu, "recv")
+    rank.launched(gpu, "send")
+    gpu.comes_to(1_000_000)
+    gpu.enqueued.pop(0)  # the end of the first
+    gpu.comes_to(1_000_000)
     gpu.comes_to(2_000_000)
     assert [s.name for s in rank.settled()] == ["send"]
     assert [p.name for p in rank.reader.pending()] == ["recv"]
@@ -315,9 +320,7 @@ def test_a_stuck_operation_delays_no_other(gpu: FakeGpu, rank: Rank) -> None:
 
 
 def test_flush_waits_for_the_gpu(gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    span = rank.clock.span("forward", "cell 2, line 3")
-    with span:
-        pass
+    rank.span("forward")
     monkeypatch.setattr(module.time, "sleep", lambda _: gpu.catch_up())
     rank.clock.flush()
     assert [s.name for s in rank.written()] == ["forward"]
@@ -344,8 +347,7 @@ def test_flush_waits_for_an_operation_behind_long_kernels(
     gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch, behind: str
 ) -> None:
     """The student's stream waits for it: also for a rank that arrives later, with kernels of its own before it."""
-    reduced = rank.operation(gpu)
-    reduced.launched(lambda: None, [])
+    reduced = rank.launched(gpu)
     reduced.wait_begins()
     reduced.wait_ends()
     start = (lambda: gpu.comes_to(gpu.now_ns + WORK_NS)) if behind == "another rank" else (lambda: None)
@@ -357,8 +359,7 @@ def test_flush_waits_for_an_operation_behind_long_kernels(
 def test_flush_waits_shortly_for_an_operation_that_nobody_waits_for(
     gpu: FakeGpu, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = rank.operation(gpu, "send")
-    sent.launched(lambda: None, [])
+    rank.launched(gpu, "send")
     time = Clock(gpu, s3_0=lambda: gpu.comes_to(gpu.now_ns + WORK_NS))  # only now the GPU begins it
     monkeypatch.setattr(module, "time", time)
     assert rank.clock.flush() == 0
@@ -374,14 +375,12 @@ def test_the_host_times_what_gives_a_busy_gpu_nothing_to_do(gpu: FakeGpu, rank: 
     gpu.comes_to(1_000_000)
     with rank.clock.span("load", "cell 2, line 3"):
         gpu.now_ns = 9_000_000
-    with rank.clock.span("forward", "cell 2, line 4"):
-        pass
+    rank.span("forward")
     gpu.comes_to(20_000_000, count=3)  # it comes to both ends of the first span at once, and to the second span
     gpu.comes_to(21_000_000)
     load, forward = sorted(rank.settled(), key=lambda s: s.start_ns)
     assert (load.name, load.device, forward.name, forward.device) == ("load", "cpu", "forward", "cuda")
-    assert close(load.start_ns, 1_000_000)
-    assert close(load.end_ns, 9_000_000)
+    assert took(load, 1_000_000, 9_000_000)
     assert close(forward.duration_ns, 1_000_000)
 
 
@@ -419,26 +418,21 @@ def test_steps_stay_in_their_order_where_one_gives_a_busy_gpu_nothing_to_do(gpu:
 
 
 def test_after_a_failed_kernel_nothing_raises_but_the_students_own_calls(gpu: FakeGpu, rank: Rank) -> None:
-    with rank.clock.span("forward", "cell 2, line 3"):
-        pass
-    rank.operation(gpu).launched(None, [])
+    rank.span("forward")
+    rank.launched(gpu, wait=None)
     gpu.broken = True
-    with rank.clock.span("backward", "cell 2, line 4"):
-        pass
+    rank.span("backward")
     rank.clock.settle()
     assert rank.clock.flush() > 0
     assert not rank.clock._operations
 
 
 def test_nothing_is_queried_while_a_graph_is_captured(gpu: FakeGpu, rank: Rank) -> None:
-    with rank.clock.span("warm up", "cell 2, line 3"):
-        pass
+    rank.span("warm up")
     enqueued = len(gpu.enqueued)
     gpu.captures = gpu.broken = True  # an event or a query would end the capture
-    with rank.clock.span("captured", "cell 2, line 4"):
-        pass
-    reduced = rank.operation(gpu)
-    reduced.launched(lambda: 1 / 0, [])
+    rank.span("captured")
+    rank.launched(gpu, wait=lambda: 1 / 0)
     assert len(gpu.enqueued) == enqueued
     gpu.captures = gpu.broken = False
     gpu.catch_up()
@@ -448,8 +442,7 @@ def test_nothing_is_queried_while_a_graph_is_captured(gpu: FakeGpu, rank: Rank) 
 def test_what_a_failed_run_leaves_is_not_in_the_next(gpu: FakeGpu, rank: Rank) -> None:
     recorder = Recorder(rank.ring)
     recorder.device_clock = rank.clock
-    with rank.clock.span("forward", "cell 2, line 3"):
-        pass
+    rank.span("forward")
     assert rank.clock.flush(limit_s=0.01) == 0
     recorder.begin_run()
     gpu.catch_up()
@@ -461,11 +454,9 @@ def test_flush_does_not_wait_for_what_other_threads_begin_meanwhile(
 ) -> None:
     def serve() -> None:
         gpu.catch_up()
-        with rank.clock.span("served", "cell 2, line 4"):
-            pass
+        rank.span("served")
 
-    with rank.clock.span("forward", "cell 2, line 3"):
-        pass
+    rank.span("forward")
     time = Clock(gpu, **{f"s{n}": serve for n in range(100)})
     monkeypatch.setattr(module, "time", time)
     rank.clock.flush()

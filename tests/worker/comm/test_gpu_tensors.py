@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -11,6 +13,7 @@ from typing import Any, cast
 import comm_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 
 from labkit.errors.exceptions import LabError, RankError
 from labkit.group.group import Group
@@ -39,8 +42,6 @@ class Prompt:
 
     class Event:
         def __init__(self) -> None:
-            import time
-
             self.ns = time.perf_counter_ns()
 
         def query(self) -> bool:
@@ -86,8 +87,6 @@ class OnGpu(torch.Tensor):
 
 def all_reduced(moved_by: str) -> tuple[list[float], int, list[str]]:
     """Two all-reduces, one of them asynchronous, of a tensor on the simulated GPU."""
-    import torch.distributed as dist
-
     group: Any = dist.new_group()
     group.gpu_backend = moved_by
     recorder, events = recorder_of_this_rank(), Prompt()
@@ -126,16 +125,11 @@ class Behind(Prompt):
 
     class Event(Prompt.Event):
         def query(self) -> bool:
-            import time
-
             return time.perf_counter_ns() > self.ns + Behind.late_s * 1e9
 
 
 def reduced_behind_kernels() -> int:
     """An all-reduce that begins on the GPU long after the function has returned."""
-    import os
-
-    import torch.distributed as dist
 
     group: Any = dist.new_group()
     group.gpu_backend = "nccl"
@@ -147,8 +141,6 @@ def reduced_behind_kernels() -> int:
 
 @pytest.mark.processes
 def test_an_operation_behind_kernels_when_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    import os
-
     with Group(2) as group:
         run = group.run(reduced_behind_kernels)
         assert group.run(os.getpid).results == run.results  # ranks that leave something behind are replaced
@@ -158,9 +150,6 @@ def test_an_operation_behind_kernels_when_the_function_returns(capsys: pytest.Ca
 
 def waited_for_in_vain(how: str) -> None:
     """Rank 0's GPU waits for an all-reduce; rank 1 does not enter it, or enters another one."""
-    import time
-
-    import torch.distributed as dist
 
     class Never(Behind):
         class Event(Prompt.Event):
@@ -241,8 +230,6 @@ def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
     Returns:
         the values sent or received, what that kernel read, and the error for memory that is not contiguous.
     """
-    import torch.distributed as dist
-
     from labkit.worker.comm import work as module
 
     recorder, host, group = recorder_of_this_rank(), Host(), cast("Any", dist.new_group())
@@ -294,8 +281,6 @@ def test_messages_of_gpu_tensors_go_through_the_host(how: str) -> None:
 def barrier_of_nccl() -> list[list[str]]:
     """What is pending after a barrier like NCCL's has completed, before and after the wait: its future never
     completes."""
-    import torch.distributed as dist
-
     group: Any = dist.new_group()
     group.gpu_backend = "nccl"
     work: Any = dist.barrier(group=group, async_op=True)
@@ -354,8 +339,6 @@ class Coalescing:
 def batched() -> tuple[list[float], int, list[str], list[str]]:
     """A batch of messages through such a backend: what arrived, in how many works, and what was pending before and
     after."""
-    import torch.distributed as dist
-
     group: Any = dist.new_group()
     group.gpu_backend = ""
     group._real = Coalescing(group._real)

@@ -140,8 +140,6 @@ def test_the_first_world_of_rpc_workers(tmp_path: Path) -> None:
 
 
 def the_first_of_bare_ranks(store: str) -> None:
-    import torch.distributed as dist
-
     me = int(os.environ["RANK"])
     if me:
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=2 - me, world_size=2)

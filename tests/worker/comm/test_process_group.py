@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -90,8 +91,6 @@ def test_lists_are_exchanged(pair: Group) -> None:
 
 def test_a_group_is_named_with_its_ranks(pair: Group) -> None:
     def in_both() -> str:
-        import torch.distributed as dist
-
         x = torch.ones(1)
         dist.all_reduce(x)
         dist.all_reduce(x, group=dist.new_group(group_desc="mesh"))
@@ -137,8 +136,6 @@ def test_messages(pair: Group) -> None:
 
 def test_peers_are_global_ranks() -> None:
     def among_the_last_two() -> list[Any]:
-        import torch.distributed as dist
-
         group = dist.new_group([1, 2])
         return cases.ring_of_messages(group) if dist.get_rank() else []
 
@@ -154,8 +151,6 @@ def test_peers_are_global_ranks() -> None:
 
 def test_roots_are_global_ranks() -> None:
     def among_all_and_some() -> None:
-        import torch.distributed as dist
-
         me, some = dist.get_rank(), dist.new_group([1, 2, 3])
         for root, group, size in ((2, None, 4), (3, some, 3)):
             if me == 0 and group is some:
@@ -179,8 +174,6 @@ def test_roots_are_global_ranks() -> None:
 
 def test_the_root_in_an_error_is_the_one_that_the_student_gave() -> None:
     def in_a_part() -> list[str]:
-        import torch.distributed as dist
-
         me, part = dist.get_rank(), dist.new_group([1, 2])
         if me == 1:
             work = dist.broadcast(torch.ones(3), src=2, group=part, async_op=True)
@@ -199,8 +192,6 @@ def test_the_root_in_an_error_is_the_one_that_the_student_gave() -> None:
 
 def test_torchs_other_form_names_the_root_too() -> None:
     def by_method() -> None:
-        import torch.distributed as dist
-
         world = dist.group.WORLD
         assert world is not None
         world.broadcast(torch.ones(10), 2).wait()
@@ -215,8 +206,6 @@ def test_torchs_other_form_names_the_root_too() -> None:
 
 def test_torch_refuses_a_missing_root(pair: Group) -> None:
     def beyond() -> str:
-        import torch.distributed as dist
-
         world = dist.group.WORLD
         assert world is not None
         try:
@@ -326,8 +315,6 @@ def test_a_group_behaves_like_torchs_own(pair: Group) -> None:
         import copy
         import pickle
 
-        import torch.distributed as dist
-
         seen: list[Any] = [
             repr(type(group)), isinstance(group, dist.ProcessGroup), dist.get_backend(group), dist.get_backend_config(group),
             group.rank(), group.size(), group.name(), dist.get_process_group_ranks(group), dist.get_group_rank(group, 1),
@@ -360,8 +347,6 @@ def test_what_carries_out_each_method_of_a_group() -> None:
 
 def test_a_group_split_from_another_is_recorded(pair: Group) -> None:
     def split() -> list[Any]:
-        import torch.distributed as dist
-
         parent: Any = dist.new_group()
         with cases.unwatched():
             part = dist.new_group(group_desc="kids")
@@ -387,8 +372,6 @@ def test_a_part_of_a_group_is_named_by_its_ranks_in_the_world(pair: Group) -> No
     """Not by their numbers in the part, nor by the address that torch puts into the description."""
 
     def split() -> None:
-        import torch.distributed as dist
-
         with cases.unwatched():
             part = dist.new_group([1], group_desc=f"half:split:{9 + dist.get_rank()}")
         if dist.get_rank() == 1:
@@ -406,8 +389,6 @@ def test_a_part_of_a_group_is_named_by_its_ranks_in_the_world(pair: Group) -> No
 
 def test_a_refused_operation_is_not_recorded(pair: Group) -> None:
     def refused() -> list[str]:
-        import torch.distributed as dist
-
         said = []
         x = torch.ones(2)
         for wrong in (
@@ -437,9 +418,6 @@ def test_a_refused_operation_is_not_recorded(pair: Group) -> None:
 
 def test_an_operation_that_fails_during_its_wait(pair: Group) -> None:
     def alone() -> list[str]:
-        import datetime
-
-        import torch.distributed as dist
 
         group = dist.new_group()  # creating it may take longer on a busy machine
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=0.2), group)
@@ -463,9 +441,6 @@ def test_an_operation_that_fails_during_its_wait(pair: Group) -> None:
 @pytest.mark.parametrize("attended", [False, True])
 def test_a_wait_with_a_limit(pair: Group, attended: bool) -> None:
     def limited() -> list[str]:
-        import datetime
-
-        import torch.distributed as dist
 
         group = dist.new_group()
         if dist.get_rank() == 0:

@@ -4,6 +4,9 @@ graphs."""
 from __future__ import annotations
 
 import importlib.util
+import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -157,7 +160,6 @@ def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
 
 
 def wait_for_rank_1(late_s: float) -> None:
-    import os
     import time
 
     import tensorflow as tf
@@ -472,10 +474,6 @@ def test_a_parameter_servers_workers_show_what_they_do_for_the_chief() -> None:
 
 def rest_as_a_server_does() -> tuple[bool, bool]:
     """Whether the session of a rank with an idle main thread is read, and whether another one has begun."""
-    import os
-    import threading
-    import time
-
     from labkit.recording.record import here
     from labkit.worker.runtimes.tensorflow import profiler_timeline as tf_timeline
 
@@ -527,8 +525,6 @@ def test_a_span_in_a_tf_function_is_recorded_each_time_it_runs(one: lab.Group) -
 
 
 def profile_it_oneself(folder: str) -> list[str]:
-    import os
-
     import tensorflow as tf
 
     tf.profiler.experimental.start(folder)
