@@ -101,6 +101,12 @@ def test_each_file_is_in_the_map_of_a_package() -> None:
     assert {str(path.relative_to(LABKIT)) for path in parts - named} == set()
 
 
+def test_named_tests_exist() -> None:
+    defined = {name for path in ROOT.glob("tests/**/*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    named = {name: path for path in LABKIT.glob("**/*.py") for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    assert {name: str(path) for name, path in named.items() if name not in defined} == {}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_named_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -416,7 +416,7 @@ class Execution:
         reported_ns = member.process.reported_ns(now_ns)
         failure = self._pool.death(member, at_ns=now_ns, last=self._last_doing(member, reported_ns), ago_ns=now_ns - reported_ns)
         if self._pool.lost.take(failure, self._on):
-            self._records.end(member.rank, reported_ns)
+            self._records.end(member.rank, max(reported_ns, self._start_ns))
             self._release_servers()
         else:
             self._breakpoints.close()

@@ -201,9 +201,10 @@ def under_way(
 
     `calls` are the ranks whose function has not returned since `start_ns`, each with its name; `number` returns a
     string's index in `Columns.names`. Where a rank's machine does not answer, which `silent` says with the time of its
-    last report, what was in progress ends there, and the rest is unknown.
+    last report, what was in progress ends there, or at `start_ns` if that is later, and the rest is unknown.
     """
-    began, reported_ns = list(calls), dict(silent)
+    began = list(calls)
+    reported_ns = {rank: max(start_ns, at_ns) for rank, at_ns in silent}
     found = [(rank, *one) for rank, operations in enumerate(pending) for one in shown(operations)]
     rows = blank(len(began) + len(found))
     first, rest = rows[: len(began)], rows[len(began) :]

@@ -21,9 +21,8 @@ What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that sh
     only if its commit was right before and after the copy (`test_what_changes_while_it_is_copied_is_dropped`,
     `test_a_record_that_is_half_overwritten_is_not_read`).
     The rank laps the reader. The reader skips ahead by `HEADWAY`, so that it is not lapped again at once, and counts
-    what it lost (`test_what_was_overwritten_is_counted_exactly`). Up to `IN_FLIGHT` threads may be in the middle of
-    slots that still look complete, so it does not trust those
-    (`test_records_about_to_be_overwritten_are_not_trusted`).
+    what it lost. Up to `IN_FLIGHT` threads may be in the middle of slots that still look complete, so it does not trust
+    those (`test_what_was_overwritten_is_counted_exactly`).
     A pending operation ends, and another takes its slot, while the reader looks
     (`test_a_pending_operation_that_is_half_written_is_not_seen`).
     A name is added while the reader looks how many there are. This number is stored and loaded in one step

@@ -66,7 +66,7 @@ class FaultKind(Enum):
         False,
     )
     NO_SYNC = "Put the forward pass inside no_sync(), too."
-    LOSS = "torch.autograd.set_detect_anomaly(True) names the operation whose gradient is nan."
+    LOSS = "Find the first values that are not finite by x.isfinite().all(): inputs, parameters, or what a module returns."
     NOT_DIVIDED = "If the model's first input is the batch, divide it: rank r of p takes batch[r::p].", False
     OTHER_SAMPLES = "Let each sample of a batch go to exactly one rank."
     REPEATED_SAMPLES = "If a backward pass follows for all of them, let each sample go to exactly one rank.", False

@@ -566,6 +566,13 @@ def test_after_the_last_report_of_a_silent_machine_its_rank_is_unknown_and_the_o
     assert trace.between(40, 60).shares()[1] == Share(1, 20, 0, 0, 0, 20, 0, unknown_ns=20)
 
 
+def test_a_rank_that_is_silent_since_before_the_run_is_unknown_from_its_start() -> None:
+    trace = from_records(
+        [blank(0, record_dtype())], [[""]], ["rank 0"], calls=[(0, "train")], silent=[(0, 30)], start_ns=40, end_ns=100
+    )
+    assert [(s.name, s.start_ns, s.end_ns) for s in trace.filter(kind="call")] == [("train", 40, 40), (UNKNOWN, 40, 100)]
+
+
 # Trace files.
 
 

@@ -39,7 +39,7 @@ class Futures:
     - A program waits for a future made from another. The wait belongs to the operations behind both, also where a
       callback completes the second future by hand (`test_waiting_for_a_derived_future`).
     - The operation is tied to the future while a thread is already waiting, or completes as the wait begins
-      (`test_completed_as_the_wait_begins`).
+      (`test_the_life_of_an_operation`).
     - C++ lets the waiting thread continue before it calls the callbacks. What must be recorded before the program goes
       on is recorded by whichever comes first, once (`test_rpc_calls.py`:
       `test_a_reply_is_written_down_once_and_before_its_caller_goes_on`).
