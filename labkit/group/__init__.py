@@ -12,7 +12,7 @@ What to open for which change:
   translate. Tests of the same names, test_wait_notices.py, test_deadlock_run.py, launch/test_stack_dump.py
 - another reason of a deadlock: `Reason` in deadlock.py, and deadlock_words.py
 - after how many seconds a wait or a deadlock is reported: constants of deadlock_monitor.py, attributes of the runtime;
-  tests test_no_deadlock.py
+  a start, or a run that shows nothing: `SLOW_S` in processes.py; tests test_no_deadlock.py, test_wait_notices.py
 - how prints appear: output.py; how many are kept: printed_lines.py; in the rank: ipc/stdio.py
 - what ends a run, the title of `watch`, `lab.Run`: run.py; who hears ranks: message_loop.py; tests test_faults.py,
   test_stop.py

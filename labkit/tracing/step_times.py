@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.costs.prediction import UNITS
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import one_number, public_api
@@ -21,7 +22,7 @@ from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, READING, SERVED
 from labkit.tracing.trace import Trace
 
-UNITS_OF_TIME: Final = {"s": 1e9, "ms": 1e6, "µs": 1e3}  # in nanoseconds
+UNITS_OF_TIME: Final = {name: 1e9 * size for name, (base, size) in UNITS.items() if base == "s"}  # in nanoseconds
 MOST_RANKS: Final = 8  # of a lesson: where the run is not known, so much of the load may be the student's own
 
 

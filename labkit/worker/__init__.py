@@ -6,7 +6,8 @@ What to open for which change:
   test_working_folder.py, test_notebook_settings.py
 - what it shows: display.py, figure_backend.py (figures, last expressions, warnings; tests also
   test_notebook_settings.py); prints: ipc/stdio.py
-- `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; tests group/test_breakpoints.py
+- `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; what one tells the other:
+  ipc/protocol.py, and group/run.py, which answers; tests group/test_breakpoints.py; commands: docs/working.md
 - stacks of a blocked rank: stack_writer.py; who asks for them: launch/thread_states.py; tests launch/test_stack_dump.py
 - errors that come late (GPU, child processes): late_errors.py
 - the private network of the ranks, LABKIT_NETWORK: network_namespace.py; tests also test_other_users.py

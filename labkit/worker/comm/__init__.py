@@ -9,7 +9,8 @@ What to open for which change:
   messages that nobody waits for yet, gloo with a GPU's tensors: work.py; futures: futures.py; tests test_operation.py,
   test_work.py. What a failed wait waited for: group/deadlock_monitor.py, tests
   group/test_no_deadlock.py. GPUs: cuda_timing.py; tests test_gpu_tensors.py
-- remote calls, their names, references to values of other ranks: rpc_calls.py; tests test_rpc_calls.py
+- remote calls, their names and time limits, references to values of other ranks: rpc_calls.py; where their results are
+  waited for: futures.py; tests test_rpc_calls.py
 - phases (forward, backward, optimizer, data, stages of a pipeline): phases.py, backward.py; tests test_phases.py,
   test_pipelines.py, programs notebook/pasted/plain_*.py. `lab.track_memory`: memory_tracker.py
 - a program that sets up torch itself: process_group_initialization.py, rendezvous.py, rpc_initialization.py; tests
