@@ -15,7 +15,7 @@ from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, St
 from labkit.costs.rounds import rounds
 from labkit.costs.workload import Precision, Workload
 
-MEMORY_KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
+PLANNED_KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 BUCKET_BYTES: Final = 25 << 20  # of DistributedDataParallel
 GATHERED_LAYERS: Final = 2  # FSDP2 computes one layer and gathers the next
 
@@ -27,7 +27,7 @@ class Estimate:
     strategy: Strategy
     micro_batches: int  # m, in how many parts each rank computes its share of the batch
     recompute: bool  # whether the backward pass computes the activations of each layer again instead of keeping them
-    memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`MEMORY_KINDS`)
+    memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`PLANNED_KINDS`)
     limit_bytes: float  # the memory of a device
     compute_s: float  # of a step, including the optimizer, if nothing else took time
     bubble_s: float  # how long a rank waits because the pipeline fills and drains

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.cluster import Cluster, strategies
-from labkit.costs.estimate import MEMORY_KINDS, Estimate, best_estimate
+from labkit.costs.estimate import PLANNED_KINDS, Estimate, best_estimate
 from labkit.costs.link import Link
 from labkit.costs.workload import Precision, Transformer, Workload, workload_of
 from labkit.errors.lists import Table, counted
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHOWN: Final = 16  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
 # What decides comes first: in a narrow window, the kinds of memory are to the right of it.
-HEADINGS: Final = ("strategy", "m", "memory", "step", "compute", "bubble", "exposed communication", *MEMORY_KINDS)
+HEADINGS: Final = ("strategy", "m", "memory", "step", "compute", "bubble", "exposed communication", *PLANNED_KINDS)
 WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communication"))  # columns of text, not of numbers
 
 
@@ -220,7 +220,7 @@ def _texts(row: Estimate) -> tuple[str, ...]:
         in_words(row.compute_s, "s"),
         in_words(row.bubble_s, "s") if row.bubble_s else "",
         exposed,
-        *(bytes_in_words(row.memory_bytes[kind]) for kind in MEMORY_KINDS),
+        *(bytes_in_words(row.memory_bytes[kind]) for kind in PLANNED_KINDS),
     )
 
 

@@ -37,7 +37,7 @@ CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, b
 SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))
 STARTING_S: Final = SLOW_S if "LABKIT_SLOW_S" in os.environ else 3.0  # a start that takes longer says what it waits for
 SILENT_NS: Final = 1_000_000_000  # a machine that has not reported for so long: it does so four times a second
-LOOK_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
+READ_EVERY_S: Final = 0.1  # how often output is read while ranks set up: they would block if nobody read it
 LAST_LINES: Final = 10  # the last lines of a rank's output, shown if it died outside a run
 
 _Reply = TypeVar("_Reply", bound=Message)
@@ -334,7 +334,7 @@ class _Answers(Generic[_Reply]):
         if time.monotonic() > self._until_s:
             late = listed(m.name for m in self._pool.members if self.expects(m))
             raise LabError(f"{late} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
-        return LOOK_EVERY_S
+        return READ_EVERY_S
 
     def expects(self, member: Member) -> bool:
         return member.rank not in self.replies and member.rank not in self._pool.lost

@@ -7,9 +7,9 @@ What to open for which change:
   test_definitions.py
 - the message for what cannot be sent: pickling_errors.py, reductions.py; tests test_pickling.py
 - an option of a group: its field and check in options.py, which reaches every rank; its argument and attribute
-  (`FixedArgument`) in group/group.py; if the runtime or the machine must have something: group/arguments.py; tests
-  group/test_group.py. Where ranks are, and variables that describe a machine: options.py; tests test_place.py,
-  test_machine_variables.py
+  (`FixedArgument`) in group/group.py; what acts on it in the rank: `_Rank` in worker/main_loop.py, or its runtime; if
+  the runtime or the machine must have something: group/arguments.py; tests group/test_group.py. Where ranks are, and
+  variables that describe a machine: options.py; tests test_place.py, test_machine_variables.py
 - another message between notebook and ranks: its class in protocol.py; worker/main_loop.py sends it; the table in
   group/run.py says what receives it in a run, `RankPool.exchange` in group/processes.py asks for it outside. How it
   travels: channel.py; tests test_protocol.py

@@ -10,8 +10,8 @@ What to open for which change:
 - words and limits of a slow start: group/processes.py; tests test_starters.py
 - what this machine must offer (memory, files): capacity.py; tests test_usable_memory.py, group/test_group.py
 - show something else that a rank uses, as disk reads: a field of `Load` and where it is read in resource_usage.py;
-  drawn by plots/live/drawing.py; tests also plots/test_live.py. `Load` is for the live picture only and not in the
-  trace: what must be in the trace is recorded in the rank (recording/)
+  drawn by plots/live/drawing.py; tests also plots/test_live.py. From other machines it comes by itself. `Load` is for
+  the live picture only and not in the trace: what must be in the trace is recorded in the rank (recording/)
 - the stacks of ranks, and which threads wait, for deadlocks: thread_states.py, frames.py (whose code); their words:
   group/deadlock_words.py; tests test_stack_dump.py, test_thread_states.py
 - how ranks end, with the processes that they have started: descendants.py; tests test_starters.py

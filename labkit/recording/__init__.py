@@ -11,10 +11,11 @@ What to open for which change:
   adds up; the bytes of a tensor: `nbytes_of` in worker/comm/descriptions.py; of TensorFlow's operations:
   worker/runtimes/tensorflow/sizes.py
 - give a span another field: an attribute of `Span` in schema.py, and of `Pending` if operations under way have it; its
-  place in `RECORD_FIELDS` of ring_buffer.py (a flag needs none); a parameter of the method there that writes it.
-  Columns and files follow (events.py, tracing/trace_file.py). Whatever knows the value passes it: for spans record.py
-  and worker/comm/phases.py; for operations worker/comm/operation.py; a search for the calls of the method finds the
-  rest (RPC, TensorFlow); tests test_schema.py, test_ring_buffer.py
+  place in `RECORD_FIELDS` of ring_buffer.py, and a parameter of the method there that writes it. A flag needs neither:
+  it is one more bit of `flags=`. Columns and files follow (events.py, tracing/trace_file.py). Whatever knows the value
+  passes it: for spans record.py (`_ComputeSpan` packs its record itself) and worker/comm/phases.py; for operations, on
+  GPUs too, worker/comm/operation.py; a search for the calls of the method finds the rest (RPC, TensorFlow); tests
+  test_schema.py, test_ring_buffer.py
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in
   schema.py, its record and a method in ring_buffer.py, `from_records` and an argument of `Trace` in tracing/trace.py,
   its entries in files in tracing/trace_file.py; tests also worker/comm/test_work.py

@@ -3,7 +3,8 @@
 What to open for which change:
 - reach machines in another way (Dask, LSF): an `Engine` (engines.py) gives the names of the machines, and a stream to
   the agent on each, by a command as in command.py (ssh, Slurm), or as in ray.py; an engine has a name in
-  `labkit/__init__.pyi`, and a section in docs/machines.md; tests test_slurm.py, test_ray.py
+  `labkit/__init__.pyi`, and a section in docs/machines.md; options of ssh and Slurm: command.py; tests test_relay.py
+  (ssh), test_slurm.py, test_ray.py
 - the emulated machines: emulated.py; their network: emulated_network.py; tests test_emulated.py
 - what relay and agents tell each other, and what must be the same on all machines: facts.py, line.py; the relay's side:
   relay.py, relayed.py; the agent's: agent.py; frames and large data: forwarding.py; tests test_relay.py, test_line.py

@@ -8,8 +8,9 @@ the output references it.
 
 What to open for which change (tests plots/test_explore.py):
 - what a page gets: window.py (bars and details of a time window), read by layer.js; what is drawn: picture.js; keys,
-  wheel, when a tooltip is shown: input.js; the words of a tooltip: texts.js, of the hint that lists the keys:
-  picture.js; the widget: explorer.js, explorer.css; `lab.explore`: plots/timeline.py
+  wheel, when a tooltip is shown: input.js; the words of a tooltip: texts.js, of the hint and the label that list the
+  keys: picture.js; the widget: explorer.js, explorer.css; `lab.explore`: plots/timeline.py
+- a flag of a bar: `_details` in window.py, and the constants at the head of texts.js
 - in a browser: notebook/test_browser.py (slow)
 """
 

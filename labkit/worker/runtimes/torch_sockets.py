@@ -26,7 +26,7 @@ from labkit.worker.network_namespace import PrivateNetwork
 HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network
 MACHINE: Final = PrivateNetwork()
 STANDARD: Final = timedelta(seconds=300)  # torch's default time limit for a connection
-LOOK_EVERY_S: Final = 0.02
+POLL_EVERY_S: Final = 0.02
 LISTENING: Final = "0A"  # the state of a socket in /proc
 
 
@@ -89,7 +89,7 @@ def _server_of(network: PrivateNetwork, host: str, port: int, limit: timedelta) 
             raise dist.DistNetworkError(
                 f"The client socket has timed out after {limit_ms}ms while trying to connect to ({host}, {port})."
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 def _listens(port: int) -> bool:
