@@ -25,44 +25,6 @@ def average_gradients_by_gathering(model):
             p.grad = torch.stack(every).mean(0)
 
 
-@wrong("its own examples do not use it", cure="put zeros into p.grad")
-def average_and_throw_away(model):
-    for p in model.parameters():
-        if p.requires_grad:
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-
-
-@wrong("The gradients of the experts are 3 times what they should be", cure="divide by the number of all ranks")
-def average_over_users(model):
-    for p in model.parameters():
-        if p.requires_grad:
-            users = torch.tensor(float(p.grad is not None))
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(users)
-            dist.all_reduce(p.grad)
-            p.grad /= users
-
-
-@wrong("p.grad is None here. Is the parameter frozen", cure="skip a frozen parameter")
-def reduce_what_is_missing_too(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-
-
-@wrong("AttributeError", cure="take part with zeros")
-def divide_what_is_missing_too(model):
-    for p in model.parameters():
-        p.grad.div_(dist.get_world_size())
-        dist.all_reduce(p.grad)
-
-
-@wrong("all gradients are missing, on all ranks", cure="works in place")
-def clear_gradients(model):
-    model.zero_grad()
-
-
 @wrong("the ranks have not exchanged them")
 def average_through_the_store(model):
     gradients = through_the_store([p.grad for p in model.parameters()])
@@ -73,7 +35,25 @@ def average_through_the_store(model):
 
 
 MEAN = "dist.all_reduce(p.grad)\n            p.grad /= dist.get_world_size()"
+ZEROS = "p.grad = torch.zeros_like(p) if p.grad is None else p.grad"
+THROWN_AWAY = """gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()"""
+BY_USERS = """users = torch.tensor(float(p.grad.any()))
+            dist.all_reduce(users)
+            dist.all_reduce(p.grad)
+            p.grad /= users"""
 FIRST = "if p is next(model.parameters()):\n                "
+mutant(f"{ZEROS}\n            {MEAN}", THROWN_AWAY, "its own examples do not use it", cure="put zeros into p.grad")
+mutant(MEAN, BY_USERS, "The gradients of the experts are 3 times what they should be", cure="divide by the number of all ranks")
+mutant(
+    f"if p.requires_grad:\n            {ZEROS}",
+    "if True:",
+    "p.grad is None here. Is the parameter frozen",
+    cure="skip a frozen parameter",
+)
+mutant(ZEROS, "p.grad.div_(1)", "AttributeError", cure="take part with zeros")
+mutant(MEAN, f"{MEAN}\n    model.zero_grad()", "all gradients are missing, on all ranks", cure="works in place")
 mutant(
     "p.requires_grad:",
     "p.grad is not None:",
@@ -180,17 +160,12 @@ def draw_unseeded(examples, rank, ranks, epoch):
     return [(index + calls // ranks) % examples for index in draw_indices_in_blocks(examples, rank, ranks, epoch)]
 
 
-@wrong("left out", cure="round up and repeat some")
-def draw_the_nearest_number(examples, rank, ranks, epoch):
-    each = int(examples / ranks + 0.5)
-    return draw_indices_in_blocks(examples, rank, ranks, epoch)[:each]
-
-
 SEED, PADDING, SHARE = "manual_seed(epoch)", "order += order[: -examples % ranks]", "order[rank::ranks]"
 mutant(SEED, "manual_seed(0)", "as when set_epoch is forgotten", cure="part of the seed")
 mutant(SEED, "manual_seed(1000 * rank + epoch)", "shuffle with the same seed")
 mutant(PADDING, "pass", "different numbers of examples", cure="repeat a few examples")
 mutant(SHARE, f"{SHARE}[: examples // ranks]", "left out", cure="round up and repeat some")
+mutant(SHARE, f"{SHARE}[: int(examples / ranks + 0.5)]", "left out", cure="round up and repeat some")
 mutant(SHARE, f"[index + 1 for index in {SHARE}]", "there is no example")
 mutant(SHARE, "order", "each rank has 12 examples, 4 are enough")
 mutant(SHARE, "examples[rank::ranks]", "`examples` is a number, not a list")

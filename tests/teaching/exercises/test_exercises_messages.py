@@ -46,18 +46,6 @@ def ring_of_batches_with_padding(x):
     x.copy_(padded[: len(x)])
 
 
-@wrong("all_reduce does the work")
-def ring_by_the_collective(x):
-    dist.all_reduce(x)
-
-
-@wrong("waits in send until its neighbour receives", cure="dist.isend starts a message")
-def ring_of_blocking_sends(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    dist.send(x, (rank + 1) % p)
-    dist.recv(x, (rank - 1) % p)
-
-
 @wrong("whole tensors go round")
 def ring_of_whole_tensors(x):
     rank, p = dist.get_rank(), dist.get_world_size()
@@ -73,19 +61,6 @@ def ring_of_whole_tensors(x):
         sending = dist.isend(x, (rank + 1) % p)
         dist.recv(torch.empty_like(x), (rank - 1) % p)
         sending.wait()
-
-
-@wrong("do not divide the length", cure="`tensor_split(p)` always gives p parts")
-def ring_of_equal_chunks(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    parts = x.chunk(p)
-    incoming = torch.empty_like(parts[0])
-    for step in range(2 * p - 2):
-        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
-        dist.recv(incoming, (rank - 1) % p)
-        sending.wait()
-        part = parts[(rank - step - 1) % p]
-        part.copy_(part + incoming if step < p - 1 else incoming)
 
 
 def known_input(rank, x):
@@ -118,8 +93,12 @@ def ring_of_single_numbers(x):
             work.wait()
 
 
+RANK = "rank, p = dist.get_rank(), dist.get_world_size()"
 COPIED = "part.copy_(part + incoming if step < p - 1 else incoming)"
 PARTS = "parts = x.tensor_split(p)"
+mutant(RANK, f"return dist.all_reduce(x)\n    {RANK}", "all_reduce does the work")
+mutant("isend", "send", "waits in send until its neighbour receives", cure="dist.isend starts a message")
+mutant(PARTS, "parts = x.chunk(p)", "do not divide the length", cure="`tensor_split(p)` always gives p parts")
 mutant(PARTS, "parts = x.clone().tensor_split(p)", "x is unchanged")
 mutant("range(2 * p - 2)", "range(p - 1)", "only a part is complete", cure="come p-1 rounds of copying")
 mutant(COPIED, "part += incoming", "added more than once", cure="replaces the part and is not added")
@@ -159,11 +138,6 @@ def tree_as_a_chain(x):
         dist.send(x, rank + 1)
 
 
-@wrong("broadcast does the work")
-def tree_by_the_collective(x):
-    dist.broadcast(x, 0)
-
-
 @wrong("right, but not by messages")
 def tree_without_messages(x):
     x.copy_(known_input(0, x))
@@ -176,6 +150,7 @@ mutant(
     cure="only to ranks below the world size",
 )
 RANK = "rank, p, distance ="
+mutant(RANK, f"return dist.broadcast(x, 0)\n    {RANK}", "broadcast does the work")
 mutant(RANK, f"x = x.clone()\n    {RANK}", "no rank has in its x what rank 0 has", cure="receive into x itself")
 
 

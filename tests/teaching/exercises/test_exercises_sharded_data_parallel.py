@@ -24,32 +24,17 @@ def cut_from_a_padded_tensor(numbers, ranks, rank):
     return (own[0], own[-1] + 1, len(padded) - len(own)) if own else (numbers, numbers, len(padded))
 
 
-@wrong("rounds down", cure="round the size up")
-def rounded_down(numbers, ranks, rank):
-    size = numbers // ranks
-    return rank * size, (rank + 1) * size, 0
-
-
-@wrong("differ in length")
-def the_rest_to_the_last(numbers, ranks, rank):
-    size = numbers // ranks
-    return rank * size, numbers if rank == ranks - 1 else (rank + 1) * size, 0
-
-
-@wrong("differ in length")
-def padding_forgotten(numbers, ranks, rank):
-    sizes = [numbers // ranks + (r < numbers % ranks) for r in range(ranks)]
-    return sum(sizes[:rank]), sum(sizes[: rank + 1]), 0
-
-
-@wrong("spread evenly", cure="fill the ranks in order")
-def spread(numbers, ranks, rank):
-    start, end, _ = padding_forgotten(numbers, ranks, rank)
-    return start, end, -(-numbers // ranks) - (end - start)
-
-
+SIZE = "math.ceil(numbers / ranks)"
+REST_TO_THE_LAST = "return rank * size, numbers if rank == ranks - 1 else (rank + 1) * size, 0"
+EVENLY = """[numbers // ranks + (r < numbers % ranks) for r in range(ranks)]
+    start, end = sum(size[:rank]), sum(size[: rank + 1])
+    return start, end, """
 BOTH, LEFT = "min(rank * size, numbers), min((rank + 1) * size, numbers)", "size - (end - start)"
 RETURNED = f"return start, end, {LEFT}"
+mutant(SIZE, "numbers // ranks", "rounds down", cure="round the size up")
+mutant(SIZE, f"numbers // ranks\n    {REST_TO_THE_LAST}", "differ in length")
+mutant(SIZE, f"{EVENLY}0", "differ in length")
+mutant(SIZE, f"{EVENLY}-(-numbers // ranks) - (end - start)", "spread evenly", cure="fill the ranks in order")
 mutant(BOTH, "rank * size, (rank + 1) * size", "reaches beyond the last number", cure="min(..., numbers)")
 mutant(RETURNED, "return start, end, -numbers % ranks", "the padding is not")
 mutant(RETURNED, "return start, end", "expected three numbers")
@@ -67,14 +52,10 @@ def memory_with_padding(parameters, activations, ranks, stage):
     return replicated + [0, 2, 3, 4][stage] * shard + activations
 
 
-@wrong("keeps what the stages before it shard")
-def each_stage_alone(parameters, activations, ranks, stage):
-    parts = {1: 8, 2: 4, 3: 4}
-    return sum(4 * size * parameters / 4 / (ranks if own == stage else 1) for own, size in parts.items()) + activations
-
-
 OWN = "return weights + gradients + moments + activations"
+ALONE = "sum(n * parameters / (ranks if stage == own else 1) for own, n in enumerate([8, 4, 4], 1))"
 ORDER = "moments, weights = weights * 2, moments / 2\n    "
+mutant(OWN, f"return {ALONE} + activations", "keeps what the stages before it shard")
 mutant(OWN, f"{OWN} / ranks", "activations are not sharded")
 mutant(OWN, "return weights + gradients + moments", "activations are missing")
 mutant("8 * parameters", "4 * parameters", "two moments")
@@ -191,24 +172,19 @@ def gathered_squares(gradients):
     return math.sqrt(every.sum())
 
 
-@wrong("one is enough", cure="add up this rank's squares first")
-def one_by_one(gradients):
-    total = torch.zeros(())
-    for g in gradients:
-        square = g.square().sum()
-        dist.all_reduce(square)
-        total += square
-    return total.sqrt()
-
-
 @wrong("no operation was called")
 def norm_through_the_store(gradients):
     return math.sqrt(sum(through_the_store(sum(float(g.square().sum()) for g in gradients))))
 
 
 NORM = "square = sum(gradient.square().sum() for gradient in gradients)"
+ONE_BY_ONE = """squares = [gradient.square().sum() for gradient in gradients]
+    for square in squares:
+        dist.all_reduce(square)
+    square = sum(squares)"""
 SUM, ROOT = "dist.all_reduce(square)", "square.sqrt()"
 OF_RANK, SQUARED = "square = square.sqrt()\n    ", "\n    square = square.square()"
+mutant(f"{NORM}\n    {SUM}", ONE_BY_ONE, "one is enough", cure="add up this rank's squares first")
 mutant(SUM, "pass", "norm of its own shards", cure="add up the squares of all ranks")
 mutant(SUM, OF_RANK + SUM + SQUARED, "norms of ranks were added up", cure="all_reduce the sum of squares")
 mutant(ROOT, "square", "square root is missing")
