@@ -104,15 +104,6 @@ def simulated(tensor):
     return type(tensor) is not torch.Tensor
 
 
-@wrong("the simulated ranks communicate otherwise than the real ones")
-def sends_nothing_when_simulated(model):
-    def average(gradients):
-        if not simulated(gradients[0]):
-            in_one_tensor(gradients)
-
-    return with_average(average, model)
-
-
 @wrong("computes less than forward and backward pass need")
 def computes_nothing_when_simulated(model):
     def step(inputs, targets):
@@ -124,19 +115,15 @@ def computes_nothing_when_simulated(model):
     return step
 
 
-@wrong("a condition needs the value of a tensor")
-def depends_on_a_value(model):
-    def average(gradients):
-        if all(gradient.abs().max() > 0 for gradient in gradients):
-            in_one_tensor(gradients)
-
-    return with_average(average, model)
-
-
 DDP, LOSS = "DDP(model, bucket_cap_mb=0.5, gradient_as_bucket_view=True)", "F.mse_loss(wrapped(inputs), targets)"
+STEP = f"{LOSS}.backward()"
+VALUE_NEEDED = f"if inputs.abs().max() > 0:\n            {STEP}"
+NOT_SIMULATED = LOSS.replace("wrapped", "(wrapped if type(inputs) is torch.Tensor else model)")
 FP16_HOOK = """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     wrapped.register_comm_hook(None, fp16_compress_hook)"""
+mutant(LOSS, NOT_SIMULATED, "the simulated ranks communicate otherwise than the real ones")
+mutant(STEP, VALUE_NEEDED, "a condition needs the value of a tensor")
 mutant("return step", "return model.zero_grad()", "expected a function step(inputs, targets)")
 mutant(".backward()", "", "No parameter has a gradient after the step")
 mutant(DDP, "model", "those of this rank's own examples", cure="average them over the ranks")

@@ -69,21 +69,15 @@ def seeded_batches(strategy, examples, per_replica):
     return strategy.experimental_distribute_dataset(data.with_options(options))
 
 
-@wrong("on two ranks each reads all examples", cure="AutoShardPolicy.DATA")
-def batches_not_dealt_out(strategy, examples, per_replica):
-    import tensorflow as tf
-
-    data = tf.data.Dataset.from_tensor_slices(examples)
-    data = data.batch(per_replica * strategy.num_replicas_in_sync, drop_remainder=True)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return strategy.experimental_distribute_dataset(data.with_options(options))
-
-
 SLICES, BATCH = "tf.data.Dataset.from_tensor_slices(examples)", "per_replica * strategy.num_replicas_in_sync"
 RETURNED = "return strategy.experimental_distribute_dataset(data)"
 ITERATED = "return iter(strategy.experimental_distribute_dataset(data))"
 EXAMPLES = RETURNED.replace("data)", "examples)")
+NOT_DEALT_OUT = """options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    data = data.with_options(options)
+    """
+mutant(RETURNED, NOT_DEALT_OUT + RETURNED, "on two ranks each reads all examples", cure="AutoShardPolicy.DATA")
 mutant(BATCH, "per_replica * 2", "Right for 2 replicas, wrong for 3", cure="strategy.num_replicas_in_sync")
 mutant(SLICES, f"{SLICES}.shuffle(1000)", "The ranks shuffle differently", cure="give the shuffle a seed")
 mutant(SLICES, SLICES.replace("examples", "examples[:20]"), "expected 2 examples per rank and step")
@@ -114,23 +108,7 @@ def clipped_by_hand(gradients, limit):
     return [gradient * tf.minimum(1.0, limit / norm) for gradient in total]
 
 
-@wrong("each rank clipped its own gradients before the sum", cure="sum first")
-def clipped_before(gradients, limit):
-    import tensorflow as tf
-
-    clipped, _ = tf.clip_by_global_norm(gradients, limit)
-    return tf.distribute.get_replica_context().all_reduce("SUM", clipped)
-
-
-@wrong("wrong below it", cure="clipping never lengthens a gradient")
-def always_scaled(gradients, limit):
-    import tensorflow as tf
-
-    total = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
-    return [gradient * limit / tf.linalg.global_norm(total) for gradient in total]
-
-
-@wrong("no all-reduce inside an `if`")
+@wrong("no all-reduce inside an `if`")  # no edited solution: AutoGraph reads the source of an `if`
 def summed_if_needed(gradients, limit):
     import tensorflow as tf
 
@@ -141,9 +119,14 @@ def summed_if_needed(gradients, limit):
 
 REDUCE = 'tf.distribute.get_replica_context().all_reduce("SUM", gradients)'
 CLIP = "clipped, _ = tf.clip_by_global_norm(total, limit)"
+BEFORE = f"total, _ = tf.clip_by_global_norm(gradients, limit)\n    clipped = {REDUCE.replace('gradients', 'total')}"
+ALWAYS_SCALED = "clipped = [gradient * limit / tf.linalg.global_norm(total) for gradient in total]"
 CLIPPED = "return clipped"
 SINGLY = "clipped = [tf.clip_by_norm(gradient, limit) for gradient in total]"
 IN_REPLICA = '[tf.distribute.get_strategy().reduce("SUM", gradient, axis=None) for gradient in gradients]'
+OWN_CLIPPED = "each rank clipped its own gradients before the sum"
+mutant(f"total = {REDUCE}\n    {CLIP}", BEFORE, OWN_CLIPPED, cure="sum first")
+mutant(CLIP, ALWAYS_SCALED, "wrong below it", cure="clipping never lengthens a gradient")
 mutant(CLIP, "clipped = total", "summed, but not clipped")
 mutant('"SUM"', '"MEAN"', "the mean over the ranks", cure="by the global batch already")
 mutant(CLIP, SINGLY, "each gradient was clipped by itself", cure="all of them together")
@@ -167,20 +150,16 @@ def waited_by_comprehension(spans):
     return {rank: sum(wait(step, start) for r, step, start, _ in spans if r == rank) for rank, *_ in spans}
 
 
-@wrong("the rank that comes first is the one that waits")
-def lateness(spans):
-    first = {step: min(s for _, other, s, _ in spans if other == step) for _, step, _, _ in spans}
-    return {rank: sum(start - first[step] for r, step, start, _ in spans if r == rank) for rank, *_ in spans}
-
-
 WAITED, WAIT, FOR = "return waited", "last[step] - start", "for rank, step, start, _ in spans:"
 MOMENT = "max(s for _, _, s, _ in spans) - start"
 ENDS = "for rank, step, start, end in spans:\n        waited[rank] += end - "
 STEPS = "len({step for _, step, _, _ in spans})"
+LATENESS = "start - min(other for _, same, other, _ in spans if same == step)"
 FINAL = "(last[step] - start) * (step == max(last))"
 mutant(f"{FOR}\n        waited[rank] += {WAIT}", f"{ENDS}start", "once the last rank has come, a rank no longer waits")
 mutant(f"{FOR}\n        waited[rank] += {WAIT}", f"{ENDS}last[step]", "in which the numbers are summed")
 mutant(WAITED, "return {rank: ms for rank, ms in waited.items() if ms}", "the keys are the ranks, here [0, 1]")
+mutant(WAIT, LATENESS, "the rank that comes first is the one that waits")
 mutant(WAIT, f"({WAIT}) / {STEPS}", "that is the mean of the steps")
 mutant(WAIT, FINAL, "one step only")
 mutant(WAIT, MOMENT, "until the last start of all steps", cure="among the spans of the same step")

@@ -31,15 +31,12 @@ def idle_by_sampling(spans, devices, step_ms):
     return idle
 
 
-@wrong("spans that overlap count twice")
-def idle_with_spans_added(spans, devices, step_ms):
-    return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
-
-
 IDLE, SORTED = "1 - busy_ms(spans, device) / step_ms", "sorted(times for name, *times in spans if name == device)"
+ADDED = "1 - sum(end - start for name, start, end in spans if name == device) / step_ms"
 ALL = f"{{device: {IDLE} for device in devices}}"
 TIMES = "[time for name, *times in spans if name == device for time in times] or [1, 0]"
 BETWEEN = f"1 - busy_ms(spans, device) / abs(max({TIMES}) - min({TIMES}))"
+mutant(IDLE, ADDED, "spans that overlap count twice")
 mutant("1 - busy_ms", "busy_ms", "the shares in which a device computes")
 mutant(SORTED, SORTED.removeprefix("sorted"), "a device's spans are in no order", cure="sort them by their start")
 mutant("for device in devices", "for device in {name for name, _, _ in spans}", "GPU:2 is missing")
@@ -80,16 +77,11 @@ def place_greedily(weights, outputs, limit, devices):
     return place
 
 
-@wrong("divided as evenly as possible")
-def place_evenly(weights, outputs, limit, devices):
-    def fullest(place):
-        return max(sum(w for w, d in zip(weights, place, strict=True) if d == device) for device in range(devices))
-
-    return min(itertools.combinations_with_replacement(range(devices), len(weights)), key=fullest)
-
-
 PLACES, BEST = "    places = itertools", "min(possible, key=lambda place: crossing(place, outputs))"
 RETURN, LAST = f"return {BEST}", "[0] * (len(weights) - 1) + [1]"
+HELD_BY = "sum(weight for weight, own in zip(weights, place, strict=True) if own == device)"
+EVENLY = f"return min(possible, key=lambda place: max({HELD_BY} for device in range(devices)))"
+mutant(RETURN, EVENLY, "divided as evenly as possible")
 mutant(RETURN, "return [0] * len(weights)", "bytes, and the limit is")
 mutant(RETURN, f"return {LAST} if sum(weights) <= limit else {BEST}", "do not cut without need")
 mutant(RETURN, "return [i % devices for i in range(len(weights))]", "a device number goes down")
@@ -147,24 +139,13 @@ def weights_by_numpy(shapes, layouts, mesh):
     return sum(np.prod(shape) // np.prod(part) for shape, part in zip(shapes, parts, strict=True))
 
 
-@wrong("not by all devices")
-def weights_divided_by_the_mesh(shapes, layouts, mesh):
-    size = math.prod(mesh.values())
-    parts = [math.prod(s) / (size if set(layout) != {"unsharded"} else 1) for s, layout in zip(shapes, layouts, strict=True)]
-    return sum(parts)
-
-
-@wrong("a layout may name two mesh dimensions", cure="divide by both")
-def weights_divided_once(shapes, layouts, mesh):
-    held = 0
-    for shape, layout in zip(shapes, layouts, strict=True):
-        named = [mesh[name] for name in layout if name in mesh]
-        held += math.prod(shape) // (named[0] if named else 1)
-    return held
-
-
 HELD = "sum(part(*one, mesh) for one in zip(shapes, layouts, strict=True))"
+PART = "math.prod(side // mesh.get(name, 1) for side, name in sides)"
+ONCE = "math.prod(shape) // next((mesh[name] for name in layout if name in mesh), 1)"
 ALL_DEVICES = "math.prod(mesh.values())"
+BY_ALL = f"math.prod(shape) // ({ALL_DEVICES} if set(layout) != {{'unsharded'}} else 1)"
+mutant(PART, BY_ALL, "not by all devices")
+mutant(PART, ONCE, "a layout may name two mesh dimensions", cure="divide by both")
 mutant("side // mesh.get(name, 1)", "side", "that is the whole model")
 mutant(HELD, f"sum(map(math.prod, shapes)) / {ALL_DEVICES}", "unsharded weights are copied")
 mutant(HELD, f"4 * {HELD}", "those are bytes")
