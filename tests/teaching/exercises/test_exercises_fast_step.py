@@ -100,14 +100,10 @@ def through_a_store(model):
     return with_average(average, model)
 
 
-def simulated(tensor):
-    return type(tensor) is not torch.Tensor
-
-
 @wrong("computes less than forward and backward pass need")
 def computes_nothing_when_simulated(model):
     def step(inputs, targets):
-        if simulated(inputs):
+        if type(inputs) is not torch.Tensor:
             dist.all_reduce(torch.empty(sum(p.numel() for p in model.parameters())))
         else:
             one_message(model)(inputs, targets)

@@ -56,13 +56,8 @@ mutant('"0"', "0", "nobody called make()")
 mutant(FIRST, "True", "every rank called make()", cure="ask for LOCAL_RANK")
 mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="ask for LOCAL_RANK")
 mutant(BARRIER, "", "returned before the file was there", cure="dist.barrier()")
-
-
-@wrong("returned before the file was there", cure="after make()")
-def once_waiting_before(make):
-    dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0":
-        make()
+MAKE = f"if {FIRST}:\n        make()"
+mutant(f"{MAKE}\n{BARRIER}", f"dist.barrier()\n    {MAKE}", "returned before the file was there", cure="after make()")
 
 
 right, wrong, mutant = answers.of("hierarchical_all_reduce")
@@ -87,16 +82,13 @@ def hierarchical_by_messages(x, counts):
     dist.broadcast(x, starts[mine], group=inside[mine])
 
 
-@wrong("not the first of its machine", cure="dist.new_group")
-def flat_all_reduce(x, counts):
-    dist.all_reduce(x)
-
-
 REDUCE = "dist.reduce(x, leader, group=inside)"
 ALL_REDUCE = "dist.all_reduce(x, group=inside)"
 BETWEEN = "\n    if rank == leader:\n        dist.all_reduce(x, group=between)\n    return"
+BEGIN = "rank, first, firsts ="
 OWN_SUM, LEADERS = "the others still have the sum of their machine", "the sums of the first ranks alone"
 mutant(REDUCE, ALL_REDUCE)
+mutant(BEGIN, f"return dist.all_reduce(x)\n    {BEGIN}", "not the first of its machine", cure="dist.new_group")
 mutant(REDUCE, f"x = x.clone(); {REDUCE}", "x is unchanged", cure="on a copy")
 mutant(REDUCE, f"return {ALL_REDUCE}", "the sums within each machine", cure="the first ranks")
 mutant(REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="broadcast it")
