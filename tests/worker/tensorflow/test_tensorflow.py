@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import pytest
 from cells import Cells
 from doings import waiting
 from processes import network_of_ranks, who_listens
+from python_programs import python
 from reported import Reported
 
 import labkit as lab
@@ -36,7 +35,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[3]
 GLOBAL_BATCH = 12
 STEPS = 5
 
@@ -285,10 +283,8 @@ def test_a_group_runs_again_and_again(two: lab.Group) -> None:
         assert (run.results, run.output) == ([2.0, 2.0], "")
 
 
-def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
+def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow() -> None:
+    program = textwrap.dedent("""
         import sys
         import labkit as lab
 
@@ -306,11 +302,8 @@ def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow(
         with lab.Group(1, runtime="tensorflow", devices_per_rank=2) as group:
             group.run(train)
         print([name for name in sys.modules if name.startswith(("tensorflow", "keras"))])
-        """)
-    )
-    command = [sys.executable, str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    """)
+    done = python("-c", program)
     assert (done.stdout, done.stderr) == ("[rank 0] 2 devices\n[]\n", "")
 
 
