@@ -265,16 +265,21 @@ def test_single_precision_results_are_equal_up_to_rounding(one: lab.Group, two: 
 # Runs in a row
 
 
-def sum_of_ranks() -> float:
+def adding_up() -> Any:
+    """A TensorFlow function with which all workers add up a number of each."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
     @tf.function
-    def total() -> Any:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+    def total(x: Any = 1.0) -> Any:
+        return strategy.run(lambda y: tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(y)), args=(x,))
 
-    return float(total())
+    return total
+
+
+def sum_of_ranks() -> float:
+    return float(adding_up()())
 
 
 def test_a_group_runs_again_and_again(two: lab.Group) -> None:
@@ -400,12 +405,7 @@ def test_datasets_that_feed_devices_are_not_autotuned(one: lab.Group) -> None:
 def timed_steps(steps: int) -> None:
     import tensorflow as tf
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    @tf.function
-    def total(x: Any) -> Any:
-        return strategy.run(lambda y: tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(y)), args=(x,))
-
+    total = adding_up()
     for _ in lab.steps(range(steps)):
         with lab.span("forward+backward"):
             x = tf.reduce_sum(tf.ones(10))
@@ -456,14 +456,7 @@ def test_workers_and_servers_serve_the_chief() -> None:
 
 def fail(how: str, victim: int) -> float:
     """All ranks compute a sum together five times; before the third, one of them fails in the given way."""
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    @tf.function
-    def total() -> Any:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
-
+    total = adding_up()
     ends = {
         "raise": functools.partial(int, "no number"),
         "exit": functools.partial(os._exit, 3),
