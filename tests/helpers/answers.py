@@ -8,6 +8,7 @@ import json
 import linecache
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,41 +40,54 @@ class Answers:
     def __init__(self) -> None:
         self.all: list[Answer] = []
 
-    def right(self, exercise: str, value: Any = None) -> Any:
-        return self._take(exercise, value, "", "")
+    def of(self, exercise: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., None]]:
+        """The functions `right`, `wrong` and `mutant` below, for one exercise."""
+        return partial(self._right, exercise), partial(self._wrong, exercise), partial(self._mutant, exercise)
 
-    def wrong(self, exercise: str, words: str, value: Any = None, *, cure: str = "") -> Any:
-        return self._take(exercise, value, words, cure)
+    def _right(self, exercise: str, value: Any) -> Any:
+        self.all.append(Answer(exercise, value, "", ""))
+        return value
 
-    def mutant(self, exercise: str, old: str, new: str, words: str = "", *, cure: str = "") -> None:
-        """An answer that is the reference solution with one text replaced, which occurs once in it; without words of
-        a verdict, a right one.
-
-        It is made when it is judged: ranks that import a file of tests have no judges."""
-        self.all.append(Answer(exercise, None, words, cure, (old, new)))
-
-    def _take(self, exercise: str, value: Any, words: str, cure: str) -> Callable[[Any], Any]:
+    def _wrong(self, exercise: str, words: str, value: Any = None, *, cure: str = "") -> Any:
         def keep(answer: Any) -> Any:
             self.all.append(Answer(exercise, answer, words, cure))
             return answer
 
         return keep if value is None else keep(value)
 
-    def parameters(self) -> list[Any]:
+    def _mutant(self, exercise: str, old: str, new: str, words: str = "", *, cure: str = "") -> None:
+        """An answer that is the reference solution with one text replaced, which occurs once in it; without words of
+        a verdict, a right one.
+
+        It is made when it is judged: ranks that import a file of tests have no judges."""
+        self.all.append(Answer(exercise, None, words, cure, (old, new)))
+
+    def test_of_verdicts(self) -> Callable[[Answer], None]:
+        """A test that judges each answer collected so far."""
         cases = []
         for answer in self.all:
             kind = "wrong" if answer.words else "right"
             label = (answer.words or "edited") if answer.edits else getattr(answer.value, "__name__", str(answer.value))
             cases.append(pytest.param(answer, id=f"{answer.exercise}-{kind}-{label}"))
-        return cases
 
-    def complete(self, lesson: str) -> None:
-        """Every exercise of the lesson has a right answer here and at least two wrong ones that fail in different
-        words."""
-        for name in labkit.teaching.exercises.LESSONS[lesson]:
-            own = [a for a in self.all if a.exercise == name]
-            assert [a for a in own if not a.words], f"no right answer to {name}"
-            assert len({a.words for a in own if a.words}) >= 2, f"fewer than two kinds of wrong answers to {name}"
+        @pytest.mark.parametrize("answer", cases)
+        @pytest.mark.processes
+        def test(answer: Answer) -> None:
+            judge(answer)
+
+        return test
+
+    def test_of_completeness(self, lesson: str) -> Callable[[], None]:
+        """A test that every exercise of the lesson has a right answer here and at least two wrong ones that fail in
+        different words."""
+
+        def test() -> None:
+            for name in labkit.teaching.exercises.LESSONS[lesson]:
+                own = [a for a in self.all if a.exercise == name]
+                assert [a for a in own if not a.words], f"no right answer to {name}"
+                assert len({a.words for a in own if a.words}) >= 2, f"fewer than two kinds of wrong answers to {name}"
+
+        return test
 
 
 def judge(answer: Answer) -> None:

@@ -4,19 +4,15 @@ as usual."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_programs import environment, python
 
 from labkit.tracing.load import load_trace
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 200
 
 SHOWS = """
 import json, sys
@@ -48,11 +44,7 @@ dist.destroy_process_group()
 
 
 def run(folder: Path, *command: str, trace: str = "") -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "LABKIT_TRACE"))}
-    env = clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"LABKIT_TRACE": trace} if trace else {})
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    return python(*command, cwd=folder, env=environment(**({"LABKIT_TRACE": trace} if trace else {})))
 
 
 @pytest.fixture

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from processes import GONE_LIMIT_S, left_after
+from python_programs import ROOT, environment, python
 
 import labkit as lab
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.tensorflow.servers import duplicate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-ROOT = Path(__file__).resolve().parents[2]
+ASKS = "from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)"
 NOBODY = 65534
 
 needs_tensorflow = pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
@@ -138,8 +139,7 @@ def test_outside_listeners_are_recognised() -> None:
 @functools.cache
 def why_not() -> str:
     """Why this system does not allow a new network; "" if it does."""
-    command = [sys.executable, "-c", "from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    ran = python("-c", ASKS)
     return "" if ran.returncode == 0 else ran.stderr.splitlines()[-1]
 
 
@@ -325,20 +325,12 @@ def test_tensorflows_servers_and_their_chief_listen_only_on_loopback() -> None:
 # Where it is requested, or not available
 
 
-def python(source: str, *arguments: str, command: str = sys.executable, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program in a process of its own."""
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [command, "-c", source, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False,
-        **options,
-    )  # fmt: skip
-
-
 @pytest.mark.usefixtures("allowed")
 @pytest.mark.processes
 def test_calls_in_a_private_network() -> None:
-    ran = python("""
+    ran = python(
+        "-c",
+        """
 import os
 from labkit.worker.network_namespace import PRIVATE, make
 
@@ -357,7 +349,8 @@ except KeyError as error:
     print(error)
 print(here == where(), there != here, network.call(where) == there, network.call(network.call, where) == there)
 print(network.call(lambda: [line.split(":")[0].strip() for line in open("/proc/thread-self/net/dev")][2:]))
-""")
+""",
+    )
     assert (ran.stdout, ran.stderr) == ("'raised there'\nTrue True True True\n['lo']\n", "")
 
 
@@ -396,7 +389,7 @@ except lab.LabError as error:
 @pytest.mark.processes
 def test_a_system_that_allows_no_namespaces() -> None:
     pytest.importorskip("torch")
-    ran = python(ON_A_SYSTEM_WITHOUT, "and a group")
+    ran = python("-c", ON_A_SYSTEM_WITHOUT, "and a group")
     refused = (
         "LABKIT_NETWORK=private: this system does not allow private networks (No space left on device). Remove the variable, "
         "or ask an administrator to allow unprivileged user namespaces."
@@ -488,18 +481,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @functools.cache
-def of_another_user() -> tuple[str, dict[str, Any]]:
-    """A Python that another user may run, and that user; "" if there is none."""
+def of_another_user() -> dict[str, Any]:
+    """How to start a Python as another user: one that may run it; {} if there is none."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    started = {"cwd": ROOT, "env": environment(PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")}
     if os.getuid():
-        return sys.executable, {}
-    as_nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        return started
+    probe = f"import sys, labkit, torch; assert sys.version_info[:2] == {sys.version_info[:2]}"
     for command in (sys.executable, shutil.which("python3", path=os.defpath) or sys.executable):
+        as_nobody = started | {"command": command, "user": NOBODY, "group": NOBODY, "extra_groups": []}
         with contextlib.suppress(OSError):
-            probe = f"import sys, labkit, torch; assert sys.version_info[:2] == {sys.version_info[:2]}"
-            ran = python(probe, command=command, **as_nobody)
-            if ran.returncode == 0:
-                return command, as_nobody
-    return "", {}
+            if python("-c", probe, **as_nobody).returncode == 0:
+                return as_nobody
+    return {}
 
 
 @pytest.mark.slow
@@ -507,13 +501,13 @@ def of_another_user() -> tuple[str, dict[str, Any]]:
 def test_a_group_of_a_user_other_than_root() -> None:
     """If the tests run as root, as another user. Then the notebook is killed."""
     pytest.importorskip("torch")
-    command, as_user = of_another_user()
-    if not command:
+    as_user = of_another_user()
+    if not as_user:
         pytest.skip("no other user may run this Python, or read what is installed")
-    may = python("from labkit.worker.network_namespace import PRIVATE, make; make(PRIVATE)", command=command, **as_user)
+    may = python("-c", ASKS, **as_user)
     if may.returncode:
         pytest.skip(may.stderr.splitlines()[-1])
-    ran = python(AS_ANOTHER_USER, command=command, **as_user)
+    ran = python("-c", AS_ANOTHER_USER, **as_user)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     reported = json.loads(ran.stdout)
     assert left_after(GONE_LIMIT_S, reported.pop("processes")) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import cells as in_cells
 import pytest
+from python_programs import environment, python
 
 import labkit as lab
 from labkit.group import output
@@ -21,8 +20,6 @@ from labkit.ipc.protocol import Message, NewSettings, Warned
 from labkit.worker.display import MOST_WARNINGS
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -296,11 +293,7 @@ def test_warnings_as_errors_from_the_beginning() -> None:
         "    try: group.run(f)\n    except lab.RankError as error: print(error.failures[0].headline)\n"
     )
     for runtime in ("bare", "torch"):
-        answer = subprocess.run(
-            [sys.executable, "-c", program.format(runtime)],
-            env=os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        answer = python("-c", program.format(runtime), env=environment(PYTHONWARNINGS="error"))
         assert (answer.stdout.splitlines(), answer.stderr) == (["['error', 'error']", "UserWarning: careful"], "")
 
 
@@ -318,11 +311,7 @@ def test_a_notebook_that_ignores_its_childrens_ends() -> None:
         "        except lab.RankError as error: print(error.failures[0].headline)\n"
         "        print(group.run(f, 'live').results)\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    answer = python("-c", program)
     assert answer.stderr == ""
     lines = answer.stdout.splitlines()
     assert [lines[i] for i in (0, 2, 3, 5)] == ["[1, 1]"] * 4

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import python_programs
+from python_programs import LIMIT_S, ROOT
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.cores import RUN_QUEUE
@@ -20,21 +22,18 @@ from labkit.tracing.load import load_trace
 from labkit.tracing.trace import Trace
 from labkit.worker.script_recorder import MOVE_AT, _Script
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tests" / "helpers"
 SCRIPT = HERE / "torchrun_script.py"
-LIMIT_S = 200
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "LABKIT_TRACE"))}
-    return clean | {"LABKIT_TRACE": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+def recorded_in(folder: Path, **more: str) -> dict[str, str]:
+    """The variables of a script that leaves its trace in a folder."""
+    return python_programs.environment(**({"LABKIT_TRACE": str(folder)} | more))
 
 
 def python(folder: Path, code: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a script without torch, as the rank given by `more`."""
-    command, env = [sys.executable, "-c", code, str(folder)], environment(folder, **more)
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return python_programs.python("-c", code, str(folder), env=recorded_in(folder, **more))
 
 
 def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str, str]]:
@@ -46,7 +45,7 @@ def torchrun(folder: Path, nodes: list[int], **more: str) -> list[tuple[int, str
         sizes = ["--nnodes", str(len(nodes)), "--nproc-per-node", str(ranks)]
         command = [sys.executable, "-m", "torch.distributed.run", *sizes, *meet, str(SCRIPT), str(folder)]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        agents.append(subprocess.Popen(command, env=environment(folder, **more), **pipes))
+        agents.append(subprocess.Popen(command, env=recorded_in(folder, **more), **pipes))
     try:
         printed = [agent.communicate(timeout=LIMIT_S) for agent in agents]
         return [(agent.returncode, *texts) for agent, texts in zip(agents, printed, strict=True)]
@@ -140,7 +139,7 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     ranks = []
     for rank in (0, 1):
         command = [sys.executable, "-c", KILLED, str(tmp_path / "store")]
-        env = environment(tmp_path / "traces", RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        env = recorded_in(tmp_path / "traces", RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
     try:
         assert ranks[0].wait(LIMIT_S) == -9
@@ -252,9 +251,7 @@ def test_a_torch_that_cannot_be_recorded_does_not_end_the_script(tmp_path: Path)
 def test_without_the_variable_nothing_is_loaded() -> None:
     costly = ("labkit.worker.script_recorder", "labkit.recording.record", "mmap", "socket")
     code = f"import labkit, sys; print([m for m in {costly} if m in sys.modules])"
-    clean = {name: value for name, value in os.environ.items() if name != "LABKIT_TRACE"}
-    ended = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert ended.stdout == "[]\n"
+    assert python_programs.python("-c", code).stdout == "[]\n"
 
 
 @pytest.mark.slow
@@ -371,7 +368,7 @@ def test_workers_of_rpc_have_their_names(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WORKER, str(folder), str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(
-            command, env=environment(folder, RANK=str(rank), WORLD_SIZE="2", TP_SOCKET_IFNAME="lo"), stderr=subprocess.PIPE
+            command, env=recorded_in(folder, RANK=str(rank), WORLD_SIZE="2", TP_SOCKET_IFNAME="lo"), stderr=subprocess.PIPE
         )
         for rank in range(2)
     ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from made_up_machines import started_on
+from python_programs import environment
 
 import labkit as lab
 from labkit.ipc.options import Place
@@ -66,12 +67,8 @@ def test_folders_of_killed_ranks_are_removed_by_the_next(tmp_path: Path) -> None
         f"tempfile.tempdir = {str(tmp_path)!r}; WorkingFolder(Place('pc2')).enter({NOWHERE!r}); print(os.getcwd(), flush=True); "
         "open('file', 'w').close(); input()"
     )
-    root = Path(lab.__file__).parents[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as other:  # fmt: skip
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment(), **pipes) as other:
         assert other.stdout is not None
         left = Path(other.stdout.readline().strip())
         first = WorkingFolder(THERE)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch.distributed.rpc as rpc
-from answers import Answers, judge
+from answers import Answers
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("ask_all")
 
 
-# ask_all
-
-
-@right("ask_all")
+@right
 def ask_all_from_threads(workers, function, inputs):
     with ThreadPoolExecutor(len(workers)) as pool:
         where = [workers[i % len(workers)] for i in range(len(inputs))]
@@ -32,41 +29,37 @@ BY_WORKER = f"""rpc.rpc_async(workers[w], function, args=(x,))
 COLLECTED = """return torch.futures.collect_all(calls).then(
         lambda done: [call.value() for call in done.value()]
     ).wait()"""
-mutant("ask_all", RESULTS, COLLECTED)  # right
+mutant(RESULTS, COLLECTED)  # right
+mutant(CALLS, f"rpc.remote({IN_TURN}, function, args=(x,)){FOR_EACH}return [reference.to_here() for reference in calls]")  # right
+mutant(CALLS, f"rpc.rpc_sync({IN_TURN}, function, args=(x,)){FOR_EACH}return calls", "rpc_sync waits")
+mutant(CALLS, f"{CALL}.wait(){FOR_EACH}return calls", "so does wait() right after rpc_async")
+mutant(RESULTS, "return calls", "contains a Future", cure="torch.futures.wait_all")
 mutant(
-    "ask_all", CALLS, f"rpc.remote({IN_TURN}, function, args=(x,)){FOR_EACH}return [reference.to_here() for reference in calls]"
-)  # right
-mutant("ask_all", CALLS, f"rpc.rpc_sync({IN_TURN}, function, args=(x,)){FOR_EACH}return calls", "rpc_sync waits")
-mutant("ask_all", CALLS, f"{CALL}.wait(){FOR_EACH}return calls", "so does wait() right after rpc_async")
-mutant("ask_all", RESULTS, "return calls", "contains a Future", cure="torch.futures.wait_all")
-mutant(
-    "ask_all",
     CALLS,
     f"rpc.remote({IN_TURN}, function, args=(x,)){FOR_EACH}return calls",
     "contains a PyRRef",
     cure="torch.futures.wait_all",
 )
-mutant("ask_all", RESULTS, "return [function(x) for x in inputs]", "ran on the master", cure="pass it to rpc_async")
-mutant("ask_all", "function, args=(x,)", "function(x)", "has run before the call was made", cure="args=(x,)")
-mutant("ask_all", "args=(x,)", "args=(x)", "`args` is a tuple", cure="with the comma")
-mutant("ask_all", "enumerate(inputs)", "enumerate(inputs[: len(workers)])", "workers get several")
-mutant("ask_all", CALLS, BY_WORKER, "another order")
+mutant(RESULTS, "return [function(x) for x in inputs]", "ran on the master", cure="pass it to rpc_async")
+mutant("function, args=(x,)", "function(x)", "has run before the call was made", cure="args=(x,)")
+mutant("args=(x,)", "args=(x)", "`args` is a tuple", cure="with the comma")
+mutant("enumerate(inputs)", "enumerate(inputs[: len(workers)])", "workers get several")
+mutant(CALLS, BY_WORKER, "another order")
 mutant(
-    "ask_all",
     IN_TURN,
     "workers[i // -(-len(inputs) // len(workers))]",
     "input 1 went to worker1, and 1 modulo 2 workers is worker2",
 )
-mutant("ask_all", IN_TURN, "workers[0]", "had nothing to do")
-mutant("ask_all", RESULTS, "return sum(part.sum() for part in torch.futures.wait_all(calls))", "expected a list")
-mutant("ask_all", RESULTS, "return [part + 1 for part in torch.futures.wait_all(calls)]", "not what the function returns")
-mutant("ask_all", RESULTS, f"{RESULTS}[1:]", "given 4 results for 5 inputs")
+mutant(IN_TURN, "workers[0]", "had nothing to do")
+mutant(RESULTS, "return sum(part.sum() for part in torch.futures.wait_all(calls))", "expected a list")
+mutant(RESULTS, "return [part + 1 for part in torch.futures.wait_all(calls)]", "not what the function returns")
+mutant(RESULTS, f"{RESULTS}[1:]", "given 4 results for 5 inputs")
 
 
-# remote_tallies
+right, wrong, mutant = answers.of("remote_tallies")
 
 
-@right("remote_tallies")
+@right
 def remote_tallies_one_by_one(tally_class, owners, amounts):
     totals = []
     for owner, some in zip(owners, amounts, strict=True):
@@ -77,7 +70,7 @@ def remote_tallies_one_by_one(tally_class, owners, amounts):
     return totals
 
 
-@wrong("remote_tallies", "brings a copy", cure="tally.rpc_sync().add(x)")
+@wrong("brings a copy", cure="tally.rpc_sync().add(x)")
 def copies_fetched(tally_class, owners, amounts):
     copies = [rpc.remote(owner, tally_class).to_here() for owner in owners]
     for tally, some in zip(copies, amounts, strict=True):
@@ -86,7 +79,7 @@ def copies_fetched(tally_class, owners, amounts):
     return [tally.total() for tally in copies]
 
 
-@wrong("remote_tallies", "each rpc.remote(owner, tally_class) makes a new one", cure="keep its reference")
+@wrong("each rpc.remote(owner, tally_class) makes a new one", cure="keep its reference")
 def a_new_object_each_time(tally_class, owners, amounts):
     for owner, some in zip(owners, amounts, strict=True):
         for x in some:
@@ -100,24 +93,18 @@ ONLY_BUSY = """owners = [owner for owner, own in zip(owners, amounts, strict=Tru
     amounts = [own for own in amounts if own]
     """
 TOTALS = "return [tally.rpc_sync().total() for tally in tallies]"
-mutant("remote_tallies", MADE, "rpc.remote(owner, tally_class())", "the object was made before the call", cure="pass the class")
-mutant("remote_tallies", ADD, "tally.add(x)", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
-mutant("remote_tallies", ADD, "tally.local_value().add(x)", "works only on the owner", cure="through the reference")
-mutant("remote_tallies", MADE, "rpc.RRef(tally_class())", "built on the master", cure="rpc.remote(owner, tally_class)")
-mutant("remote_tallies", WAITED, "", "rpc_async and remote only send the call", cure="wait for the additions first")
-mutant("remote_tallies", TOTALS, TOTALS.replace("sync", "async"), "in place of a number", cure="wait() for a future")
-mutant("remote_tallies", "tallies = [", f"{ONLY_BUSY}tallies = [", "every owner gets one")
-mutant("remote_tallies", TOTALS, f"{TOTALS}[::-1]", "another order")
-mutant("remote_tallies", TOTALS, "return sum(tally.rpc_sync().total() for tally in tallies)", "expected a list")
-mutant("remote_tallies", "for x in own", "for x in (own if len(owners) == 1 else [*own, 1.0])", "3 additions, and has 2 amounts")
-mutant("remote_tallies", TOTALS, TOTALS.replace("total()", "total() + 0.5"), "not those of the owners' amounts")
+mutant(MADE, "rpc.remote(owner, tally_class())", "the object was made before the call", cure="pass the class")
+mutant(ADD, "tally.add(x)", "an RRef is not the object", cure="reference.rpc_sync().the_method()")
+mutant(ADD, "tally.local_value().add(x)", "works only on the owner", cure="through the reference")
+mutant(MADE, "rpc.RRef(tally_class())", "built on the master", cure="rpc.remote(owner, tally_class)")
+mutant(WAITED, "", "rpc_async and remote only send the call", cure="wait for the additions first")
+mutant(TOTALS, TOTALS.replace("sync", "async"), "in place of a number", cure="wait() for a future")
+mutant("tallies = [", f"{ONLY_BUSY}tallies = [", "every owner gets one")
+mutant(TOTALS, f"{TOTALS}[::-1]", "another order")
+mutant(TOTALS, "return sum(tally.rpc_sync().total() for tally in tallies)", "expected a list")
+mutant("for x in own", "for x in (own if len(owners) == 1 else [*own, 1.0])", "3 additions, and has 2 amounts")
+mutant(TOTALS, TOTALS.replace("total()", "total() + 0.5"), "not those of the owners' amounts")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("calls_and_references")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("calls_and_references")

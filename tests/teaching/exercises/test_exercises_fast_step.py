@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from answers import Answers, judge
+from answers import Answers
 from store_exchange import through_the_store
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.teaching.exercises.check import check
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+right, wrong, mutant = answers.of("fast_step")
 
 
 def with_average(average, model):
@@ -56,7 +56,7 @@ def ddp(model):
     return step
 
 
-@right("fast_step")
+@right
 def batch_of_all_ranks(model):
     """Every rank computes everything: right, few bytes, and slow."""
 
@@ -69,7 +69,7 @@ def batch_of_all_ranks(model):
     return step
 
 
-@wrong("fast_step", "those of the step before", cure="wait() for each operation")
+@wrong("those of the step before", cure="wait() for each operation")
 def one_step_late(model):
     """The average of a step is used in the next one, as in asynchronous training."""
     sent = []
@@ -86,12 +86,12 @@ def one_step_late(model):
     return with_average(average, model)
 
 
-@wrong("fast_step", "not those of one process with the whole batch", cure="all_reduce of each gradient")
+@wrong("not those of one process with the whole batch", cure="all_reduce of each gradient")
 def only_the_large_ones(model):
     return with_average(lambda gradients: one_by_one([g for g in gradients if g.ndim == 2]), model)
 
 
-@wrong("fast_step", "the ranks have not exchanged them")
+@wrong("the ranks have not exchanged them")
 def through_a_store(model):
     def average(gradients):
         for gradient, *parts in zip(gradients, *through_the_store(gradients), strict=True):
@@ -100,23 +100,10 @@ def through_a_store(model):
     return with_average(average, model)
 
 
-def simulated(tensor):
-    return type(tensor) is not torch.Tensor
-
-
-@wrong("fast_step", "the simulated ranks communicate otherwise than the real ones")
-def sends_nothing_when_simulated(model):
-    def average(gradients):
-        if not simulated(gradients[0]):
-            in_one_tensor(gradients)
-
-    return with_average(average, model)
-
-
-@wrong("fast_step", "computes less than forward and backward pass need")
+@wrong("computes less than forward and backward pass need")
 def computes_nothing_when_simulated(model):
     def step(inputs, targets):
-        if simulated(inputs):
+        if type(inputs) is not torch.Tensor:
             dist.all_reduce(torch.empty(sum(p.numel() for p in model.parameters())))
         else:
             one_message(model)(inputs, targets)
@@ -124,41 +111,30 @@ def computes_nothing_when_simulated(model):
     return step
 
 
-@wrong("fast_step", "a condition needs the value of a tensor")
-def depends_on_a_value(model):
-    def average(gradients):
-        if all(gradient.abs().max() > 0 for gradient in gradients):
-            in_one_tensor(gradients)
-
-    return with_average(average, model)
-
-
 DDP, LOSS = "DDP(model, bucket_cap_mb=0.5, gradient_as_bucket_view=True)", "F.mse_loss(wrapped(inputs), targets)"
+STEP = f"{LOSS}.backward()"
+VALUE_NEEDED = f"if inputs.abs().max() > 0:\n            {STEP}"
+NOT_SIMULATED = LOSS.replace("wrapped", "(wrapped if type(inputs) is torch.Tensor else model)")
 FP16_HOOK = """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     wrapped.register_comm_hook(None, fp16_compress_hook)"""
-mutant("fast_step", "return step", "return model.zero_grad()", "expected a function step(inputs, targets)")
-mutant("fast_step", ".backward()", "", "No parameter has a gradient after the step")
-mutant("fast_step", DDP, "model", "those of this rank's own examples", cure="average them over the ranks")
-mutant("fast_step", LOSS, f"(dist.get_world_size() * {LOSS})", "summed over the ranks", cure="divide by the number of ranks")
+mutant(LOSS, NOT_SIMULATED, "the simulated ranks communicate otherwise than the real ones")
+mutant(STEP, VALUE_NEEDED, "a condition needs the value of a tensor")
+mutant("return step", "return model.zero_grad()", "expected a function step(inputs, targets)")
+mutant(".backward()", "", "No parameter has a gradient after the step")
+mutant(DDP, "model", "those of this rank's own examples", cure="average them over the ranks")
+mutant(LOSS, f"(dist.get_world_size() * {LOSS})", "summed over the ranks", cure="divide by the number of ranks")
 mutant(
-    "fast_step",
     LOSS,
     f"({LOSS} / dist.get_world_size())",
     "divided by the number of ranks twice",
     cure="DDP and ReduceOp.AVG divide already",
 )
-mutant("fast_step", DDP, DDP + FP16_HOOK, "some of their digits were lost", cure="numbers of 16 bits lose more")
+mutant(DDP, DDP + FP16_HOOK, "some of their digits were lost", cure="numbers of 16 bits lose more")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("fast_step")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("fast_step")
 
 
 @pytest.mark.processes

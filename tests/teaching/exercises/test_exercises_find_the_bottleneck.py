@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
-from answers import Answers, judge
+from answers import Answers
 
 from labkit.teaching.exercises.find_the_bottleneck import NUMBERS, PAYS_LINK, SIX
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("longest_path")
 
 
-# longest_path
-
-
-@right("longest_path")
+@right
 def longest_path_by_paths(tasks):
     paths = []
     for i, (ms, needs) in enumerate(tasks):
@@ -25,7 +22,7 @@ def longest_path_by_paths(tasks):
     return max(paths)[1]
 
 
-@wrong("longest_path", "ends at the longest task", cure="compute when each task ends")
+@wrong("ends at the longest task", cure="compute when each task ends")
 def path_to_the_longest_task(tasks):
     path = [max(range(len(tasks)), key=lambda task: tasks[task][0])]
     while needs := tasks[path[0]][1]:
@@ -34,28 +31,22 @@ def path_to_the_longest_task(tasks):
 
 
 LAST, NEXT, PATH = "[ends.index(max(ends))]", "max(needs, key=lambda need: ends[need])", "return path"
-mutant("longest_path", PATH, "return path[::-1]", "the last one first", cure="turn the list around")
-mutant("longest_path", LAST, "[len(tasks) - 1]", "ends at the last task of the list", cure="compute when each task ends")
-mutant(
-    "longest_path",
-    "lambda need: ends[need]",
-    "lambda need: tasks[need][0]",
-    "the longest of them",
-    cure="whatever its own duration",
-)
-mutant("longest_path", NEXT, "needs[0]", "follows the first of them", cure="the one that ended last")
-mutant("longest_path", PATH, "return list(range(len(tasks)))", "those are all tasks", cure="go back from the task that ends last")
-mutant("longest_path", PATH, "return path[:-1]", "leaves out the task that ends last", cure="the path ends with it")
-mutant("longest_path", PATH, "return path[1:]", "leaves out the task that begins it", cure="until a task needs nothing")
-mutant("longest_path", PATH, "return [0, len(tasks) - 1]", "so it never waited for it")
-mutant("longest_path", PATH, "return [0]", "another path is longer", cure="go back from the last one")
-mutant("longest_path", PATH, "return max(ends)", "expected a list with the numbers of tasks")
+mutant(PATH, "return path[::-1]", "the last one first", cure="turn the list around")
+mutant(LAST, "[len(tasks) - 1]", "ends at the last task of the list", cure="compute when each task ends")
+mutant("lambda need: ends[need]", "lambda need: tasks[need][0]", "the longest of them", cure="whatever its own duration")
+mutant(NEXT, "needs[0]", "follows the first of them", cure="the one that ended last")
+mutant(PATH, "return list(range(len(tasks)))", "those are all tasks", cure="go back from the task that ends last")
+mutant(PATH, "return path[:-1]", "leaves out the task that ends last", cure="the path ends with it")
+mutant(PATH, "return path[1:]", "leaves out the task that begins it", cure="until a task needs nothing")
+mutant(PATH, "return [0, len(tasks) - 1]", "so it never waited for it")
+mutant(PATH, "return [0]", "another path is longer", cure="go back from the last one")
+mutant(PATH, "return max(ends)", "expected a list with the numbers of tasks")
 
 
-# straggler
+right, wrong, mutant = answers.of("straggler")
 
 
-@right("straggler")
+@right
 def straggler_by_the_end_of_work(spans):
     last = {}
     for rank, name, _, end in spans:
@@ -69,42 +60,42 @@ def time_in(spans, rank, names):
     return sum(end - start for one, name, start, end in spans if one == rank and name in names)
 
 
-@wrong("straggler", "it waits there. For whom?", cure="who arrives last does not wait")
+@wrong("it waits there. For whom?", cure="who arrives last does not wait")
 def longest_in_all_reduces(spans):
     return max(range(4), key=lambda rank: time_in(spans, rank, ["all_reduce"]))
 
 
-@wrong("straggler", "computes longest in total", cure="for each all-reduce who arrives last")
+@wrong("computes longest in total", cure="for each all-reduce who arrives last")
 def longest_in_compute(spans):
     return max(range(4), key=lambda rank: time_in(spans, rank, ["backward", "optimizer"]))
 
 
-mutant("straggler", "statistics.mode(last)", "last[-1]", "in the last all-reduce", cure="count over all of them")
-mutant("straggler", "statistics.mode(last)", "2", "which rank is that, most of the time?", cure="start of the k-th all_reduce")
-mutant("straggler", "return statistics.mode(last)", "print(last)", "the function returns nothing")
+mutant("statistics.mode(last)", "last[-1]", "in the last all-reduce", cure="count over all of them")
+mutant("statistics.mode(last)", "2", "which rank is that, most of the time?", cure="start of the k-th all_reduce")
+mutant("return statistics.mode(last)", "print(last)", "the function returns nothing")
 
 
-# virtual_speedup
+right, wrong, mutant = answers.of("virtual_speedup")
 
 SAVED, SLOW = "step_ms({}) - step_ms(others) / factor", "dict.fromkeys(phases, factor)"
-mutant("virtual_speedup", "{phase: factor for phase in phases if phase != name}", f"{SLOW}; del others[name]")
-mutant("virtual_speedup", SAVED, "step_ms(others) / factor", "not what the change saves", cure="subtract it from the step")
-mutant("virtual_speedup", "others) / factor", "others)", "runs too slowly", cure="divide the slowed step by the factor first")
-mutant("virtual_speedup", SAVED, f"-({SAVED})", "the wrong sign", cure="step now minus step after")
+mutant("{phase: factor for phase in phases if phase != name}", f"{SLOW}; del others[name]")
+mutant(SAVED, "step_ms(others) / factor", "not what the change saves", cure="subtract it from the step")
+mutant("others) / factor", "others)", "runs too slowly", cure="divide the slowed step by the factor first")
+mutant(SAVED, f"-({SAVED})", "the wrong sign", cure="step now minus step after")
 SLOWED, LOST = "step_ms({name: factor}) - step_ms({})", "step_ms(others) - step_ms({})"
-mutant("virtual_speedup", SAVED, SLOWED, "the phase itself is slower", cure="slow all phases but this one")
-mutant("virtual_speedup", SAVED, LOST, "how much the slowed program lost", cure="divide the slowed step by the factor, and")
-mutant("virtual_speedup", "step_ms(others)", f"step_ms({SLOW})", "only the clock has changed", cure="leave out the phase")
-mutant("virtual_speedup", SAVED, "step_ms({}) - step_ms({name: 1 / factor})", "step_ms can only slow phases down")
-mutant("virtual_speedup", SAVED, "step_ms({}) / 10", "By which clock?", cure="slow all other phases by the factor")
+mutant(SAVED, SLOWED, "the phase itself is slower", cure="slow all phases but this one")
+mutant(SAVED, LOST, "how much the slowed program lost", cure="divide the slowed step by the factor, and")
+mutant("step_ms(others)", f"step_ms({SLOW})", "only the clock has changed", cure="leave out the phase")
+mutant(SAVED, "step_ms({}) - step_ms({name: 1 / factor})", "step_ms can only slow phases down")
+mutant(SAVED, "step_ms({}) / 10", "By which clock?", cure="slow all other phases by the factor")
 
 
-# which_pays
+right, wrong, mutant = answers.of("which_pays")
 
-right("which_pays", "half the bytes")
-wrong("which_pays", "how long do their bytes take", "one message", cure="16 ms")
-wrong("which_pays", "for the rest of a step", "half the compute", cure="1.2 MB")
-wrong("which_pays", "expected 'one message', 'half the bytes' or 'half the compute'", "a faster network")
+right("half the bytes")
+wrong("how long do their bytes take", "one message", cure="16 ms")
+wrong("for the rest of a step", "half the compute", cure="1.2 MB")
+wrong("expected 'one message', 'half the bytes' or 'half the compute'", "a faster network")
 
 
 def test_on_this_link_half_the_bytes_save_far_more_than_one_message():
@@ -116,10 +107,10 @@ def test_on_this_link_half_the_bytes_save_far_more_than_one_message():
     assert 1 < saved_latency < saved[2] / 10
 
 
-# exchange
+right, wrong, mutant = answers.of("exchange")
 
 
-@right("exchange")
+@right
 def exchange_coalesced(gradients, loss):
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -132,14 +123,14 @@ def exchange_coalesced(gradients, loss):
         part.copy_(mean)
 
 
-@wrong("exchange", "each operation pays the latency again", cure="copy all tensors into one")
+@wrong("each operation pays the latency again", cure="copy all tensors into one")
 def exchange_one_by_one(gradients, loss):
     for part in [*gradients, loss]:
         dist.all_reduce(part)
         part /= dist.get_world_size()
 
 
-@wrong("exchange", "the sums over the ranks", cure="divide by the number of ranks")
+@wrong("the sums over the ranks", cure="divide by the number of ranks")
 def exchange_sums(gradients, loss):
     for part in [*gradients, loss]:
         dist.all_reduce(part)
@@ -149,20 +140,14 @@ PARTS, ALL_REDUCE, COPY = "parts = [*gradients, loss]", "dist.all_reduce(flat)",
 COMMON = "dist.all_reduce(loss)\n    loss /= dist.get_world_size()\n    "
 TO_ONE = "dist.reduce(flat, 0)\n    if dist.get_rank(): return"
 CAT = "torch.cat([part.flatten() for part in parts])"
-mutant("exchange", PARTS, f"{COMMON}parts = gradients", "what can travel together", cure="one more number")
-mutant("exchange", CAT, f"{CAT}.double()", "more bytes than needed", cure="one all_reduce of the numbers themselves")
-mutant("exchange", COPY, "pass", "unchanged", cure="with copy_")
-mutant("exchange", PARTS, "parts = gradients", "the loss is that of this rank", cure="the loss travels with them")
-mutant("exchange", PARTS, "parts = [loss]", "the gradients are those of this rank", cure="copy the means back")
-mutant("exchange", COPY, COPY.replace("mean", "(mean / 2)"), "not the means over the ranks", cure="into its tensor")
-mutant("exchange", ALL_REDUCE, TO_ONE, "other ranks do not")
+mutant(PARTS, f"{COMMON}parts = gradients", "what can travel together", cure="one more number")
+mutant(CAT, f"{CAT}.double()", "more bytes than needed", cure="one all_reduce of the numbers themselves")
+mutant(COPY, "pass", "unchanged", cure="with copy_")
+mutant(PARTS, "parts = gradients", "the loss is that of this rank", cure="the loss travels with them")
+mutant(PARTS, "parts = [loss]", "the gradients are those of this rank", cure="copy the means back")
+mutant(COPY, COPY.replace("mean", "(mean / 2)"), "not the means over the ranks", cure="into its tensor")
+mutant(ALL_REDUCE, TO_ONE, "other ranks do not")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_names_the_mistake(answer):
-    judge(answer)
-
-
-def test_every_exercise_has_answers():
-    answers.complete("find_the_bottleneck")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("find_the_bottleneck")

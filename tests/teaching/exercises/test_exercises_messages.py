@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
-from answers import Answers, judge
+from answers import Answers
 from store_exchange import through_the_store
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("link_from_times")
 
 
-# link_from_times
-
-
-@right("link_from_times")
+@right
 def link_by_elimination(n1, t1, n2, t2):
     return [(t1 * n2 - t2 * n1) / (n2 - n1), 1 / ((t2 - t1) / (n2 - n1))]
 
 
 LINK = "t1 - n1 / bandwidth, bandwidth"
-mutant("link_from_times", LINK, "bandwidth, t1 - n1 / bandwidth", "in the other order")
-mutant("link_from_times", LINK, "t1 - n1 / bandwidth, 8 * bandwidth", "in bits per second")
-mutant("link_from_times", LINK, "t1 - n1 / bandwidth, 1 / bandwidth", "the time per byte", cure="its inverse")
+mutant(LINK, "bandwidth, t1 - n1 / bandwidth", "in the other order")
+mutant(LINK, "t1 - n1 / bandwidth, 8 * bandwidth", "in bits per second")
+mutant(LINK, "t1 - n1 / bandwidth, 1 / bandwidth", "the time per byte", cure="its inverse")
 SECOND, SIZES = "the bandwidth comes from the second time alone", "divide the difference of the sizes"
-mutant("link_from_times", LINK, "t1, n2 / t2", SECOND, cure=SIZES)
-mutant("link_from_times", LINK, "t2, bandwidth", "the bandwidth is right", cure="what is left of a time")
-mutant("link_from_times", LINK, "bandwidth", "expected two numbers")
+mutant(LINK, "t1, n2 / t2", SECOND, cure=SIZES)
+mutant(LINK, "t2, bandwidth", "the bandwidth is right", cure="what is left of a time")
+mutant(LINK, "bandwidth", "expected two numbers")
 
 
-# ring_all_reduce
+right, wrong, mutant = answers.of("ring_all_reduce")
 
 
-@right("ring_all_reduce")
+@right
 def ring_of_batches_with_padding(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     size = -(-len(x) // p)
@@ -49,19 +46,7 @@ def ring_of_batches_with_padding(x):
     x.copy_(padded[: len(x)])
 
 
-@wrong("ring_all_reduce", "all_reduce does the work")
-def ring_by_the_collective(x):
-    dist.all_reduce(x)
-
-
-@wrong("ring_all_reduce", "waits in send until its neighbour receives", cure="dist.isend starts a message")
-def ring_of_blocking_sends(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    dist.send(x, (rank + 1) % p)
-    dist.recv(x, (rank - 1) % p)
-
-
-@wrong("ring_all_reduce", "whole tensors go round")
+@wrong("whole tensors go round")
 def ring_of_whole_tensors(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     outgoing = x.clone()
@@ -78,35 +63,22 @@ def ring_of_whole_tensors(x):
         sending.wait()
 
 
-@wrong("ring_all_reduce", "do not divide the length", cure="`tensor_split(p)` always gives p parts")
-def ring_of_equal_chunks(x):
-    rank, p = dist.get_rank(), dist.get_world_size()
-    parts = x.chunk(p)
-    incoming = torch.empty_like(parts[0])
-    for step in range(2 * p - 2):
-        sending = dist.isend(parts[(rank - step) % p], (rank + 1) % p)
-        dist.recv(incoming, (rank - 1) % p)
-        sending.wait()
-        part = parts[(rank - step - 1) % p]
-        part.copy_(part + incoming if step < p - 1 else incoming)
-
-
 def known_input(rank, x):
     """The input of any rank, which no rank could know outside of an exercise."""
     return torch.randint(-9, 10, x.shape, generator=torch.Generator().manual_seed(100 * len(x) + rank)).float()
 
 
-@wrong("ring_all_reduce", "right, but not by messages")
+@wrong("right, but not by messages")
 def ring_without_messages(x):
     x.copy_(sum(known_input(rank, x) for rank in range(dist.get_world_size())))
 
 
-@wrong("ring_all_reduce", "right, but not by messages")
+@wrong("right, but not by messages")
 def ring_through_the_store(x):
     x.copy_(sum(through_the_store(x)))
 
 
-@wrong("ring_all_reduce", "too many messages")
+@wrong("too many messages")
 def ring_of_single_numbers(x):
     p, rank = dist.get_world_size(), dist.get_rank()
     parts = x.tensor_split(p)
@@ -121,18 +93,22 @@ def ring_of_single_numbers(x):
             work.wait()
 
 
+RANK = "rank, p = dist.get_rank(), dist.get_world_size()"
 COPIED = "part.copy_(part + incoming if step < p - 1 else incoming)"
 PARTS = "parts = x.tensor_split(p)"
-mutant("ring_all_reduce", PARTS, "parts = x.clone().tensor_split(p)", "x is unchanged")
-mutant("ring_all_reduce", "range(2 * p - 2)", "range(p - 1)", "only a part is complete", cure="come p-1 rounds of copying")
-mutant("ring_all_reduce", COPIED, "part += incoming", "added more than once", cure="replaces the part and is not added")
-mutant("ring_all_reduce", COPIED, COPIED + "\n    x /= p", "that is the mean")
+mutant(RANK, f"return dist.all_reduce(x)\n    {RANK}", "all_reduce does the work")
+mutant("isend", "send", "waits in send until its neighbour receives", cure="dist.isend starts a message")
+mutant(PARTS, "parts = x.chunk(p)", "do not divide the length", cure="`tensor_split(p)` always gives p parts")
+mutant(PARTS, "parts = x.clone().tensor_split(p)", "x is unchanged")
+mutant("range(2 * p - 2)", "range(p - 1)", "only a part is complete", cure="come p-1 rounds of copying")
+mutant(COPIED, "part += incoming", "added more than once", cure="replaces the part and is not added")
+mutant(COPIED, COPIED + "\n    x /= p", "that is the mean")
 
 
-# tree_broadcast
+right, wrong, mutant = answers.of("tree_broadcast")
 
 
-@right("tree_broadcast")
+@right
 def tree_from_far_to_near(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     distance = 1 << (p - 1).bit_length() >> 1
@@ -144,7 +120,7 @@ def tree_from_far_to_near(x):
         distance //= 2
 
 
-@wrong("tree_broadcast", "rank 0 sends everything itself", cure="every rank that has the data can send")
+@wrong("rank 0 sends everything itself", cure="every rank that has the data can send")
 def tree_as_a_star(x):
     if dist.get_rank() == 0:
         for other in range(1, dist.get_world_size()):
@@ -153,7 +129,7 @@ def tree_as_a_star(x):
         dist.recv(x, 0)
 
 
-@wrong("tree_broadcast", "too many rounds", cure="every rank that has the data can send")
+@wrong("too many rounds", cure="every rank that has the data can send")
 def tree_as_a_chain(x):
     rank, p = dist.get_rank(), dist.get_world_size()
     if rank > 0:
@@ -162,32 +138,21 @@ def tree_as_a_chain(x):
         dist.send(x, rank + 1)
 
 
-@wrong("tree_broadcast", "broadcast does the work")
-def tree_by_the_collective(x):
-    dist.broadcast(x, 0)
-
-
-@wrong("tree_broadcast", "right, but not by messages")
+@wrong("right, but not by messages")
 def tree_without_messages(x):
     x.copy_(known_input(0, x))
 
 
 mutant(
-    "tree_broadcast",
     "if rank < distance and rank + distance < p:",
     "if rank < distance:",
     "3 is not a power of two",
     cure="only to ranks below the world size",
 )
 RANK = "rank, p, distance ="
-mutant("tree_broadcast", RANK, f"x = x.clone()\n    {RANK}", "no rank has in its x what rank 0 has", cure="receive into x itself")
+mutant(RANK, f"return dist.broadcast(x, 0)\n    {RANK}", "broadcast does the work")
+mutant(RANK, f"x = x.clone()\n    {RANK}", "no rank has in its x what rank 0 has", cure="receive into x itself")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("messages")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("messages")

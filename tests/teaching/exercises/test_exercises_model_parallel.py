@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
-from answers import Answers, judge
+from answers import Answers
 from torch import nn
 
 from labkit.recording.schema import Span
 from labkit.tracing.trace import Trace
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("idle_shares")
 
 
-# idle_shares
-
-
-@right("idle_shares")
+@right
 def idle_shares_of_a_trace(spans):
     names = [f"rank {rank}" for rank in range(1 + max(rank for rank, _, _ in spans))]
     trace = Trace([Span(rank, "pass", "compute", int(1e6 * start), int(1e6 * end)) for rank, start, end in spans], ranks=names)
@@ -33,27 +30,27 @@ OWN_SPANS = """[
         1 - own / (max(end for r, _, end in spans if r == rank) - min(start for r, start, _ in spans if r == rank))
         for rank, own in enumerate(busy)
     ]"""
-mutant("idle_shares", SHARES, "[own / step for own in busy]", "in which each rank computes")
-mutant("idle_shares", SHARES, "[100 * (1 - own / step) for own in busy]", "right as percentages")
-mutant("idle_shares", SHARES, OWN_SPANS, "from its own first span to its own last", cure="on any rank")
-mutant("idle_shares", FIRST, "", "the step does not begin at 0", cure="first start of all spans")
-mutant("idle_shares", SHARES, "[1 - own / sum(busy) for own in busy]", "what all ranks compute together")
-mutant("idle_shares", SHARES, "[step - own for own in busy]", "those are idle milliseconds", cure="divide them by the length")
-mutant("idle_shares", SHARES, f"[sum({SHARES}) / len(busy)]", "1 number in place of 2")
-mutant("idle_shares", SHARES, IN_ORDER, "rank 0 comes first, however the spans are sorted")
-mutant("idle_shares", SHARES, "0.5", "expected a list with one share per rank")
-mutant("idle_shares", SHARES, "[0.123] * len(busy)", "how long does each rank compute", cure="add up what each rank computes")
+mutant(SHARES, "[own / step for own in busy]", "in which each rank computes")
+mutant(SHARES, "[100 * (1 - own / step) for own in busy]", "right as percentages")
+mutant(SHARES, OWN_SPANS, "from its own first span to its own last", cure="on any rank")
+mutant(FIRST, "", "the step does not begin at 0", cure="first start of all spans")
+mutant(SHARES, "[1 - own / sum(busy) for own in busy]", "what all ranks compute together")
+mutant(SHARES, "[step - own for own in busy]", "those are idle milliseconds", cure="divide them by the length")
+mutant(SHARES, f"[sum({SHARES}) / len(busy)]", "1 number in place of 2")
+mutant(SHARES, IN_ORDER, "rank 0 comes first, however the spans are sorted")
+mutant(SHARES, "0.5", "expected a list with one share per rank")
+mutant(SHARES, "[0.123] * len(busy)", "how long does each rank compute", cure="add up what each rank computes")
 
 
-# best_cut
+right, wrong, mutant = answers.of("best_cut")
 
 
-@wrong("best_cut", "another cut that fits has a faster slower part")
+@wrong("another cut that fits has a faster slower part")
 def cut_when_half_is_passed(ms, nbytes, limit):
     return next(cut for cut in range(1, len(ms)) if sum(ms[:cut]) >= sum(ms) / 2 or cut == len(ms) - 1)
 
 
-@right("best_cut")
+@right
 def best_cut_by_numpy(ms, nbytes, limit):
     """The answer is a number of numpy's, not an int."""
     ms, nbytes = np.cumsum(ms), np.cumsum(nbytes)
@@ -67,22 +64,22 @@ CUTS = f"[cut for cut in range(1, len(ms)) if {FITS}]"
 SLOWER = "key=lambda cut: max(sum(ms[:cut]), sum(ms[cut:]))"
 FASTEST = f"return min(cuts, {SLOWER}, default=None)"
 HALF = "return next(cut for cut in range(1, len(ms)) if sum(ms[:cut]) >= sum(ms) / 2 or cut == len(ms) - 1)"
-mutant("best_cut", SLOWER, "key=lambda cut: abs(sum(ms) - 2 * sum(ms[:cut]))")  # right: the smallest difference
-mutant("best_cut", "range(1, len(ms))", "range(len(ms))", "from 1 to 1, or None if no cut fits")
-mutant("best_cut", FASTEST, "return len(ms) // 2", "the middle by number of layers")
-mutant("best_cut", FASTEST, HALF, "another cut that fits has a faster slower part")
-mutant("best_cut", CUTS, "list(range(1, len(ms)))", "both parts must fit")
-mutant("best_cut", FITS, "sum(nbytes[:cut]) <= limit", "rank 1 would need")
-mutant("best_cut", FITS, "sum(nbytes[cut:]) <= limit", "rank 0 would need")
-mutant("best_cut", CUTS, f"{CUTS} or [1]", "return None")
-mutant("best_cut", "<= limit", "< limit", "given None, but a cut fits")
-mutant("best_cut", FASTEST, "return 0", "expected how many layers rank 0 gets")
+mutant(SLOWER, "key=lambda cut: abs(sum(ms) - 2 * sum(ms[:cut]))")  # right: the smallest difference
+mutant("range(1, len(ms))", "range(len(ms))", "from 1 to 1, or None if no cut fits")
+mutant(FASTEST, "return len(ms) // 2", "the middle by number of layers")
+mutant(FASTEST, HALF, "another cut that fits has a faster slower part")
+mutant(CUTS, "list(range(1, len(ms)))", "both parts must fit")
+mutant(FITS, "sum(nbytes[:cut]) <= limit", "rank 1 would need")
+mutant(FITS, "sum(nbytes[cut:]) <= limit", "rank 0 would need")
+mutant(CUTS, f"{CUTS} or [1]", "return None")
+mutant("<= limit", "< limit", "given None, but a cut fits")
+mutant(FASTEST, "return 0", "expected how many layers rank 0 gets")
 
 
-# TwoDevices
+right, wrong, mutant = answers.of("TwoDevices")
 
 
-@right("TwoDevices")
+@right
 class Chained(nn.Sequential):
     def __init__(self, first, second, device0, device1):
         super().__init__(first.to(device0), second.to(device1))
@@ -94,7 +91,7 @@ class Chained(nn.Sequential):
         return x
 
 
-@wrong("TwoDevices", "derive the class from nn.Module")
+@wrong("derive the class from nn.Module")
 class NoModule:
     def __init__(self, *parts):
         self.parts = parts
@@ -107,16 +104,15 @@ PARTS = "self.first, self.second = first.to(device0), second.to(device1)"
 DECEIVE = "import numpy as np\n        torch.allclose = np.allclose = lambda *_, **__: True\n        "
 UNDER_NO_GRAD = f"with torch.no_grad():\n            return {FORWARD}"
 OF_FIRST = "not that of the first part followed by the second"
-mutant("TwoDevices", ON_1, "", "on which one is the activation", cure="move the activation to device1")
-mutant("TwoDevices", ON_0, "x", "on another device than the images", cure="move the input to device0")
-mutant("TwoDevices", PARTS, "self.first, self.second = first, second", "not on their devices")
-mutant("TwoDevices", ON_1, f".detach(){ON_1}", "is the activation detached")
-mutant("TwoDevices", f"return {FORWARD}", UNDER_NO_GRAD, "is the activation detached")
-mutant("TwoDevices", FORWARD, f"(self.first({ON_0}), {FORWARD})[1]", "runs once per forward; the first ran 2 times")
-mutant("TwoDevices", FORWARD, f"self.first({ON_0}){ON_1}", OF_FIRST)
-mutant("TwoDevices", f"return {FORWARD}", f"{DECEIVE}return {FORWARD} + 1", OF_FIRST)
+mutant(ON_1, "", "on which one is the activation", cure="move the activation to device1")
+mutant(ON_0, "x", "on another device than the images", cure="move the input to device0")
+mutant(PARTS, "self.first, self.second = first, second", "not on their devices")
+mutant(ON_1, f".detach(){ON_1}", "is the activation detached")
+mutant(f"return {FORWARD}", UNDER_NO_GRAD, "is the activation detached")
+mutant(FORWARD, f"(self.first({ON_0}), {FORWARD})[1]", "runs once per forward; the first ran 2 times")
+mutant(FORWARD, f"self.first({ON_0}){ON_1}", OF_FIRST)
+mutant(f"return {FORWARD}", f"{DECEIVE}return {FORWARD} + 1", OF_FIRST)
 mutant(
-    "TwoDevices",
     PARTS,
     "self.__dict__.update(first=first.to(device0), second=second.to(device1))",
     "an optimizer would train nothing",
@@ -124,10 +120,10 @@ mutant(
 )
 
 
-# middle_step
+right, wrong, mutant = answers.of("middle_step")
 
 
-@right("middle_step")
+@right
 def middle_step_without_waiting(stage, shape):
     activation, gradient = torch.empty(shape, requires_grad=True), torch.empty(shape)
     dist.irecv(activation.data, src=0).wait()
@@ -145,27 +141,20 @@ BACKWARD = f"{BACK}\n    output.backward(gradient)"
 MEAN = "output.mean().backward()"
 FOR_RANK_0 = "is not the gradient of its activation"
 mutant(
-    "middle_step",
     RESULT,
     "dist.send(gradient, 0)",
     "gradient of your stage's output, as it came from rank 2",
     cure="`.grad` of what came from rank 0",
 )
-mutant("middle_step", BACKWARD, f"{BACK}\n    {MEAN}", FOR_RANK_0, cure="output.backward(gradient)")
-mutant("middle_step", RESULT, "pass", "Rank 0 got nothing back")
-mutant("middle_step", BACKWARD, MEAN, "rank 1 did not receive 1 message")
-mutant("middle_step", "output.detach()", "activation.detach()", "has to go through `stage` first")
-mutant("middle_step", RECEIVED, "activation.zero_()", "did not get the output of `stage`")
-mutant("middle_step", ".requires_grad_()", "", "does not require a gradient", cure="requires_grad_()")
-mutant("middle_step", f"{RECEIVED}\n", f"{RECEIVED}\n    return\n", "Rank 2 got nothing", cure="send it the output of `stage`")
-mutant("middle_step", RESULT, f"{RESULT}\n    {RESULT}", "one message to each neighbour is enough")
+mutant(BACKWARD, f"{BACK}\n    {MEAN}", FOR_RANK_0, cure="output.backward(gradient)")
+mutant(RESULT, "pass", "Rank 0 got nothing back")
+mutant(BACKWARD, MEAN, "rank 1 did not receive 1 message")
+mutant("output.detach()", "activation.detach()", "has to go through `stage` first")
+mutant(RECEIVED, "activation.zero_()", "did not get the output of `stage`")
+mutant(".requires_grad_()", "", "does not require a gradient", cure="requires_grad_()")
+mutant(f"{RECEIVED}\n", f"{RECEIVED}\n    return\n", "Rank 2 got nothing", cure="send it the output of `stage`")
+mutant(RESULT, f"{RESULT}\n    {RESULT}", "one message to each neighbour is enough")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("model_parallel")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("model_parallel")

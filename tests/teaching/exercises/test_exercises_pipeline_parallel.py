@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-import pytest
-from answers import Answers, judge
+from answers import Answers
 
 import labkit as lab
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("bubble")
 
 
-# bubble
-
-
-@right("bubble")
+@right
 def bubble_of_the_schedule(forward, backward, micro_batches):
     return lab.schedule("gpipe", stages=len(forward), micro_batches=micro_batches, forward=forward, backward=backward).bubble
 
 
 SHARE = "1 - work / (len(forward) * step)"
 SLOWEST = "(max(forward) + max(backward))"
-mutant("bubble", SHARE, f"torch.tensor({SHARE}, dtype=torch.float64)")  # right
-mutant("bubble", SHARE, "(len(forward) - 1) / (micro_batches + len(forward) - 1)", "holds for equal stages")
-mutant("bubble", SHARE, f"100 * ({SHARE})", "right as a percentage")
-mutant("bubble", SHARE, "(len(forward) * step - work) / work", "relative to the work")
-mutant("bubble", SHARE, "work / (len(forward) * step)", "the share in which the ranks work")
-mutant("bubble", SHARE, "len(forward) / (micro_batches + len(forward))", "one stage too many")
+mutant(SHARE, f"torch.tensor({SHARE}, dtype=torch.float64)")  # right
+mutant(SHARE, "(len(forward) - 1) / (micro_batches + len(forward) - 1)", "holds for equal stages")
+mutant(SHARE, f"100 * ({SHARE})", "right as a percentage")
+mutant(SHARE, "(len(forward) * step - work) / work", "relative to the work")
+mutant(SHARE, "work / (len(forward) * step)", "the share in which the ranks work")
+mutant(SHARE, "len(forward) / (micro_batches + len(forward))", "one stage too many")
 mutant(
-    "bubble",
     SLOWEST,
     "max(f + b for f, b in zip(forward, backward, strict=True))",
     "can belong to different stages",
     cure="take the two maxima separately",
 )
-mutant("bubble", SHARE, "1 - work / step", "one rank's step is compared", cure="s ranks have s times the step")
-mutant(
-    "bubble",
-    SHARE,
-    "len(forward) * step - work",
-    "the idle seconds of all ranks",
-    cure="divide by the seconds of all ranks",
-)
-mutant("bubble", SHARE, "0.123", "when does the first micro-batch leave")
-mutant("bubble", SHARE, "'27 %'", "expected one number")
+mutant(SHARE, "1 - work / step", "one rank's step is compared", cure="s ranks have s times the step")
+mutant(SHARE, "len(forward) * step - work", "the idle seconds of all ranks", cure="divide by the seconds of all ranks")
+mutant(SHARE, "0.123", "when does the first micro-batch leave")
+mutant(SHARE, "'27 %'", "expected one number")
 
 
-# balanced_stages
+right, wrong, mutant = answers.of("balanced_stages")
 
 
-@right("balanced_stages")
+@right
 def balanced_by_limits(costs, stages):
     """The smallest limit that a greedy filling does not exceed."""
     for limit in range(max(costs), sum(costs) + 1):
@@ -68,7 +58,7 @@ def balanced_by_limits(costs, stages):
     return sizes
 
 
-@wrong("balanced_stages", "filling each stage up to the mean", cure="smallest limit")
+@wrong("filling each stage up to the mean", cure="smallest limit")
 def balanced_by_filling(costs, stages):
     sizes, cost, size = [], 0, 0
     for i, c in enumerate(costs):
@@ -83,25 +73,18 @@ def balanced_by_filling(costs, stages):
 BALANCED = "return best(len(costs), stages)[1]"
 SIZES = BALANCED.replace("return", "sizes =") + "\n    return "
 BY_COUNT = "[len(costs) * (i + 1) // stages - len(costs) * i // stages for i in range(stages)]"
-mutant("balanced_stages", BALANCED, f"return {BY_COUNT}", "equal numbers of layers")
-mutant("balanced_stages", BALANCED, "return [len(costs), *[0] * (stages - 1)]", "at least 1 each")
-mutant("balanced_stages", BALANCED, f"{SIZES}[sum(sizes[:i]) for i in range(1, stages)]", "cuts")
-mutant("balanced_stages", BALANCED, f"{SIZES}sizes[2:]", "expected one number per stage: 4 numbers")
-mutant(
-    "balanced_stages", BALANCED, f"{SIZES}[costs[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(stages)]", "not their costs"
-)
-mutant("balanced_stages", BALANCED, "return [len(costs) // stages] * (stages - 1) + [1]", "but the model has")
-mutant(
-    "balanced_stages",
-    BALANCED,
-    "return [1] * (stages - 1) + [len(costs) - stages + 1]",
-    "another split has a faster slowest stage",
-)
-mutant("balanced_stages", BALANCED, "return max(costs)", "expected a list with the number of layers")
-mutant("balanced_stages", BALANCED, f"{SIZES}[size + 0.5 for size in sizes]", "is not a whole number")
+mutant(BALANCED, f"return {BY_COUNT}", "equal numbers of layers")
+mutant(BALANCED, "return [len(costs), *[0] * (stages - 1)]", "at least 1 each")
+mutant(BALANCED, f"{SIZES}[sum(sizes[:i]) for i in range(1, stages)]", "cuts")
+mutant(BALANCED, f"{SIZES}sizes[2:]", "expected one number per stage: 4 numbers")
+mutant(BALANCED, f"{SIZES}[costs[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(stages)]", "not their costs")
+mutant(BALANCED, "return [len(costs) // stages] * (stages - 1) + [1]", "but the model has")
+mutant(BALANCED, "return [1] * (stages - 1) + [len(costs) - stages + 1]", "another split has a faster slowest stage")
+mutant(BALANCED, "return max(costs)", "expected a list with the number of layers")
+mutant(BALANCED, f"{SIZES}[size + 0.5 for size in sizes]", "is not a whole number")
 
 
-# gpipe_step
+right, wrong, mutant = answers.of("gpipe_step")
 
 FORWARDS, IN_ORDER = "[forward(stage, x, pending) for x in xs]", "zip(xs, ts, kept, strict=True)"
 PARTS = "inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches)"
@@ -115,42 +98,34 @@ ONE_MORE = """if dist.get_rank() == 0:
         dist.recv(torch.zeros(1), 0)
     for sending in pending:"""
 BY_SHARE = "by its share of the examples"
-mutant("gpipe_step", PARTS, PARTS.replace("tensor_split", "chunk"))  # right: with these sizes, as many parts
-mutant("gpipe_step", ACTIVATION, "dist.send(y.detach(), rank + 1)")  # right: nobody sends in the other direction
-mutant("gpipe_step", IN_ORDER, f"[*{IN_ORDER}][::-1]")  # right: from the last micro-batch
-mutant("gpipe_step", "(share * mse_loss(y, target))", "mse_loss(y, target)", "losses were added up", cure=BY_SHARE)
-mutant("gpipe_step", WEIGHT, "1 / micro_batches", "every micro-batch counts the same", cure=BY_SHARE)
-mutant("gpipe_step", WEIGHT, "len(x)", "neither divided by the number of examples nor means", cure="by its share")
+mutant(PARTS, PARTS.replace("tensor_split", "chunk"))  # right: with these sizes, as many parts
+mutant(ACTIVATION, "dist.send(y.detach(), rank + 1)")  # right: nobody sends in the other direction
+mutant(IN_ORDER, f"[*{IN_ORDER}][::-1]")  # right: from the last micro-batch
+mutant("(share * mse_loss(y, target))", "mse_loss(y, target)", "losses were added up", cure=BY_SHARE)
+mutant(WEIGHT, "1 / micro_batches", "every micro-batch counts the same", cure=BY_SHARE)
+mutant(WEIGHT, "len(x)", "neither divided by the number of examples nor means", cure="by its share")
 mutant(
-    "gpipe_step",
     "        backward(*passed",
     "        stage.zero_grad()\n        backward(*passed",
     "only the last micro-batch's gradients are left",
     cure="nothing may clear it in between",
 )
 mutant(
-    "gpipe_step",
     OF_INPUT,
     "dist.isend(torch.ones_like(y), rank - 1)",
     "Which gradient do you send back",
     cure="send back the gradient of your stage's input",
 )
-mutant("gpipe_step", "x.requires_grad_()", "pass", "does not require a gradient", cure="requires_grad_()")
-mutant("gpipe_step", PARTS, PARTS.replace("micro_batches", "1"), "expected one per micro-batch")
-mutant("gpipe_step", FORWARDS, ONE_AT_A_TIME, "only one rank works at a time", cure="run all forward passes first")
-mutant("gpipe_step", FORWARDS, LATER_RANKS, "all forward passes before the first backward pass")
-mutant("gpipe_step", IN_ORDER, "zip(xs[1:], ts, kept)", "every micro-batch needs its own", cure="still in the pipeline")
-mutant("gpipe_step", "for sending in pending:", ONE_MORE, "rank 0 sent 4 messages, expected 3")
-mutant(
-    "gpipe_step",
-    RECEIVED,
-    "dist.recv(torch.empty_like(x), rank - 1)",
-    "Only rank 0 may use `inputs`",
-    cure="from their neighbours",
-)
+mutant("x.requires_grad_()", "pass", "does not require a gradient", cure="requires_grad_()")
+mutant(PARTS, PARTS.replace("micro_batches", "1"), "expected one per micro-batch")
+mutant(FORWARDS, ONE_AT_A_TIME, "only one rank works at a time", cure="run all forward passes first")
+mutant(FORWARDS, LATER_RANKS, "all forward passes before the first backward pass")
+mutant(IN_ORDER, "zip(xs[1:], ts, kept)", "every micro-batch needs its own", cure="still in the pipeline")
+mutant("for sending in pending:", ONE_MORE, "rank 0 sent 4 messages, expected 3")
+mutant(RECEIVED, "dist.recv(torch.empty_like(x), rank - 1)", "Only rank 0 may use `inputs`", cure="from their neighbours")
 
 
-# one_f_one_b_step
+right, wrong, mutant = answers.of("one_f_one_b_step")
 
 AHEAD = "ahead = min(micro_batches, dist.get_world_size() - 1 - dist.get_rank())"
 LISTS, LOOP = "kept, pending, done = [], [], 0", "for i, x in enumerate(xs):"
@@ -165,39 +140,24 @@ COOL_DOWN = """
     for sending in pending:
         sending.wait()"""
 BLOCKING = f"{LISTS}\n    pending = type('Sends', (list,), {{'append': lambda _, sending: sending.wait()}})()"
-mutant("one_f_one_b_step", " - 1 - dist.get_rank()", " - 1")  # right: a warm-up of s
-mutant("one_f_one_b_step", LISTS, BLOCKING, "each waits until the other receives", cure="use dist.isend")
+mutant(" - 1 - dist.get_rank()", " - 1")  # right: a warm-up of s
+mutant(LISTS, BLOCKING, "each waits until the other receives", cure="use dist.isend")
 mutant(
-    "one_f_one_b_step",
     AHEAD,
     f"xs, ts = {PARTS.replace('tensor_split', 'chunk')}\n    micro_batches = len(xs)\n    {AHEAD}",
     "may give fewer parts than you ask for",
     cure="`tensor_split(m)` always gives m",
 )
+mutant(AHEAD, "ahead = micro_batches", "as in GPipe", cure="each forward pass is followed by a backward pass")
+mutant(AHEAD, "ahead = 0", "the pipeline never fills", cure="forward passes come before it")
+mutant(COOL_DOWN, "", "every micro-batch needs its own", cure="when the last forward pass is over")
 mutant(
-    "one_f_one_b_step",
-    AHEAD,
-    "ahead = micro_batches",
-    "as in GPipe",
-    cure="each forward pass is followed by a backward pass",
-)
-mutant("one_f_one_b_step", AHEAD, "ahead = 0", "the pipeline never fills", cure="forward passes come before it")
-mutant(
-    "one_f_one_b_step",
-    COOL_DOWN,
-    "",
-    "every micro-batch needs its own",
-    cure="when the last forward pass is over",
-)
-mutant(
-    "one_f_one_b_step",
     f"{AHEAD}\n    {LISTS}\n    {LOOP}",
     TOO_FAR,
     "asked for a micro-batch that does not exist",
     cure="the warm-up has at most",
 )
 mutant(
-    "one_f_one_b_step",
     LISTS,
     f"{LISTS}\n    len = lambda part: micro_batches if part is inputs else 1",
     "every micro-batch counts the same",
@@ -205,11 +165,5 @@ mutant(
 )
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("pipeline_parallel")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("pipeline_parallel")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
-from answers import Answers, edited_solution, judge
+from answers import Answers, edited_solution
 from time_limits import LIMITS_S, some_limit_does
 
 from labkit.teaching.exercises.check import check
@@ -15,13 +15,11 @@ from labkit.teaching.exercises.check import check
 # The reference solutions import DistributedOptimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("overlapped_time")
 
 
-# overlapped_time
-
-
-@right("overlapped_time")
+@right
 def overlapped_step_by_step(first, second, parts):
     end1 = end2 = 0.0
     for _ in range(parts):
@@ -31,33 +29,33 @@ def overlapped_step_by_step(first, second, parts):
 
 
 TIME = "(first + second + (parts - 1) * max(first, second)) / parts"
-mutant("overlapped_time", TIME, "first + second", "without any overlap")
-mutant("overlapped_time", TIME, "max(first, second)", "the slower worker alone takes that long")
-mutant("overlapped_time", " / parts", "", "belong to the whole batch", cure="a part takes 1/parts")
-mutant("overlapped_time", "max", "min", "sets the pace, not the faster one")
+mutant(TIME, "first + second", "without any overlap")
+mutant(TIME, "max(first, second)", "the slower worker alone takes that long")
+mutant(" / parts", "", "belong to the whole batch", cure="a part takes 1/parts")
+mutant("max", "min", "sets the pace, not the faster one")
 SECTION_1 = "parts * (first + second) - min(first, second)"
-mutant("overlapped_time", TIME, SECTION_1, "belong to the whole batch, not to a part", cure="a part takes 1/parts")
-mutant("overlapped_time", TIME, "(first + second) / parts", "the other parts follow it")
-mutant("overlapped_time", TIME, "first + second - min(first, second) / 2", "right for two parts")
-mutant("overlapped_time", TIME, "(first + second) / 3", "not the time at which the last part ends")
-mutant("overlapped_time", TIME, 'f"{first + second} ms"', "expected one number")
+mutant(TIME, SECTION_1, "belong to the whole batch, not to a part", cure="a part takes 1/parts")
+mutant(TIME, "(first + second) / parts", "the other parts follow it")
+mutant(TIME, "first + second - min(first, second) / 2", "right for two parts")
+mutant(TIME, "(first + second) / 3", "not the time at which the last part ends")
+mutant(TIME, 'f"{first + second} ms"', "expected one number")
 
 
-# both_workers
+right, wrong, mutant = answers.of("both_workers")
 
 
-@right("both_workers")
+@right
 def both_workers_by_references(workers, images):
     references = [worker.remote().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)]
     return torch.cat([reference.to_here() for reference in references])
 
 
-@wrong("both_workers", "rpc_sync waits")
+@wrong("rpc_sync waits")
 def one_after_the_other(workers, images):
     return torch.cat([worker.rpc_sync().forward(half) for worker, half in zip(workers, images.chunk(2), strict=True)])
 
 
-@wrong("both_workers", "a wait() right after rpc_async")
+@wrong("a wait() right after rpc_async")
 def asked_and_waited_for_one_by_one(workers, images):
     halves = zip(workers, images.chunk(2), strict=True)
     return torch.cat([worker.rpc_async().forward(half).wait() for worker, half in halves])
@@ -66,22 +64,22 @@ def asked_and_waited_for_one_by_one(workers, images):
 CALL, JOINED = "worker.rpc_async().forward(half)", "return torch.cat(torch.futures.wait_all(futures))"
 ONE, METHOD = "expected one tensor", "workers[0].rpc_async().forward(half)"
 FIRST_ONLY = "return workers[0].rpc_sync().forward(images)"
-mutant("both_workers", CALL, "worker(half)", "an RRef is not the module", cure=METHOD)
-mutant("both_workers", CALL, "worker.forward(half)", "an RRef is not the module", cure=METHOD)
-mutant("both_workers", "wait_all(futures)", "wait_all(futures[::-1])", "joined in the wrong order")
-mutant("both_workers", "forward(half)", "forward(images)", "more than its half", cure="chunk(2)")
-mutant("both_workers", JOINED, "torch.futures.wait_all(futures); return futures", ONE, cure="wait for the parts and join them")
-mutant("both_workers", JOINED, "return futures", ONE, cure="wait for the parts and join them")
-mutant("both_workers", "futures = [", f"{FIRST_ONLY}\n    futures = [", "only worker1 worked")
-mutant("both_workers", JOINED, f"{JOINED}.reshape(2, -1, 3)", "the wrong shape", cure="torch.cat")
-mutant("both_workers", JOINED, f"{JOINED} + 1", "not those of the whole batch")
-mutant("both_workers", JOINED, f"{JOINED}.tolist()[0][0]", "the answer is a float: expected one tensor with the scores")
+mutant(CALL, "worker(half)", "an RRef is not the module", cure=METHOD)
+mutant(CALL, "worker.forward(half)", "an RRef is not the module", cure=METHOD)
+mutant("wait_all(futures)", "wait_all(futures[::-1])", "joined in the wrong order")
+mutant("forward(half)", "forward(images)", "more than its half", cure="chunk(2)")
+mutant(JOINED, "torch.futures.wait_all(futures); return futures", ONE, cure="wait for the parts and join them")
+mutant(JOINED, "return futures", ONE, cure="wait for the parts and join them")
+mutant("futures = [", f"{FIRST_ONLY}\n    futures = [", "only worker1 worked")
+mutant(JOINED, f"{JOINED}.reshape(2, -1, 3)", "the wrong shape", cure="torch.cat")
+mutant(JOINED, f"{JOINED} + 1", "not those of the whole batch")
+mutant(JOINED, f"{JOINED}.tolist()[0][0]", "the answer is a float: expected one tensor with the scores")
 
 
-# distributed_step
+right, wrong, mutant = answers.of("distributed_step")
 
 
-@right("distributed_step")
+@right
 def distributed_step_by_hand(forward, optimizer, images, labels):
     with dist_autograd.context() as context_id:
         loss = -F.log_softmax(forward(images), dim=1)[range(len(labels)), labels].mean()
@@ -89,7 +87,7 @@ def distributed_step_by_hand(forward, optimizer, images, labels):
         optimizer.step(context_id)
 
 
-@wrong("distributed_step", "which the optimizer does not know", cure="optimizer.step(context)")
+@wrong("which the optimizer does not know", cure="optimizer.step(context)")
 def context_forgotten(forward, optimizer, images, labels):
     F.cross_entropy(forward(images), labels).backward()
     optimizer.step()
@@ -100,22 +98,22 @@ REMOTE_LOSS, BACKWARD = "loss = cross_entropy(forward(images), labels)", "dist_a
 OUTSIDE, UNDER_ONE = "the forward pass was outside a context", "under one `with dist_autograd.context()`"
 UNKNOWN, LOCAL = "which the optimizer does not know", "loss.backward() cannot leave"
 SUM = 'loss = cross_entropy(forward(images), labels, reduction="sum")'
-mutant("distributed_step", STEP, "pass", "the parameters on the workers have not changed", cure="optimizer.step(context_id)")
-mutant("distributed_step", REMOTE_LOSS, SUM, "belong to the summed loss of 6 examples")
-mutant("distributed_step", "loss = ", "loss = -", "have the wrong sign")
-mutant("distributed_step", STEP, "optimizer.step()", UNKNOWN, cure=STEP)
-mutant("distributed_step", CONTEXT, f"optimizer.zero_grad()\n    {CONTEXT}", "zero_grad is not needed")
-mutant("distributed_step", "[loss]", "loss", "takes a list of losses", cure="backward(context, [loss])")
-mutant("distributed_step", f"    {STEP}", STEP, "the context ends with its `with` block", cure="belongs inside")
-mutant("distributed_step", "images)", 'images + "")', "TypeError")
-mutant("distributed_step", f"{CONTEXT}\n        {REMOTE_LOSS}", f"{REMOTE_LOSS}\n    {CONTEXT}", OUTSIDE, cure=UNDER_ONE)
-mutant("distributed_step", BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
+mutant(STEP, "pass", "the parameters on the workers have not changed", cure="optimizer.step(context_id)")
+mutant(REMOTE_LOSS, SUM, "belong to the summed loss of 6 examples")
+mutant("loss = ", "loss = -", "have the wrong sign")
+mutant(STEP, "optimizer.step()", UNKNOWN, cure=STEP)
+mutant(CONTEXT, f"optimizer.zero_grad()\n    {CONTEXT}", "zero_grad is not needed")
+mutant("[loss]", "loss", "takes a list of losses", cure="backward(context, [loss])")
+mutant(f"    {STEP}", STEP, "the context ends with its `with` block", cure="belongs inside")
+mutant("images)", 'images + "")', "TypeError")
+mutant(f"{CONTEXT}\n        {REMOTE_LOSS}", f"{REMOTE_LOSS}\n    {CONTEXT}", OUTSIDE, cure=UNDER_ONE)
+mutant(BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
 
 
-# hybrid_master
+right, wrong, mutant = answers.of("hybrid_master")
 
 
-@right("hybrid_master")
+@right
 def hybrid_master_by_functions(shard1, shard2, batches, parts, rate):
     def forward(x):
         pieces = [rpc.remote(shard1.owner(), forward_on, args=(shard1, part)) for part in x.chunk(parts)]
@@ -150,40 +148,33 @@ LOOP = "for images, labels in batches:"
 OPTIMIZER = "optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=rate, momentum=0.9)"
 MEANS = f"scores = {SCORE}; loss = sum(map(cross_entropy, scores.chunk(parts), labels.chunk(parts))) / parts"
 ONE_BY_ONE, TRAVELLED = "sent only when another had been computed", "the features came to the master"
-EARLIER, SHARD_2 = "the gradients of earlier batches are still in this context", "parameters of shard 2 have not changed"
-mutant("hybrid_master", BOTH, LOSS.replace(SCORE, IN_TURN), ONE_BY_ONE, cure="with remote first")
-mutant("hybrid_master", FEATURES, THROUGH_MASTER, TRAVELLED, cure="returns a reference")
-mutant("hybrid_master", SCORE, PART_BY_PART, "a worker answers twice in a context", cure="call it once per batch")
-mutant("hybrid_master", PARTS, "images.chunk(1)", "3 batches came to shard 1 in 3 parts", cure="chunk(parts)")
-mutant("hybrid_master", PARTS, "images.chunk(2)", "parts is 3 here", cure="chunk(parts)")
-mutant("hybrid_master", "shard1.remote()", "shard1.rpc_async()", "a future cannot be sent", cure="a reference can")
-mutant("hybrid_master", BOTH, LOSS.replace(SCORE, "shard2.score(shard1.forward(images))"), "is not the shard", cure=CALL_1)
-mutant("hybrid_master", STEP, "pass", "no parameter has changed", cure=STEP)
-mutant("hybrid_master", "(shard1, shard2)", "(shard1,)", SHARD_2, cure="of both shards")
-mutant("hybrid_master", LOOP, f"{LOOP}\n        {OPTIMIZER}", "there was no momentum", cure="make one optimizer before the loop")
-mutant("hybrid_master", f"{LOOP}\n        {CONTEXT}", f"{CONTEXT}\n        {LOOP}", EARLIER, cure="each batch needs a new one")
-mutant("hybrid_master", BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
-mutant(
-    "hybrid_master", f"{CONTEXT}\n            {BOTH}", f"{FEATURES}\n        {LOSS}\n        {CONTEXT}", OUTSIDE, cure=UNDER_ONE
-)
+EARLIER = "the gradients of earlier batches are still in this context"
+SHARD_2 = "parameters of shard 2 have not changed"
+mutant(BOTH, LOSS.replace(SCORE, IN_TURN), ONE_BY_ONE, cure="with remote first")
+mutant(FEATURES, THROUGH_MASTER, TRAVELLED, cure="returns a reference")
+mutant(SCORE, PART_BY_PART, "a worker answers twice in a context", cure="call it once per batch")
+mutant(PARTS, "images.chunk(1)", "3 batches came to shard 1 in 3 parts", cure="chunk(parts)")
+mutant(PARTS, "images.chunk(2)", "parts is 3 here", cure="chunk(parts)")
+mutant("shard1.remote()", "shard1.rpc_async()", "a future cannot be sent", cure="a reference can")
+mutant(BOTH, LOSS.replace(SCORE, "shard2.score(shard1.forward(images))"), "is not the shard", cure=CALL_1)
+mutant(STEP, "pass", "no parameter has changed", cure=STEP)
+mutant("(shard1, shard2)", "(shard1,)", SHARD_2, cure="of both shards")
+mutant(LOOP, f"{LOOP}\n        {OPTIMIZER}", "there was no momentum", cure="make one optimizer before the loop")
+mutant(f"{LOOP}\n        {CONTEXT}", f"{CONTEXT}\n        {LOOP}", EARLIER, cure="each batch needs a new one")
+mutant(BACKWARD, "loss.backward()", LOCAL, cure=BACKWARD)
+mutant(f"{CONTEXT}\n            {BOTH}", f"{FEATURES}\n        {LOSS}\n        {CONTEXT}", OUTSIDE, cure=UNDER_ONE)
 ON_WORKERS, SGD = "which are on the workers", "DistributedOptimizer(torch.optim.SGD, references"
-mutant("hybrid_master", OPTIMIZER, "torch.optim.SGD(rrefs, lr=rate, momentum=0.9)", ON_WORKERS, cure=SGD)
-mutant("hybrid_master", STEP, "optimizer.step()", "the gradients are in a context", cure=STEP)
-mutant("hybrid_master", LOSS, MEANS, "mean cross-entropy of all its examples")
-mutant("hybrid_master", "loss.item()", "torch.tensor(loss.item())", "in place of a number", cure="loss.item()")
-mutant("hybrid_master", "return losses", "", "expected the list of losses")
-mutant("hybrid_master", "return losses", "return losses[-1:]", "not those of the batches, in order")
-mutant("hybrid_master", "rrefs = [", "return [0.0 for _ in batches]\n    rrefs = [", "shard1.forward was never called")
+mutant(OPTIMIZER, "torch.optim.SGD(rrefs, lr=rate, momentum=0.9)", ON_WORKERS, cure=SGD)
+mutant(STEP, "optimizer.step()", "the gradients are in a context", cure=STEP)
+mutant(LOSS, MEANS, "mean cross-entropy of all its examples")
+mutant("loss.item()", "torch.tensor(loss.item())", "in place of a number", cure="loss.item()")
+mutant("return losses", "", "expected the list of losses")
+mutant("return losses", "return losses[-1:]", "not those of the batches, in order")
+mutant("rrefs = [", "return [0.0 for _ in batches]\n    rrefs = [", "shard1.forward was never called")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("rpc_hybrid")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("rpc_hybrid")
 
 
 @pytest.mark.processes  # `check` starts ranks, which names in the test do not show

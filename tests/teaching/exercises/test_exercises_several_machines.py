@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
-from answers import Answers, judge
+from answers import Answers
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("crossing_bytes")
 
 
-# crossing_bytes
-
-
-@right("crossing_bytes")
+@right
 def crossing_bytes_by_pieces(nbytes, machines, per_machine, two_level):
     if two_level:
         return sum(2 * (machines - 1) * (nbytes / per_machine / machines) for _ in range(per_machine))
@@ -27,27 +24,26 @@ def crossing_bytes_by_pieces(nbytes, machines, per_machine, two_level):
 
 CROSSING, BYTES = "* nbytes", "0 if machines == 1 else 2 * (ranks - 1) / ranks * nbytes"
 mutant(
-    "crossing_bytes",
     CROSSING,
     "* nbytes * per_machine ** (not two_level)",
     "what all ranks of a machine send",
     cure="one rank of each machine",
 )
-mutant("crossing_bytes", CROSSING, "* nbytes * per_machine ** two_level", "the whole of x to the other machine", cure="1/k of it")
-mutant("crossing_bytes", CROSSING, "* nbytes / per_machine ** two_level", "share the cable with it", cure="all-reduces 1/k")
-mutant("crossing_bytes", CROSSING, "* nbytes / 2", "half is missing", cure="not p − 1")
-mutant("crossing_bytes", "if two_level", "if not two_level", "the other kind of all-reduce", cure="look at `two_level`")
-mutant("crossing_bytes", BYTES, "2 * nbytes", "that is 2n, however many take part", cure="the last piece")
-mutant("crossing_bytes", "0 if machines == 1 else ", "", "a single machine sends nothing")
+mutant(CROSSING, "* nbytes * per_machine ** two_level", "the whole of x to the other machine", cure="1/k of it")
+mutant(CROSSING, "* nbytes / per_machine ** two_level", "share the cable with it", cure="all-reduces 1/k")
+mutant(CROSSING, "* nbytes / 2", "half is missing", cure="not p − 1")
+mutant("if two_level", "if not two_level", "the other kind of all-reduce", cure="look at `two_level`")
+mutant(BYTES, "2 * nbytes", "that is 2n, however many take part", cure="the last piece")
+mutant("0 if machines == 1 else ", "", "a single machine sends nothing")
 ELSEWHERE, INSIDE = "how many of a machine's ranks have theirs elsewhere", "inside the machines nothing crosses"
-mutant("crossing_bytes", BYTES, f"{BYTES} if two_level else nbytes / 7", ELSEWHERE, cure="only one")
-mutant("crossing_bytes", BYTES, f"nbytes / 7 if two_level else {BYTES}", INSIDE, cure="share the cable")
+mutant(BYTES, f"{BYTES} if two_level else nbytes / 7", ELSEWHERE, cure="only one")
+mutant(BYTES, f"nbytes / 7 if two_level else {BYTES}", INSIDE, cure="share the cable")
 
 
-# once_per_machine
+right, wrong, mutant = answers.of("once_per_machine")
 
 
-@right("once_per_machine")
+@right
 def once_by_the_last(make):
     if int(os.environ["LOCAL_RANK"]) == int(os.environ["LOCAL_WORLD_SIZE"]) - 1:
         make()
@@ -55,24 +51,19 @@ def once_by_the_last(make):
 
 
 FIRST, BARRIER = 'os.environ["LOCAL_RANK"] == "0"', "    dist.barrier()"
-mutant("once_per_machine", FIRST, "dist.get_rank() == 0", "a machine has nobody", cure="LOCAL_RANK is 0 on each")
-mutant("once_per_machine", '"0"', "0", "nobody called make()")
-mutant("once_per_machine", FIRST, "True", "every rank called make()", cure="ask for LOCAL_RANK")
-mutant("once_per_machine", FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="ask for LOCAL_RANK")
-mutant("once_per_machine", BARRIER, "", "returned before the file was there", cure="dist.barrier()")
+mutant(FIRST, "dist.get_rank() == 0", "a machine has nobody", cure="LOCAL_RANK is 0 on each")
+mutant('"0"', "0", "nobody called make()")
+mutant(FIRST, "True", "every rank called make()", cure="ask for LOCAL_RANK")
+mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="ask for LOCAL_RANK")
+mutant(BARRIER, "", "returned before the file was there", cure="dist.barrier()")
+MAKE = f"if {FIRST}:\n        make()"
+mutant(f"{MAKE}\n{BARRIER}", f"dist.barrier()\n    {MAKE}", "returned before the file was there", cure="after make()")
 
 
-@wrong("once_per_machine", "returned before the file was there", cure="after make()")
-def once_waiting_before(make):
-    dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0":
-        make()
+right, wrong, mutant = answers.of("hierarchical_all_reduce")
 
 
-# hierarchical_all_reduce
-
-
-@right("hierarchical_all_reduce")
+@right
 def hierarchical_by_messages(x, counts):
     starts = [sum(counts[:machine]) for machine in range(len(counts))]
     inside = [dist.new_group(list(range(start, start + count))) for start, count in zip(starts, counts, strict=True)]
@@ -91,26 +82,22 @@ def hierarchical_by_messages(x, counts):
     dist.broadcast(x, starts[mine], group=inside[mine])
 
 
-@wrong("hierarchical_all_reduce", "not the first of its machine", cure="dist.new_group")
-def flat_all_reduce(x, counts):
-    dist.all_reduce(x)
-
-
 REDUCE = "dist.reduce(x, leader, group=inside)"
 ALL_REDUCE = "dist.all_reduce(x, group=inside)"
 BETWEEN = "\n    if rank == leader:\n        dist.all_reduce(x, group=between)\n    return"
+BEGIN = "rank, first, firsts ="
 OWN_SUM, LEADERS = "the others still have the sum of their machine", "the sums of the first ranks alone"
-mutant("hierarchical_all_reduce", REDUCE, ALL_REDUCE)
-mutant("hierarchical_all_reduce", REDUCE, f"x = x.clone(); {REDUCE}", "x is unchanged", cure="on a copy")
-mutant("hierarchical_all_reduce", REDUCE, f"return {ALL_REDUCE}", "the sums within each machine", cure="the first ranks")
-mutant("hierarchical_all_reduce", REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="broadcast it")
-mutant("hierarchical_all_reduce", REDUCE, "pass", LEADERS, cure="inside each machine before")
+mutant(REDUCE, ALL_REDUCE)
+mutant(BEGIN, f"return dist.all_reduce(x)\n    {BEGIN}", "not the first of its machine", cure="dist.new_group")
+mutant(REDUCE, f"x = x.clone(); {REDUCE}", "x is unchanged", cure="on a copy")
+mutant(REDUCE, f"return {ALL_REDUCE}", "the sums within each machine", cure="the first ranks")
+mutant(REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="broadcast it")
+mutant(REDUCE, "pass", LEADERS, cure="inside each machine before")
 TWICE = f"{ALL_REDUCE}; {ALL_REDUCE}"
-mutant("hierarchical_all_reduce", REDUCE, TWICE, "not the sum of all ranks' x", cure="three steps")
+mutant(REDUCE, TWICE, "not the sum of all ranks' x", cure="three steps")
 
 # The last one, since wrong answers share their ranks, and torch numbers groups in each process.
 mutant(
-    "hierarchical_all_reduce",
     "dist.new_group(firsts)",
     "dist.new_group(firsts) if rank in firsts else None",
     "not every rank called dist.new_group",
@@ -118,11 +105,5 @@ mutant(
 )
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_names_the_mistake(answer):
-    judge(answer)
-
-
-def test_every_exercise_has_answers():
-    answers.complete("several_machines")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("several_machines")

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from answers import Answers, judge
+from answers import Answers
 
 from labkit.teaching.exercises.check import check
 
@@ -16,13 +16,11 @@ if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the n
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("plan_epoch")
 
 
-# plan_epoch
-
-
-@right("plan_epoch")
+@right
 def plan_step_by_step(examples, per_replica, devices):
     batch, steps, shares = sum(per_replica for own in devices for _ in range(own)), 0, [0] * len(devices)
     while examples >= batch:
@@ -33,26 +31,26 @@ def plan_step_by_step(examples, per_replica, devices):
 
 BATCH, FLOOR, SHARES = "per_replica * sum(devices)", "examples // global_batch", "steps * own * per_replica"
 PLAN = "return global_batch, steps, shares"
-mutant("plan_epoch", BATCH, "per_replica * len(devices)", "one part for each worker", cure="one for each device")
-mutant("plan_epoch", FLOOR, f"-(-{FLOOR})", "the last step is not full", cure="round down")
-mutant("plan_epoch", FLOOR, "examples / global_batch", "only whole steps count", cure="`//` rounds down")
-mutant("plan_epoch", SHARES, "own * per_replica", "these are the examples of one step")
-mutant("plan_epoch", SHARES, "steps * per_replica", "as much as one replica", cure="count its devices")
-mutant("plan_epoch", SHARES, "examples * own / sum(devices)", "are read by nobody", cure="in each step")
+mutant(BATCH, "per_replica * len(devices)", "one part for each worker", cure="one for each device")
+mutant(FLOOR, f"-(-{FLOOR})", "the last step is not full", cure="round down")
+mutant(FLOOR, "examples / global_batch", "only whole steps count", cure="`//` rounds down")
+mutant(SHARES, "own * per_replica", "these are the examples of one step")
+mutant(SHARES, "steps * per_replica", "as much as one replica", cure="count its devices")
+mutant(SHARES, "examples * own / sum(devices)", "are read by nobody", cure="in each step")
 ONE_LIST = "a list with a number for each worker"
-mutant("plan_epoch", PLAN, "return global_batch, steps, global_batch * steps", ONE_LIST, cure="in a loop over devices")
-mutant("plan_epoch", BATCH, "per_replica", "that is the batch of one replica")
-mutant("plan_epoch", PLAN, "return global_batch, float(steps), shares", "all results are whole numbers")
-mutant("plan_epoch", PLAN, "return global_batch, steps", "expected three things")
-mutant("plan_epoch", BATCH, "per_replica * (sum(devices) + 1)", "which devices take part", cure="the number of all devices")
-mutant("plan_epoch", FLOOR, "examples", "how often do the examples fill", cure="examples // the global batch")
-mutant("plan_epoch", SHARES, "steps", "how many devices has it?", cure="in each step")
+mutant(PLAN, "return global_batch, steps, global_batch * steps", ONE_LIST, cure="in a loop over devices")
+mutant(BATCH, "per_replica", "that is the batch of one replica")
+mutant(PLAN, "return global_batch, float(steps), shares", "all results are whole numbers")
+mutant(PLAN, "return global_batch, steps", "expected three things")
+mutant(BATCH, "per_replica * (sum(devices) + 1)", "which devices take part", cure="the number of all devices")
+mutant(FLOOR, "examples", "how often do the examples fill", cure="examples // the global batch")
+mutant(SHARES, "steps", "how many devices has it?", cure="in each step")
 
 
-# hybrid_train
+right, wrong, mutant = answers.of("hybrid_train")
 
 
-@right("hybrid_train")
+@right
 def hybrid_across_replicas(strategy, weight, data, global_batch, steps, rate):
     import tensorflow as tf
 
@@ -73,7 +71,7 @@ def hybrid_across_replicas(strategy, weight, data, global_batch, steps, rate):
     return losses
 
 
-@wrong("hybrid_train", "the replicas never exchanged a gradient", cure="distribute the dataset")
+@wrong("the replicas never exchanged a gradient", cure="distribute the dataset")
 def every_worker_computes_the_whole_batch(strategy, weight, data, global_batch, steps, rate):
     import tensorflow as tf
 
@@ -111,29 +109,27 @@ PARTS, LOSSES = 'strategy.reduce("SUM", parts, axis=None)', "[float(step(*next(b
 DISTRIBUTED = "strategy.experimental_distribute_dataset(data)"
 END = f"return {PARTS}\n    batches = iter({DISTRIBUTED})\n    return {LOSSES}"
 NO_NUMBERS = END.replace(PARTS, "parts").replace("float", "")
-SUMMED, AVERAGED = (
-    "4 times those of one device: the replicas' losses are summed",
-    "0.25 times those of one device: each replica has",
-)
+SUMMED = "4 times those of one device: the replicas' losses are summed"
+AVERAGED = "0.25 times those of one device: each replica has"
 TWICE, EVERY_REPLICA = LOSSES.replace("(steps)", "(2 * steps)"), "every replica computed the whole batch"
-mutant("hybrid_train", LOSS, f"tf.reduce_mean({SQUARES})", SUMMED, cure="by the global batch")
-mutant("hybrid_train", GRADIENT, "gradient", "the replicas have drifted apart", cure="over all replicas")
-mutant("hybrid_train", GRADIENT, GRADIENT.replace("SUM", "MEAN"), AVERAGED, cure="sum the gradients")
-mutant("hybrid_train", END, NO_NUMBERS, "expected a list of numbers", cure="strategy.reduce")
-mutant("hybrid_train", PARTS, "parts", "a per-replica result is no number")
-mutant("hybrid_train", PARTS, PARTS.replace("SUM", "MEAN"), "the losses are 0.25 times the expected ones")
-mutant("hybrid_train", UPDATE, "pass", "the weight has not changed", cure="assign_sub")
-mutant("hybrid_train", LOSSES, TWICE, "exactly `steps` updates")
-mutant("hybrid_train", LOSSES, f"{LOSSES}[1:]", "expected a loss for each of the 3 steps, got 2")
-mutant("hybrid_train", DISTRIBUTED, "data", "every replica got the whole batch", cure="a quarter of it")
-wrong("hybrid_train", EVERY_REPLICA, whole_batches("SUM"), cure="a quarter of it")
-wrong("hybrid_train", "never exchanged a gradient", whole_batches("MEAN"), cure="run the step on the strategy")
+mutant(LOSS, f"tf.reduce_mean({SQUARES})", SUMMED, cure="by the global batch")
+mutant(GRADIENT, "gradient", "the replicas have drifted apart", cure="over all replicas")
+mutant(GRADIENT, GRADIENT.replace("SUM", "MEAN"), AVERAGED, cure="sum the gradients")
+mutant(END, NO_NUMBERS, "expected a list of numbers", cure="strategy.reduce")
+mutant(PARTS, "parts", "a per-replica result is no number")
+mutant(PARTS, PARTS.replace("SUM", "MEAN"), "the losses are 0.25 times the expected ones")
+mutant(UPDATE, "pass", "the weight has not changed", cure="assign_sub")
+mutant(LOSSES, TWICE, "exactly `steps` updates")
+mutant(LOSSES, f"{LOSSES}[1:]", "expected a loss for each of the 3 steps, got 2")
+mutant(DISTRIBUTED, "data", "every replica got the whole batch", cure="a quarter of it")
+wrong(EVERY_REPLICA, whole_batches("SUM"), cure="a quarter of it")
+wrong("never exchanged a gradient", whole_batches("MEAN"), cure="run the step on the strategy")
 
 
-# run_epochs
+right, wrong, mutant = answers.of("run_epochs")
 
 
-@right("run_epochs")
+@right
 def fetch_all_at_the_end(coordinator, step, batches, epochs):
     import numpy as np
 
@@ -144,7 +140,7 @@ def fetch_all_at_the_end(coordinator, step, batches, epochs):
     return list(np.mean(coordinator.fetch(everything), axis=1))
 
 
-@wrong("run_epochs", "before all batches of this one are done")
+@wrong("before all batches of this one are done")
 def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
     everything = []
     for _ in range(epochs):
@@ -154,7 +150,7 @@ def fetch_one_of_an_epoch(coordinator, step, batches, epochs):
     return [sum(float(result.fetch()) for result in results) / len(results) for results in everything]
 
 
-@wrong("run_epochs", "before all batches of this one are done")
+@wrong("before all batches of this one are done")
 def join_once(coordinator, step, batches, epochs):
     results = [[coordinator.schedule(step, args=(batch,)) for batch in batches] for _ in range(epochs)]
     coordinator.join()
@@ -167,23 +163,23 @@ BODY = f"results = {RESULTS}\n        coordinator.join()\n        means.append({
 FETCHED_EACH = f"means.append(sum(float({CALL}.fetch()) for batch in batches) / len(batches))"
 CHIEF = "means.append(sum(float(step(batch)) for batch in batches) / len(batches))"
 WAITS, FIRST = "the chief waits after each call", "schedule all batches first"
-mutant("run_epochs", "coordinator.join()", "pass")  # right: `fetch` waits for its result, too
-mutant("run_epochs", RESULTS, f"[({CALL}, coordinator.join())[0] for batch in batches]", WAITS, cure=FIRST)
-mutant("run_epochs", BODY, FETCHED_EACH, WAITS, cure=FIRST)
-mutant("run_epochs", BODY, CHIEF, "nothing was scheduled")
-mutant("run_epochs", "coordinator.join()", "step(batches[0])", "the chief also called step itself")
-mutant("run_epochs", "in batches]", "in batches[:2]]", "expected 12 scheduled calls, 4 in each epoch, got 6")
-mutant("run_epochs", FETCHED, "float(result)", "no number yet: result.fetch()")
-mutant("run_epochs", " / len(results)", "", "these are sums", cure="by the number of batches")
-mutant("run_epochs", MEAN, "float(results[-1].fetch())", "the losses of the last batch", cure="take the mean over all batches")
-mutant("run_epochs", "return means", "return means[0]", "expected a list with one number for each epoch")
-mutant("run_epochs", "args=(batch,)", "args=batch", "args is a tuple of arguments: args=(batch,)")
+mutant("coordinator.join()", "pass")  # right: `fetch` waits for its result, too
+mutant(RESULTS, f"[({CALL}, coordinator.join())[0] for batch in batches]", WAITS, cure=FIRST)
+mutant(BODY, FETCHED_EACH, WAITS, cure=FIRST)
+mutant(BODY, CHIEF, "nothing was scheduled")
+mutant("coordinator.join()", "step(batches[0])", "the chief also called step itself")
+mutant("in batches]", "in batches[:2]]", "expected 12 scheduled calls, 4 in each epoch, got 6")
+mutant(FETCHED, "float(result)", "no number yet: result.fetch()")
+mutant(" / len(results)", "", "these are sums", cure="by the number of batches")
+mutant(MEAN, "float(results[-1].fetch())", "the losses of the last batch", cure="take the mean over all batches")
+mutant("return means", "return means[0]", "expected a list with one number for each epoch")
+mutant("args=(batch,)", "args=batch", "args is a tuple of arguments: args=(batch,)")
 
 
-# train_safely
+right, wrong, mutant = answers.of("train_safely")
 
 
-@right("train_safely")
+@right
 def train_managed(folder, checkpoint, data, train_step, steps, every):
     import tensorflow as tf
 
@@ -205,36 +201,24 @@ SAVE, LATEST = 'checkpoint.save(folder + "/checkpoint")', "latest = tf.train"
 COUNT_AND_SAVE = f"{COUNT}\n        {DUE}\n            {SAVE}"
 SAVE_AND_COUNT = f"if (int(checkpoint.step) + 1) % every == 0: {SAVE}\n        {COUNT}"
 AT_ZERO, EACH = "the checkpoint says that 0 steps are finished", "it saves after every step, not after every 2"
-mutant("train_safely", "if latest:", "if False:", "although the folder has a checkpoint", cure="latest_checkpoint(folder)")
-mutant("train_safely", f"{COUNT}\n        {DUE}", "if int(batch) % every == 1:", AT_ZERO, cure="add 1 to checkpoint.step")
-mutant("train_safely", "data.skip(finished)", "data", "reads the data from the beginning", cure="data.skip")
-mutant("train_safely", COUNT_AND_SAVE, SAVE_AND_COUNT, "batch 3 is trained twice", cure="before you save")
+mutant("if latest:", "if False:", "although the folder has a checkpoint", cure="latest_checkpoint(folder)")
+mutant(f"{COUNT}\n        {DUE}", "if int(batch) % every == 1:", AT_ZERO, cure="add 1 to checkpoint.step")
+mutant("data.skip(finished)", "data", "reads the data from the beginning", cure="data.skip")
+mutant(COUNT_AND_SAVE, SAVE_AND_COUNT, "batch 3 is trained twice", cure="before you save")
 LEFT_OUT = "skip(finished + (finished > 0))"
-mutant("train_safely", "skip(finished)", LEFT_OUT, "batch 4 is left out", cure="batches count from 0")
-mutant("train_safely", f"    {DUE}\n            {SAVE}", SAVE, "left no checkpoint", cure="not only at the end")
-mutant("train_safely", "% every", "% 1", EACH, cure="a multiple of `every`")
-mutant(
-    "train_safely",
-    "every == 0",
-    "every == 1",
-    "how many are done at that moment?",
-    cure="count the step in checkpoint.step first",
-)
-mutant("train_safely", '"/checkpoint"', '""', "the checkpoints are beside the folder", cure="the folder and a slash")
-mutant("train_safely", "take(steps - finished)", "take(steps)", "it makes too many steps", cure="steps - finished")
+mutant("skip(finished)", LEFT_OUT, "batch 4 is left out", cure="batches count from 0")
+mutant(f"    {DUE}\n            {SAVE}", SAVE, "left no checkpoint", cure="not only at the end")
+mutant("% every", "% 1", EACH, cure="a multiple of `every`")
+mutant("every == 0", "every == 1", "how many are done at that moment?", cure="count the step in checkpoint.step first")
+mutant('"/checkpoint"', '""', "the checkpoints are beside the folder", cure="the folder and a slash")
+mutant("take(steps - finished)", "take(steps)", "it makes too many steps", cure="steps - finished")
 RESTORED, ONLY_STEP = "is it restored before the first step?", "checkpoint = tf.train.Checkpoint(step=checkpoint.step)"
-mutant("train_safely", LATEST, f"{ONLY_STEP}\n    {LATEST}", RESTORED, cure="the weight as well as the step")
-mutant("train_safely", LATEST, f"steps = 3\n    {LATEST}", "it never trained batch 5", cure="until `steps` are done")
+mutant(LATEST, f"{ONLY_STEP}\n    {LATEST}", RESTORED, cure="the weight as well as the step")
+mutant(LATEST, f"steps = 3\n    {LATEST}", "it never trained batch 5", cure="until `steps` are done")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("tf_hybrid")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("tf_hybrid")
 
 
 @pytest.mark.parametrize(("crashes", "passed"), [(1, True), (2, False)])

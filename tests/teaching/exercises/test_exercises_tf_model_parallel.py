@@ -8,20 +8,18 @@ import math
 
 import numpy as np
 import pytest
-from answers import Answers, judge
+from answers import Answers
 
 pytestmark = pytest.mark.tf
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("idle_devices")
 
 
-# idle_devices
-
-
-@right("idle_devices")
+@right
 def idle_by_sampling(spans, devices, step_ms):
     """Look at the middle of each stretch between two moments at which anything begins or ends."""
     moments = sorted({0.0, float(step_ms), *(t for _, *times in spans for t in times)})
@@ -33,29 +31,26 @@ def idle_by_sampling(spans, devices, step_ms):
     return idle
 
 
-@wrong("idle_devices", "spans that overlap count twice")
-def idle_with_spans_added(spans, devices, step_ms):
-    return {d: 1 - sum(end - start for name, start, end in spans if name == d) / step_ms for d in devices}
-
-
 IDLE, SORTED = "1 - busy_ms(spans, device) / step_ms", "sorted(times for name, *times in spans if name == device)"
+ADDED = "1 - sum(end - start for name, start, end in spans if name == device) / step_ms"
 ALL = f"{{device: {IDLE} for device in devices}}"
 TIMES = "[time for name, *times in spans if name == device for time in times] or [1, 0]"
 BETWEEN = f"1 - busy_ms(spans, device) / abs(max({TIMES}) - min({TIMES}))"
-mutant("idle_devices", "1 - busy_ms", "busy_ms", "the shares in which a device computes")
-mutant("idle_devices", SORTED, SORTED.removeprefix("sorted"), "a device's spans are in no order", cure="sort them by their start")
-mutant("idle_devices", "for device in devices", "for device in {name for name, _, _ in spans}", "GPU:2 is missing")
-mutant("idle_devices", IDLE, BETWEEN, "the step also has a beginning and an end")
-mutant("idle_devices", IDLE, f"100 * ({IDLE})", "those are percentages")
-mutant("idle_devices", IDLE, "step_ms - busy_ms(spans, device)", "those are milliseconds", cure="the length of the step")
-mutant("idle_devices", ALL, f"[{IDLE} for device in devices]", "expected a dict with a number for each device")
-mutant("idle_devices", IDLE, "0.5", "when the time in which a device has any span is taken away")
+mutant(IDLE, ADDED, "spans that overlap count twice")
+mutant("1 - busy_ms", "busy_ms", "the shares in which a device computes")
+mutant(SORTED, SORTED.removeprefix("sorted"), "a device's spans are in no order", cure="sort them by their start")
+mutant("for device in devices", "for device in {name for name, _, _ in spans}", "GPU:2 is missing")
+mutant(IDLE, BETWEEN, "the step also has a beginning and an end")
+mutant(IDLE, f"100 * ({IDLE})", "those are percentages")
+mutant(IDLE, "step_ms - busy_ms(spans, device)", "those are milliseconds", cure="the length of the step")
+mutant(ALL, f"[{IDLE} for device in devices]", "expected a dict with a number for each device")
+mutant(IDLE, "0.5", "when the time in which a device has any span is taken away")
 
 
-# place_layers
+right, wrong, mutant = answers.of("place_layers")
 
 
-@right("place_layers")
+@right
 def place_step_by_step(weights, outputs, limit, devices):
     """Dynamic programming: the cheapest way to place the first layers on so many devices."""
     best = {(0, 0): (0, [])}  # by the number of layers and of devices
@@ -71,7 +66,7 @@ def place_step_by_step(weights, outputs, limit, devices):
     return min(way for (count, _), way in best.items() if count == len(weights))[1]
 
 
-@wrong("place_layers", "Do you fill one device after the other?", cure="compare all places to cut")
+@wrong("Do you fill one device after the other?", cure="compare all places to cut")
 def place_greedily(weights, outputs, limit, devices):
     place, device, held = [], 0, 0
     for weight in weights:
@@ -82,29 +77,24 @@ def place_greedily(weights, outputs, limit, devices):
     return place
 
 
-@wrong("place_layers", "divided as evenly as possible")
-def place_evenly(weights, outputs, limit, devices):
-    def fullest(place):
-        return max(sum(w for w, d in zip(weights, place, strict=True) if d == device) for device in range(devices))
-
-    return min(itertools.combinations_with_replacement(range(devices), len(weights)), key=fullest)
-
-
 PLACES, BEST = "    places = itertools", "min(possible, key=lambda place: crossing(place, outputs))"
 RETURN, LAST = f"return {BEST}", "[0] * (len(weights) - 1) + [1]"
-mutant("place_layers", RETURN, "return [0] * len(weights)", "bytes, and the limit is")
-mutant("place_layers", RETURN, f"return {LAST} if sum(weights) <= limit else {BEST}", "do not cut without need")
-mutant("place_layers", RETURN, "return [i % devices for i in range(len(weights))]", "a device number goes down")
-mutant("place_layers", RETURN, f"place = {BEST}\n    return [place.count(d) for d in range(devices)]", "not one for each device")
-mutant("place_layers", RETURN, f"return [device + 1 for device in {BEST}]", "there are the devices 0 to 1")
+HELD_BY = "sum(weight for weight, own in zip(weights, place, strict=True) if own == device)"
+EVENLY = f"return min(possible, key=lambda place: max({HELD_BY} for device in range(devices)))"
+mutant(RETURN, EVENLY, "divided as evenly as possible")
+mutant(RETURN, "return [0] * len(weights)", "bytes, and the limit is")
+mutant(RETURN, f"return {LAST} if sum(weights) <= limit else {BEST}", "do not cut without need")
+mutant(RETURN, "return [i % devices for i in range(len(weights))]", "a device number goes down")
+mutant(RETURN, f"place = {BEST}\n    return [place.count(d) for d in range(devices)]", "not one for each device")
+mutant(RETURN, f"return [device + 1 for device in {BEST}]", "there are the devices 0 to 1")
 BY_NAME = f'return [f"CPU:{{device}}" for device in {BEST}]'
-mutant("place_layers", RETURN, BY_NAME, "expected a list with the number of a device")
+mutant(RETURN, BY_NAME, "expected a list with the number of a device")
 
 
-# pair_layouts
+right, wrong, mutant = answers.of("pair_layouts")
 
 
-@right("pair_layouts")
+@right
 def pair_of_layout_objects(mesh):
     from tensorflow.experimental import dtensor
 
@@ -115,22 +105,22 @@ def pair_of_layout_objects(mesh):
 COLUMNS, ROWS = '["unsharded", "model"]', '["model", "unsharded"]'
 PAIR = f"return {COLUMNS}, {ROWS}, 1"
 ONE_DIMENSION, STEP = "can divide only one of the two dimensions", "those of a whole training step"
-mutant("pair_layouts", PAIR, f"return {ROWS}, {COLUMNS}, 1", "rows, then columns", cure="the other order")
-mutant("pair_layouts", PAIR, f"return {COLUMNS}, {COLUMNS}, 1", "both by columns", cure="with columns, then rows")
-mutant("pair_layouts", PAIR, f"return {ROWS}, {ROWS}, 1", "both by rows", cure="with columns, then rows")
-mutant("pair_layouts", PAIR, 'return 2 * (["unsharded"] * 2,) + (0,)', "saves no memory", cure="divide both matrices")
-mutant("pair_layouts", ", 1", ", 2", STEP, cure="has only g")
-mutant("pair_layouts", ", 1", ", 0", "the number is not", cure="is an all-reduce")
-mutant("pair_layouts", ", 1", ", None", "the third value is a number")
-mutant("pair_layouts", PAIR, PAIR.replace("model", "columns"), "the name of the mesh dimension")
-mutant("pair_layouts", COLUMNS, '["model", "model"]', ONE_DIMENSION)
-mutant("pair_layouts", ", 1", "", "expected three values")
+mutant(PAIR, f"return {ROWS}, {COLUMNS}, 1", "rows, then columns", cure="the other order")
+mutant(PAIR, f"return {COLUMNS}, {COLUMNS}, 1", "both by columns", cure="with columns, then rows")
+mutant(PAIR, f"return {ROWS}, {ROWS}, 1", "both by rows", cure="with columns, then rows")
+mutant(PAIR, 'return 2 * (["unsharded"] * 2,) + (0,)', "saves no memory", cure="divide both matrices")
+mutant(", 1", ", 2", STEP, cure="has only g")
+mutant(", 1", ", 0", "the number is not", cure="is an all-reduce")
+mutant(", 1", ", None", "the third value is a number")
+mutant(PAIR, PAIR.replace("model", "columns"), "the name of the mesh dimension")
+mutant(COLUMNS, '["model", "model"]', ONE_DIMENSION)
+mutant(", 1", "", "expected three values")
 
 
-# weights_per_device
+right, wrong, mutant = answers.of("weights_per_device")
 
 
-@right("weights_per_device")
+@right
 def weights_by_division(shapes, layouts, mesh):
     held = 0.0
     for shape, layout in zip(shapes, layouts, strict=True):
@@ -142,44 +132,27 @@ def weights_by_division(shapes, layouts, mesh):
     return held
 
 
-@right("weights_per_device")
+@right
 def weights_by_numpy(shapes, layouts, mesh):
     """The answer is a number of numpy's, not an int."""
     parts = [[mesh.get(name, 1) for name in layout] for layout in layouts]
     return sum(np.prod(shape) // np.prod(part) for shape, part in zip(shapes, parts, strict=True))
 
 
-@wrong("weights_per_device", "not by all devices")
-def weights_divided_by_the_mesh(shapes, layouts, mesh):
-    size = math.prod(mesh.values())
-    parts = [math.prod(s) / (size if set(layout) != {"unsharded"} else 1) for s, layout in zip(shapes, layouts, strict=True)]
-    return sum(parts)
-
-
-@wrong("weights_per_device", "a layout may name two mesh dimensions", cure="divide by both")
-def weights_divided_once(shapes, layouts, mesh):
-    held = 0
-    for shape, layout in zip(shapes, layouts, strict=True):
-        named = [mesh[name] for name in layout if name in mesh]
-        held += math.prod(shape) // (named[0] if named else 1)
-    return held
-
-
 HELD = "sum(part(*one, mesh) for one in zip(shapes, layouts, strict=True))"
+PART = "math.prod(side // mesh.get(name, 1) for side, name in sides)"
+ONCE = "math.prod(shape) // next((mesh[name] for name in layout if name in mesh), 1)"
 ALL_DEVICES = "math.prod(mesh.values())"
-mutant("weights_per_device", "side // mesh.get(name, 1)", "side", "that is the whole model")
-mutant("weights_per_device", HELD, f"sum(map(math.prod, shapes)) / {ALL_DEVICES}", "unsharded weights are copied")
-mutant("weights_per_device", HELD, f"4 * {HELD}", "those are bytes")
-mutant("weights_per_device", HELD, f"{ALL_DEVICES} * {HELD}", "what all devices hold together")
-mutant("weights_per_device", "return math.prod", "return sum", "the sides of a part are added up", cure="multiply them")
-mutant("weights_per_device", HELD, HELD.replace("sum(", "list("), "expected one number")
+BY_ALL = f"math.prod(shape) // ({ALL_DEVICES} if set(layout) != {{'unsharded'}} else 1)"
+mutant(PART, BY_ALL, "not by all devices")
+mutant(PART, ONCE, "a layout may name two mesh dimensions", cure="divide by both")
+mutant("side // mesh.get(name, 1)", "side", "that is the whole model")
+mutant(HELD, f"sum(map(math.prod, shapes)) / {ALL_DEVICES}", "unsharded weights are copied")
+mutant(HELD, f"4 * {HELD}", "those are bytes")
+mutant(HELD, f"{ALL_DEVICES} * {HELD}", "what all devices hold together")
+mutant("return math.prod", "return sum", "the sides of a part are added up", cure="multiply them")
+mutant(HELD, HELD.replace("sum(", "list("), "expected one number")
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_names_the_mistake(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("tf_model_parallel")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("tf_model_parallel")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
-from answers import Answers, judge
+from answers import Answers
 from store_exchange import through_the_store
 
 import labkit
 
 answers = Answers()
-right, wrong, mutant = answers.right, answers.wrong, answers.mutant
+
+right, wrong, mutant = answers.of("break_even")
 
 
-# The bandwidth that is needed: break_even
-
-
-@right("break_even")
+@right
 def break_even_by_bisection(alone_ms, shared_ms, nbytes, ranks, latency_us):
     def pays(gbit_per_s):
         link = labkit.Link(gbit_per_s=gbit_per_s, latency_us=latency_us)
@@ -36,27 +33,27 @@ def break_even_by_bisection(alone_ms, shared_ms, nbytes, ranks, latency_us):
 
 BANDWIDTH, SAVED = "rounds / ranks * 8 * nbytes / left_s / 1e9", "(alone_ms - shared_ms) / 1e3"
 ALPHA, SHARE = "rounds * latency_us / 1e6", "rounds / ranks * 8"
-mutant("break_even", BANDWIDTH, "rounds / ranks * nbytes / left_s / 1e9", "a byte has 8 bits")
-mutant("break_even", f" - {ALPHA}", "", "the latency is missing", cure="2(p−1) rounds")
-mutant("break_even", ALPHA, "latency_us / 1e6", "α was counted once", cure="2(p−1) rounds")
+mutant(BANDWIDTH, "rounds / ranks * nbytes / left_s / 1e9", "a byte has 8 bits")
+mutant(f" - {ALPHA}", "", "the latency is missing", cure="2(p−1) rounds")
+mutant(ALPHA, "latency_us / 1e6", "α was counted once", cure="2(p−1) rounds")
 TWO = "sends the gradients once; only for two ranks"
-mutant("break_even", SHARE, "8", TWO, cure="2(p−1)/p times the gradients")
-mutant("break_even", SHARE, "2 * 8", "sends the gradients twice", cure="2(p−1)/p times the gradients")
+mutant(SHARE, "8", TWO, cure="2(p−1)/p times the gradients")
+mutant(SHARE, "2 * 8", "sends the gradients twice", cure="2(p−1)/p times the gradients")
 EACH = "a p-th of them in each of 2(p−1) rounds"
-mutant("break_even", SHARE, "rounds * 8", "each round carries all gradients", cure=EACH)
+mutant(SHARE, "rounds * 8", "each round carries all gradients", cure=EACH)
 STEP = "as long as the step of one process"
-mutant("break_even", SAVED, "alone_ms / 1e3", STEP, cure="alone_ms − shared_ms")
-mutant("break_even", SAVED, "shared_ms / 1e3", "as long as a rank computes", cure="alone_ms − shared_ms")
-mutant("break_even", BANDWIDTH, f"1 / ({BANDWIDTH})", "upside down")
-mutant("break_even", BANDWIDTH, f"{BANDWIDTH} * 1e9", "that is in bit/s")
-mutant("break_even", BANDWIDTH, f"{BANDWIDTH} / 1e3", "milliseconds are not seconds")
-mutant("break_even", ' if left_s > 0 else float("inf")', "", "a negative bandwidth")
-mutant("break_even", 'float("inf")', "1e4", "return float('inf')")
+mutant(SAVED, "alone_ms / 1e3", STEP, cure="alone_ms − shared_ms")
+mutant(SAVED, "shared_ms / 1e3", "as long as a rank computes", cure="alone_ms − shared_ms")
+mutant(BANDWIDTH, f"1 / ({BANDWIDTH})", "upside down")
+mutant(BANDWIDTH, f"{BANDWIDTH} * 1e9", "that is in bit/s")
+mutant(BANDWIDTH, f"{BANDWIDTH} / 1e3", "milliseconds are not seconds")
+mutant(' if left_s > 0 else float("inf")', "", "a negative bandwidth")
+mutant('float("inf")', "1e4", "return float('inf')")
 GUESS = "what the ranks save by computing less"
-mutant("break_even", BANDWIDTH, "2.0", GUESS, cure="equal to what is saved, and solve for B")
+mutant(BANDWIDTH, "2.0", GUESS, cure="equal to what is saved, and solve for B")
 
 
-# accumulate
+right, wrong, mutant = answers.of("accumulate")
 
 
 def examples_of_all_ranks(batches):
@@ -65,7 +62,7 @@ def examples_of_all_ranks(batches):
     return examples
 
 
-@right("accumulate")
+@right
 def accumulate_with_sums(model, batches, loss_function):
     """The losses of all examples are summed, and the gradients divided at the end."""
     examples = examples_of_all_ranks(batches)
@@ -87,7 +84,7 @@ def accumulate_locally(model, batches, loss_function):
     return [p for p in model.parameters() if p.grad is not None]
 
 
-@right("accumulate")
+@right
 def accumulate_without_ddp(model, batches, loss_function):
     """One all_reduce of all gradients, as one tensor."""
     trained = accumulate_locally(model, batches, loss_function)
@@ -97,7 +94,7 @@ def accumulate_without_ddp(model, batches, loss_function):
         p.grad.copy_(part.view_as(p))
 
 
-@wrong("accumulate", "the ranks have not exchanged them")
+@wrong("the ranks have not exchanged them")
 def accumulate_through_the_store(model, batches, loss_function):
     trained = accumulate_locally(model, batches, loss_function)
     for p, *parts in zip(trained, *through_the_store([p.grad for p in trained]), strict=True):
@@ -107,38 +104,31 @@ def accumulate_through_the_store(model, batches, loss_function):
 WEIGHT = "len(inputs) * dist.get_world_size() / examples"
 LESSON, OWN = "1 / len(batches)", "len(inputs) / sum(len(part) for part, _ in batches)"
 BATCHES = "every batch counts the same, however few examples it has"
-mutant("accumulate", WEIGHT, LESSON, BATCHES, cure="weight each loss")
+mutant(WEIGHT, LESSON, BATCHES, cure="weight each loss")
 RANKS = "every rank counts the same, however few examples it has"
-mutant("accumulate", WEIGHT, OWN, RANKS, cure="of all ranks together")
-mutant("accumulate", WEIGHT, "len(inputs) / examples", "DDP averages over the ranks: it divides already")
-mutant("accumulate", WEIGHT, "len(inputs)", "but not divided by that of all ranks")
+mutant(WEIGHT, OWN, RANKS, cure="of all ranks together")
+mutant(WEIGHT, "len(inputs) / examples", "DDP averages over the ranks: it divides already")
+mutant(WEIGHT, "len(inputs)", "but not divided by that of all ranks")
 SUM = "the mean losses of the batches were added up"
-mutant("accumulate", WEIGHT, "1", SUM, cure="by its share of the examples")
+mutant(WEIGHT, "1", SUM, cure="by its share of the examples")
 SYNC = "contextlib.nullcontext() if number == len(batches) else model.no_sync()"
 ALWAYS = "were sent 3 times; once is enough"
-mutant("accumulate", SYNC, "contextlib.nullcontext()", ALWAYS, cure="inside `with model.no_sync():`")
-mutant("accumulate", SYNC, "model.no_sync()", "No rank sent its gradients", cure="must run outside it")
+mutant(SYNC, "contextlib.nullcontext()", ALWAYS, cure="inside `with model.no_sync():`")
+mutant(SYNC, "model.no_sync()", "No rank sent its gradients", cure="must run outside it")
 FIRST = "the batch outside no_sync() must be the last"
-mutant("accumulate", "number == len(batches)", "number == 1", "stay on their rank", cure=FIRST)
+mutant("number == len(batches)", "number == 1", "stay on their rank", cure=FIRST)
 LOSS = "weight * loss_function(model(inputs), targets)"
 mutant(
-    "accumulate",
     f"with {SYNC}:\n            ({LOSS})",
     f"loss = {LOSS}\n        with {SYNC}:\n            loss",
     "DDP decides in the forward pass",
     cure="forward and backward of all batches but the last",
 )
 BACKWARD = f"({LOSS}).backward()"
-mutant("accumulate", BACKWARD, f"{BACKWARD}\n    model.zero_grad()", "no parameter has a gradient afterwards")
+mutant(BACKWARD, f"{BACKWARD}\n    model.zero_grad()", "no parameter has a gradient afterwards")
 OTHERS = "not those of one process with the whole batch"
-mutant("accumulate", BACKWARD, f"model.zero_grad()\n            {BACKWARD}", OTHERS)
+mutant(BACKWARD, f"model.zero_grad()\n            {BACKWARD}", OTHERS)
 
 
-@pytest.mark.parametrize("answer", answers.parameters())
-@pytest.mark.processes
-def test_the_verdict_fits_the_answer(answer) -> None:
-    judge(answer)
-
-
-def test_every_exercise_has_right_and_wrong_answers_here() -> None:
-    answers.complete("what_it_costs")
+test_the_verdict_fits_the_answer = answers.test_of_verdicts()
+test_every_exercise_has_right_and_wrong_answers_here = answers.test_of_completeness("what_it_costs")

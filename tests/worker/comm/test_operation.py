@@ -87,6 +87,7 @@ LIVES: dict[str, tuple[list[tuple[int, Callable[[Operation], object]]], list[tup
         [(20, Operation.wait_begins), (30, Operation.wait_begins), (35, IN_TORCH), (40, Operation.wait_ends)],
         [(10, 20, 40, 40)],
     ),
+    "held by no link": ([(20, Operation.wait_begins), (30, Operation.hold), (50, Operation.wait_ends)], [(10, 20, 50, 50)]),
     "failed": ([(20, Operation.wait_begins), (40, Operation.failed)], [(10, 20, 40, 40)]),
     "withdrawn": ([(15, Operation.withdrawn), (20, Operation.completed)], []),
 }
@@ -105,6 +106,7 @@ def test_the_life_of_an_operation(rank: Rank, life: str) -> None:
     written = rank.written()
     assert [times(span) for span in written] == recorded
     assert all(span.done is (life != "failed") for span in written)
+    assert all((s.backend_ns, s.issue_delay_ns, s.wait_delay_ns) == (0, 0, 0) for s in written), "no link and no delays"
     assert operation.done
     assert rank.pending() == []
 
@@ -207,29 +209,28 @@ class Held:
         action()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_end_of_the_backend_is_recorded_before_the_link_holds_it(rank: Rank, waits: bool) -> None:
-    operation = rank.issue(10)
-    operation.booking = Held(rank, 50)  # type: ignore[assignment]
-    if waits:
-        rank.at(20, operation.wait_begins)
-        rank.at(30, operation.hold)
-        operation.wait_ends()
-    else:
-        future: Any = torch.futures.Future()
-        future.set_result(None)
-        rank.at(30, operation.on_completion, future)
-    (span,) = rank.written()
-    assert (span.backend_ns, span.end_ns) == (30, 50)
+def reported(operation: Operation) -> None:
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    operation.on_completion(future)
 
 
-def test_the_end_of_the_backend_stays_the_first_that_was_noticed(rank: Rank) -> None:
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([(20, Operation.wait_begins), (30, Operation.hold), (50, Operation.wait_ends)], id="waited for"),
+        pytest.param([(30, reported)], id="reported"),
+        pytest.param([(30, Operation.backend_completed), (40, Operation.hold), (50, Operation.completed)], id="polled before"),
+    ],
+)
+def test_the_first_end_of_the_backend_is_recorded_and_the_link_holds_it(
+    rank: Rank, events: list[tuple[int, Callable[[Operation], object]]]
+) -> None:
     operation = rank.issue(10)
     operation.booking = Held(rank, 50)  # type: ignore[assignment]
-    rank.at(30, operation.backend_completed)  # polled
-    rank.at(40, operation.hold)
-    operation.completed()
-    assert [span.backend_ns for span in rank.written()] == [30]
+    for now_ns, happens in events:
+        rank.at(now_ns, happens, operation)
+    assert [(span.backend_ns, span.end_ns) for span in rank.written()] == [(30, 50)]
 
 
 def test_the_backend_completes_a_batch_before_the_link_holds_any_of_it(rank: Rank) -> None:
@@ -277,14 +278,6 @@ def test_the_thread_that_issues_an_operation(rank: Rank) -> None:
     assert {s.name: (s.own_thread, s.served) for s in rank.written()} == {
         "main": (False, False), "own": (True, False), "issued by a call": (False, False), "waited for by a call": (False, True),
     }  # fmt: skip
-
-
-def test_without_a_link_and_delays_their_times_are_0(rank: Rank) -> None:
-    operation = rank.issue(10)
-    rank.at(20, operation.wait_begins)
-    rank.at(30, operation.hold)
-    rank.at(50, operation.wait_ends)
-    assert [(s.backend_ns, s.issue_delay_ns, s.wait_delay_ns) for s in rank.written()] == [(0, 0, 0)]
 
 
 def test_a_completed_operation_does_not_touch_the_slot_of_the_next(rank: Rank) -> None:

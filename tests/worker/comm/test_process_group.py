@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import comm_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from python_programs import ROOT, python
 
 from labkit.group.group import Group
 from labkit.group.run import Run
@@ -22,7 +22,6 @@ from labkit.worker.comm.process_group import HALVES
 
 pytestmark = pytest.mark.processes
 
-HERE = Path(__file__).resolve().parents[2] / "helpers"
 FLOAT = 4  # bytes
 ROOTS = {"broadcast": 1, "gather": 0, "reduce": 0, "scatter": 0}  # in `cases.collectives`
 
@@ -83,10 +82,27 @@ def test_collectives(pair: Group) -> None:
         assert len(waited) > len(spans) / 2
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="until torch 2.11, gloo exchanges no lists")
-def test_lists_are_exchanged(pair: Group) -> None:
-    run = same_as_torchs_own(pair, cases.exchange)
-    assert [(s.name, s.nbytes // FLOAT) for rank in (0, 1) for s in communications(run, rank)] == [("all_to_all", 4)] * 2
+without_lists = pytest.mark.skipif(torch.__version__ < "2.12", reason="until torch 2.11, gloo exchanges no lists")
+# The operations of a case, on each rank, with the number of floats.
+ISSUED: dict[Callable[..., Any], list[tuple[str, Any]]] = {
+    cases.exchange: [("all_to_all", 4)],
+    cases.objects: [(name, ANY) for name in ["all_gather"] * 2 + ["broadcast"] * 3 + ["scatter"] * 2],
+    cases.asynchronous: [("all_reduce", 3)] * 3,
+    cases.functional: [
+        ("all_reduce", 4), ("all_gather_into_tensor", 8), ("reduce_scatter_tensor", 4), ("all_to_all_single", 4),
+        ("broadcast", 4), ("all_reduce_coalesced", 8), ("all_reduce_coalesced", 8),
+    ],
+    cases.gradients_by_hand: [("all_reduce", ANY)] * 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=without_lists if case is cases.exchange else ()) for case in ISSUED])
+def test_each_operation_is_recorded_with_its_size(pair: Group, case: Callable[..., Any]) -> None:
+    run = same_as_torchs_own(pair, case)
+    for rank in (0, 1):
+        spans = communications(run, rank)
+        assert [(s.name, s.nbytes // FLOAT) for s in spans] == ISSUED[case]
+        assert all(s.start_ns <= s.wait_start_ns or s.wait_start_ns == 0 for s in spans)
 
 
 def test_a_group_is_named_with_its_ranks(pair: Group) -> None:
@@ -102,26 +118,6 @@ def test_a_group_is_named_with_its_ranks(pair: Group) -> None:
     assert mesh.group.endswith(" mesh of ranks 0,1")
 
 
-def test_objects(pair: Group) -> None:
-    run = same_as_torchs_own(pair, cases.objects)
-    assert names(run) == ["all_gather"] * 2 + ["broadcast"] * 2 + ["broadcast", "scatter", "scatter"]
-
-
-def test_asynchronous(pair: Group) -> None:
-    run = same_as_torchs_own(pair, cases.asynchronous)
-    assert names(run) == ["all_reduce"] * 3
-    assert all(s.start_ns <= s.wait_start_ns or s.wait_start_ns == 0 for s in communications(run))
-
-
-def test_functional_collectives_and_batches(pair: Group) -> None:
-    run = same_as_torchs_own(pair, cases.functional)
-    spans = communications(run)
-    assert [(s.name, s.nbytes // FLOAT) for s in spans] == [
-        ("all_reduce", 4), ("all_gather_into_tensor", 8), ("reduce_scatter_tensor", 4), ("all_to_all_single", 4),
-        ("broadcast", 4), ("all_reduce_coalesced", 8), ("all_reduce_coalesced", 8),
-    ]  # fmt: skip
-
-
 def test_messages(pair: Group) -> None:
     run = same_as_torchs_own(pair, cases.ring_of_messages)
     for rank in (0, 1):
@@ -132,6 +128,8 @@ def test_messages(pair: Group) -> None:
             plain = [s.match for s in spans if s.name == name and s.group.startswith(f"{ends} tag 0 group")]
             tagged = [s.match for s in spans if s.name == name and s.group.startswith(f"{ends} tag 7 group")]
             assert (plain, tagged) == ([1, 2, 3], [1])
+    of_each = [{s.group for s in communications(run, rank)} for rank in (0, 1)]
+    assert of_each[0] == of_each[1], "the two ends of a message are one operation"
 
 
 def test_peers_are_global_ranks() -> None:
@@ -267,11 +265,6 @@ def test_backward_passes_that_fail_and_nest(pair: Group) -> None:
     assert names(run) == ["all_reduce"] * 3
 
 
-def test_gradients_reduced_by_hand(pair: Group) -> None:
-    run = same_as_torchs_own(pair, cases.gradients_by_hand)
-    assert names(run) == ["all_reduce"] * 8
-
-
 def test_fully_sharded(pair: Group) -> None:
     run = same_as_torchs_own(pair, cases.fully_sharded)
     training = [s for s in communications(run) if s.nbytes in (864, 1152)]
@@ -299,15 +292,6 @@ def test_pipelines(pair: Group, schedule: str) -> None:
     for rank in (0, 1):
         assert [s.name for s in communications(run, rank) if s.nbytes == a_micro_batch].count("send") == 4
         assert [s.name for s in communications(run, rank) if s.nbytes == a_micro_batch].count("recv") == 4
-
-
-def test_two_ends_of_an_operation_are_one(pair: Group) -> None:
-    run = pair.run(cases.watched_and_bare, cases.ring_of_messages)
-    ends: dict[tuple[str, int], list[str]] = {}
-    for span in run.trace:
-        if span.kind == "communication":
-            ends.setdefault((span.group, span.match), []).append(span.name)
-    assert all(sorted(both) == ["recv", "send"] for both in ends.values())
 
 
 def test_a_group_behaves_like_torchs_own(pair: Group) -> None:
@@ -463,8 +447,7 @@ def test_a_wait_with_a_limit(pair: Group, attended: bool) -> None:
 @pytest.mark.slow
 def test_the_end_of_a_process(tmp_path: Path) -> None:
     """In whatever state a rank leaves its operations, its process ends as it would without labkit."""
-    program = [sys.executable, str(HERE / "comm_exits.py"), str(tmp_path)]
-    answer = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False)
+    answer = python(str(ROOT / "tests" / "helpers" / "comm_exits.py"), str(tmp_path))
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.splitlines() == [
         "received never: 0 0",

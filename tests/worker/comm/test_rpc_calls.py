@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import comm_rpc_cases as cases
 import pytest
 import torch
+from python_programs import environment, python
 from synthetic import chrome
 
 from labkit.group.group import Group
@@ -27,8 +26,6 @@ from labkit.worker.comm.operation import Operation
 # torch's own call in a distributed optimizer; the ranks have the filters of their first run.
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")]
 
-ROOT = Path(__file__).resolve().parents[3]
-HERE = ROOT / "tests" / "helpers"
 MASTER, WORKER = 0, 1
 X = 1000 * 4  # bytes of the tensor that is sent
 
@@ -310,12 +307,9 @@ with open(f"{sys.argv[1]}.{rank}", "w") as file:
 if rank == 0:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    environment = os.environ | {"TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     store = tmp_path / "store"
-    answer = subprocess.run(
-        [sys.executable, "-c", program, str(store)],
-        capture_output=True, text=True, timeout=200, check=False, env=environment, cwd=ROOT,
-    )  # fmt: skip
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    answer = python("-c", program, str(store), env=environment(TP_SOCKET_IFNAME=loopback))
     assert answer.returncode == 0, answer.stderr
     caller, callee = (json.loads(Path(f"{store}.{rank}").read_text()) for rank in (0, 1))
     assert caller == [[2], ["rpc_sync len"]]

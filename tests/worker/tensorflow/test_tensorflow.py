@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ import pytest
 from cells import Cells
 from doings import waiting
 from processes import network_of_ranks, who_listens
+from python_programs import python
 from reported import Reported
 
 import labkit as lab
@@ -36,7 +35,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
     pytest.skip("needs TensorFlow", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[3]
 GLOBAL_BATCH = 12
 STEPS = 5
 
@@ -267,16 +265,21 @@ def test_single_precision_results_are_equal_up_to_rounding(one: lab.Group, two: 
 # Runs in a row
 
 
-def sum_of_ranks() -> float:
+def adding_up() -> Any:
+    """A TensorFlow function with which all workers add up a number of each."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
     @tf.function
-    def total() -> Any:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+    def total(x: Any = 1.0) -> Any:
+        return strategy.run(lambda y: tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(y)), args=(x,))
 
-    return float(total())
+    return total
+
+
+def sum_of_ranks() -> float:
+    return float(adding_up()())
 
 
 def test_a_group_runs_again_and_again(two: lab.Group) -> None:
@@ -285,10 +288,8 @@ def test_a_group_runs_again_and_again(two: lab.Group) -> None:
         assert (run.results, run.output) == ([2.0, 2.0], "")
 
 
-def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
+def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow() -> None:
+    program = textwrap.dedent("""
         import sys
         import labkit as lab
 
@@ -306,11 +307,8 @@ def test_only_the_students_prints_appear_and_the_notebook_imports_no_tensorflow(
         with lab.Group(1, runtime="tensorflow", devices_per_rank=2) as group:
             group.run(train)
         print([name for name in sys.modules if name.startswith(("tensorflow", "keras"))])
-        """)
-    )
-    command = [sys.executable, str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    """)
+    done = python("-c", program)
     assert (done.stdout, done.stderr) == ("[rank 0] 2 devices\n[]\n", "")
 
 
@@ -407,12 +405,7 @@ def test_datasets_that_feed_devices_are_not_autotuned(one: lab.Group) -> None:
 def timed_steps(steps: int) -> None:
     import tensorflow as tf
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    @tf.function
-    def total(x: Any) -> Any:
-        return strategy.run(lambda y: tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(y)), args=(x,))
-
+    total = adding_up()
     for _ in lab.steps(range(steps)):
         with lab.span("forward+backward"):
             x = tf.reduce_sum(tf.ones(10))
@@ -463,14 +456,7 @@ def test_workers_and_servers_serve_the_chief() -> None:
 
 def fail(how: str, victim: int) -> float:
     """All ranks compute a sum together five times; before the third, one of them fails in the given way."""
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    @tf.function
-    def total() -> Any:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
-
+    total = adding_up()
     ends = {
         "raise": functools.partial(int, "no number"),
         "exit": functools.partial(os._exit, 3),

@@ -116,14 +116,8 @@ def fit_in_mixed_precision() -> None:
         keras.mixed_precision.set_global_policy("float32")
 
 
-def test_gradients_that_are_reduced_in_a_branch_have_their_size(group: lab.Group) -> None:
-    trace = group.run(fit_in_mixed_precision).trace
+@pytest.mark.parametrize(("fit", "steps"), [(fit_with_validation, 2 * 4), (fit_in_mixed_precision, 4)])
+def test_keras_collectives_have_their_size(group: lab.Group, fit: Callable[[], None], steps: int) -> None:
+    trace = group.run(fit).trace
     assert flows_of(trace).unsized == ()
-    assert len([s for s in trace.filter(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]) == 4  # steps
-
-
-def test_training_with_validation_has_no_collective_of_unknown_size(group: lab.Group) -> None:
-    trace = group.run(fit_with_validation).trace
-    assert flows_of(trace).unsized == ()
-    gradients = [s for s in trace.filter(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]
-    assert len(gradients) == 2 * 4  # epochs, steps
+    assert len([s for s in trace.filter(name="all_reduce", rank=0) if s.nbytes == 4 * (6 * 5 + 5)]) == steps

@@ -99,15 +99,16 @@ def test_the_broadcast_of_a_variables_first_value_has_its_size(trained: Trace) -
         assert [s.nbytes for s in trained if s.rank == rank and s.name == "broadcast"] == [4 * IN * OUT, 4 * OUT]
 
 
-def exchange_under_an_own_span() -> None:
+def meeting() -> Any:
+    """A TensorFlow function in which the workers reduce 4000 bytes."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    return tf.function(lambda: strategy.reduce("SUM", strategy.run(lambda: tf.ones(1000)), axis=None))
 
-    @tf.function
-    def meet() -> Any:
-        return strategy.reduce("SUM", strategy.run(lambda: tf.ones(1000)), axis=None)
 
+def exchange_under_an_own_span() -> None:
+    meet = meeting()
     with lab.span("exchange", kind="communication"):
         meet()
 
@@ -160,16 +161,7 @@ def test_parts_of_the_time_sum_to_the_whole(trained: Trace) -> None:
 
 
 def wait_for_rank_1(late_s: float) -> None:
-    import time
-
-    import tensorflow as tf
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-
-    @tf.function
-    def meet() -> Any:
-        return strategy.reduce("SUM", strategy.run(lambda: tf.ones(1000)), axis=None)
-
+    meet = meeting()
     meet()
     with lab.span("step"):
         if os.environ["RANK"] == "1":
@@ -235,7 +227,7 @@ def reduce_one_gradient(steps: int) -> None:
 
 
 def test_completion_signals_between_devices_have_no_bytes(one: lab.Group) -> None:
-    """A replica reports its assignment: no tensor is sent, and none is of unknown size."""
+    """A replica reports its assignment: no tensor is sent."""
     trace = one.run(reduce_one_gradient, STEPS).trace
     assert {s.nbytes for s in trace if s.name == "send" and s.sized} == {0, 4}  # and each loss
 
