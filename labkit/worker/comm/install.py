@@ -28,7 +28,7 @@ from labkit.worker.comm.cuda_timing import DeviceClock
 from labkit.worker.comm.emulated_link import SlowLink, wake_in_time
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.members import Numbering, watch_creation
-from labkit.worker.comm.process_group import watched_process_group
+from labkit.worker.comm.process_group import recorded_process_group
 from labkit.worker.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.worker.comm.work import keep_for_reducers
 
@@ -110,7 +110,7 @@ def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> 
     if not PROCESS_GROUPS.found:
         return futures
     numbering = Numbering(recorder.rank, recorder.size, given=given)
-    c10d.ProcessGroup = watched_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
+    c10d.ProcessGroup = recorded_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
     watch_creation(recorder)
     return futures
 

@@ -5,7 +5,7 @@ What happens to an operation, and who reports it; any thread may, and exactly on
     issued        `Operation(...)`: whoever calls torch's function (`process_group`, `rpc_calls`, `backward`, ...)
       → withdrawn `withdrawn`: the same, if torch rejects the call; no record
       → waited for
-                  `wait_begins`: a thread in `blocked`, `WatchedWork.wait` or `Futures`; with `in_torch`, `Backwards`,
+                  `wait_begins`: a thread in `blocked`, `RecordedWork.wait` or `Futures`; with `in_torch`, `Backwards`,
                   which only knows that a thread of torch's waits
       → done by the backend
                   `on_completion`: the backend's thread, through `Futures.tell`

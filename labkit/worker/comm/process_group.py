@@ -29,7 +29,7 @@ from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.members import Numbering, check_peer, numbers_of
 from labkit.worker.comm.operation import Operation, OwnLimit, blocked, ends_by_itself
 from labkit.worker.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS, TIME_LIMITS
-from labkit.worker.comm.work import Attendant, HostCopy, WatchedMessage, WatchedWork
+from labkit.worker.comm.work import Attendant, HostCopy, RecordedMessage, RecordedWork
 
 # Between a program's call of torch.distributed and the methods below: ours, the function, what logs its errors, and
 # what warns that it is deprecated.
@@ -51,7 +51,7 @@ class _Kind(type(ProcessGroup)):  # type: ignore[misc]  # pybind11's metaclass, 
         return isinstance(instance, ProcessGroup)
 
 
-class _WatchedGroup(ProcessGroup, metaclass=_Kind):
+class _RecordedGroup(ProcessGroup, metaclass=_Kind):
     """A process group in two halves that share their backends.
 
     `_real` is an instance of torch's class, and does the work. The other half is this object, which Python and C++
@@ -80,7 +80,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
 
     @classmethod
-    def around(cls, real: Any) -> _WatchedGroup:
+    def around(cls, real: Any) -> _RecordedGroup:
         """Wrap a group that torch has created."""
         group = cls(None, real.rank(), real.size(), real=real)
         for device, backend in _backends(real):
@@ -200,7 +200,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             return None
         silent = tells and not isinstance(operation, DeviceOperation) and not self._tell(operation, work, kept)
         own = _called_by_program()
-        return WatchedWork(work, [operation], self.futures, notified=tells and not silent, own=own, silent=silent)
+        return RecordedWork(work, [operation], self.futures, notified=tells and not silent, own=own, silent=silent)
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
         """Let the backend report when the operation completes; False if it cannot: then only a wait shows its end."""
@@ -243,7 +243,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
         from_any = not group
         arrived = partial(self._arrived, tag, from_any, received) if from_any or received is not None else None
         operation.blocking = sys._getframe(3).f_code in BLOCKING  # beyond our `send` and torch's `isend`
-        message = WatchedMessage(work, operation, self.futures, arrived, own=_called_by_program())
+        message = RecordedMessage(work, operation, self.futures, arrived, own=_called_by_program())
         if not operation.blocking:
             self.attendant.watch(message)
         return message
@@ -320,7 +320,7 @@ class _WatchedGroup(ProcessGroup, metaclass=_Kind):
             for operation in operations:
                 operation.completed()
             return None
-        return WatchedWork(work, operations, self.futures, own=_called_by_program())
+        return RecordedWork(work, operations, self.futures, own=_called_by_program())
 
     def _of_real(self, name: str) -> Any:
         return getattr(self._real, name, None) or BATCHES.of(self._real, f"_{name}")
@@ -350,7 +350,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
     inherited = getattr(ProcessGroup, method)
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
-    def collective(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+    def collective(self: _RecordedGroup, *args: Any, **kwargs: Any) -> Any:
         arguments = (*args, *kwargs.values()) if kwargs else args
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         label = self._label or self.label  # also sets `_ranks`
@@ -380,7 +380,7 @@ def _collective(method: str, kind: OperationType, form: Form) -> Callable[..., A
     return collective
 
 
-def watched_process_group(
+def recorded_process_group(
     recorder: Recorder, futures: Futures, numbering: Numbering, slow: SlowLink | None
 ) -> type[ProcessGroup]:
     """Return a class of process groups that record their operations, delayed by the emulated link `slow` if any."""
@@ -388,7 +388,7 @@ def watched_process_group(
         "recorder": recorder, "futures": futures, "attendant": Attendant(), "backwards": Backwards(),
         "numbering": numbering, "slow": slow, "__module__": ProcessGroup.__module__,
     }  # fmt: skip
-    return _Kind(ProcessGroup.__name__, (_WatchedGroup,), members)
+    return _Kind(ProcessGroup.__name__, (_RecordedGroup,), members)
 
 
 def _delegated(method: str, *, both: bool) -> Any:
@@ -396,13 +396,13 @@ def _delegated(method: str, *, both: bool) -> Any:
     inherited = getattr(ProcessGroup, method)
     if isinstance(inherited, property):
 
-        def set_both(self: _WatchedGroup, value: Any) -> None:
+        def set_both(self: _RecordedGroup, value: Any) -> None:
             inherited.__set__(self, value)
             setattr(self._real, method, value)
 
         return property(lambda self: getattr(self._real, method), set_both if inherited.fset else None)
 
-    def call(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: _RecordedGroup, *args: Any, **kwargs: Any) -> Any:
         if both:
             inherited(self, *args, **kwargs)
         return getattr(self._real, method)(*args, **kwargs)
@@ -415,12 +415,12 @@ HALVES: Final[dict[str, str]] = {}  # what carries out each method of this versi
 for _method in dir(ProcessGroup):
     if _method.startswith(("__", "_pybind11")) or _method in INHERITED:
         continue
-    if _method in vars(_WatchedGroup):
+    if _method in vars(_RecordedGroup):
         HALVES[_method] = "ours"
     elif _method in methods():
         HALVES[_method] = "recorded"
-        setattr(_WatchedGroup, _method, _collective(_method, *methods()[_method]))
+        setattr(_RecordedGroup, _method, _collective(_method, *methods()[_method]))
     else:
         _both = _method in PROCESS_GROUPS and _method.startswith(("_register", "_set"))
         HALVES[_method] = "both halves" if _both else "delegated"
-        setattr(_WatchedGroup, _method, _delegated(_method, both=_both))
+        setattr(_RecordedGroup, _method, _delegated(_method, both=_both))

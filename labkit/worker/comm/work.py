@@ -33,7 +33,7 @@ GRACE_NS: Final = 500_000
 EXIT_LIMIT_S: Final = 0.5  # for threads to notice that their messages have failed
 
 
-class WatchedWork(Work):
+class RecordedWork(Work):
     """A `Work` of torch's that informs its operations about waits. C++ calls these methods, too.
 
     Args:
@@ -111,7 +111,7 @@ class WatchedWork(Work):
         return future
 
 
-class WatchedMessage(WatchedWork):
+class RecordedMessage(RecordedWork):
     """A message. Only one thread may wait for it in C++: the student's or labkit's; the other waits for that thread.
 
     `arrived` is called with the backend's `Work` when it has completed.
@@ -196,14 +196,14 @@ class Attendant:
     """Threads that wait for messages: one for each pending message that no other thread waits for."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[WatchedMessage] = queue.SimpleQueue()
-        self._attended: set[WatchedMessage] = set()  # each holds a thread
+        self._messages: queue.SimpleQueue[RecordedMessage] = queue.SimpleQueue()
+        self._attended: set[RecordedMessage] = set()  # each holds a thread
         self._free = 0  # threads that are not blocked in a message
         self._closed = False
         self._lock = threading.Lock()
         atexit.register(self._let_go)
 
-    def watch(self, message: WatchedMessage) -> None:
+    def watch(self, message: RecordedMessage) -> None:
         """Make sure that a thread waits for the message."""
         self._messages.put(message)
         if not self._free:
@@ -294,18 +294,18 @@ def keep_for_reducers() -> None:
 
 
 def _delegate(name: str) -> None:
-    def method(self: WatchedWork, *args: Any, **kwargs: Any) -> Any:
+    def method(self: RecordedWork, *args: Any, **kwargs: Any) -> Any:
         self._unwaited = False
         return getattr(self._work, name)(*args, **kwargs)
 
     method.__name__ = name
-    setattr(WatchedWork, name, method)
+    setattr(RecordedWork, name, method)
 
 
 for _name in dir(Work):
-    if not _name.startswith(("__", "_pybind11")) and _name not in vars(WatchedWork) and _name != "unbox":
+    if not _name.startswith(("__", "_pybind11")) and _name not in vars(RecordedWork) and _name != "unbox":
         _delegate(_name)  # `result`, `exception`, `_source_rank`, ...
-for _class in (WatchedWork, WatchedMessage):
+for _class in (RecordedWork, RecordedMessage):
     # Their `repr` is the same as without labkit.
     _class.__name__ = _class.__qualname__ = Work.__name__
     _class.__module__ = Work.__module__

@@ -23,7 +23,7 @@ from labkit.worker.comm import install
 from labkit.worker.comm.cuda_timing import DeviceClock, DeviceOperation
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.operation import Operation
-from labkit.worker.comm.work import WatchedMessage
+from labkit.worker.comm.work import RecordedMessage
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +377,7 @@ def test_a_wait_with_a_time_limit_returns_when_the_gpu_has_the_data() -> None:
         assert copied.wait(60)
 
     operation = Operation(RingWriter(bytearray(RING_BYTES)), "recv", 1)
-    message = WatchedMessage(Arrived(), operation, Futures(), copy)
+    message = RecordedMessage(Arrived(), operation, Futures(), copy)
     assert message.claim()
     attendant = threading.Thread(target=message.attend)
     attendant.start()

@@ -17,7 +17,7 @@ from labkit.worker.comm import operation as module
 from labkit.worker.comm.backward import Backwards, in_backward
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.operation import Operation, blocked
-from labkit.worker.comm.work import Attendant, WatchedWork
+from labkit.worker.comm.work import Attendant, RecordedWork
 
 
 class Rank:
@@ -312,7 +312,7 @@ def test_a_batch_is_completed_when_the_link_holds_none_of_it(rank: Rank, due_ns:
     operations = [rank.issue(60), rank.issue(60)]
     if due_ns:
         operations[1].booking = Held(rank, due_ns)  # type: ignore[assignment]
-    work = WatchedWork(Done(), operations, Futures())
+    work = RecordedWork(Done(), operations, Futures())
     for now_ns in (70, 90):
         rank.now_ns = now_ns
         assert work.is_completed() is (now_ns > due_ns)
