@@ -153,7 +153,7 @@ def test_reading_threads_that_run_python_does_not_crash_them(ranks: lab.Group, c
 @pytest.mark.processes
 def test_reading_stacks_of_starting_ranks_does_not_end_them(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signals would end a process that does not handle them yet."""
-    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.1)
+    monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 0.1)
     set_up, looks = RankPool._set_up, []
 
     def look_first(pool: RankPool) -> None:
@@ -197,7 +197,7 @@ def test_one_answer_for_all_requests_while_a_rank_held_the_gil(monkeypatch: pyte
 
 
 def test_an_answer_is_complete_and_newer_than_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.05)
+    monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 0.05)
     monkeypatch.setattr("labkit.launch.thread_states.EACH_S", 0.0)
     pread = os.pread
 
@@ -272,7 +272,7 @@ def test_a_look_keeps_no_frame() -> None:
 @pytest.mark.processes
 def test_ranks_without_a_core_are_waited_for(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupting one that runs Python could crash it."""
-    for name, limit_s in (("LIMIT_S", 0.0), ("EACH_S", 0.0), ("STARVED_S", 60.0)):
+    for name, limit_s in (("ANSWER_LIMIT_S", 0.0), ("EACH_S", 0.0), ("STARVED_S", 60.0)):
         monkeypatch.setattr(f"labkit.launch.thread_states.{name}", limit_s)
     ranks.run(int)
     assert ranks._pool is not None
@@ -288,7 +288,7 @@ def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
 @pytest.mark.processes
 def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
-    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 0.2)
+    monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 0.2)
     os.kill(pids[1], signal.SIGSTOP)
     try:
         stacks = ranks.stacks()
@@ -329,7 +329,7 @@ def test_in_a_collective(monkeypatch: pytest.MonkeyPatch, cells: in_cells.Cells)
 
 @pytest.mark.processes
 def test_many_ranks_answer_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("labkit.launch.thread_states.LIMIT_S", 60.0)
+    monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 60.0)
     with lab.Group(64, runtime="bare", timeout_s=200) as group:
         group.run(int)
         assert set(group.stacks().values()) == {"is idle: no function of yours is running"}
