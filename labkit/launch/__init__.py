@@ -14,5 +14,6 @@ What to open for which change:
   the live picture only and not in the trace: what must be in the trace is recorded in the rank (recording/)
 - the stacks of ranks, and which threads wait, for deadlocks: thread_states.py, frames.py (whose code); their words:
   group/deadlock_words.py; tests test_stack_dump.py, test_thread_states.py
-- how ranks end, with the processes that they have started: descendants.py; tests test_starters.py
+- how ranks end, with the processes that they have started, or after the notebook (the guard): descendants.py; tests
+  test_starters.py
 """

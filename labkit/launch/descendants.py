@@ -1,4 +1,4 @@
-"""Finds and ends the processes that a rank's code has started, including daemons that have left its process group.
+"""Ends the processes that a rank's code has started, even daemons outside its process group; guards spawned ranks.
 
 A daemon forks twice or starts a new session, so a signal to the rank's process group does not reach it. On Linux a
 process can become the parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER). Each rank does so, and so does the

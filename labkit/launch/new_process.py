@@ -28,7 +28,7 @@ def spawned(fds: list[int], preload: list[str]) -> NoReturn:
     """Run a spawned rank: import modules, then serve the notebook; `fds` is as for `live_as_rank`."""
     raise_limit()
     prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `serve`
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `fork_server.serve`
     import_all(preload)
     live_as_rank(fds, PrivateNetwork())
 
