@@ -33,7 +33,7 @@ from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingTap
 from labkit.worker.runtimes.registry import RUNTIMES
 
-LOST_S: Final = 5.0  # longer than the relay waits before it takes this machine for lost
+LOST_S: Final = 12.0  # longer than the relay waits before it takes this machine for lost
 LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states
 RECORDS_BYTES: Final = 1 << 18  # of records in one block

@@ -26,7 +26,7 @@ from labkit.recording.clock import Clock
 from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingCopy
 
-SILENT_S: Final = 4.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
+SILENT_S: Final = 10.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
 ASK_EVERY_S: Final = 0.25  # between two such questions
 FIRST_READINGS: Final = 16  # of a clock, at once: the first ones take longer
 LONGEST_NOISE: Final = 300  # characters

@@ -21,10 +21,11 @@ BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's ow
 class _Ties:
     """The operations that complete a future, and the threads that wait for it."""
 
-    __slots__ = ("known", "operations", "waiters")
+    __slots__ = ("fail", "known", "operations", "waiters")
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
+        self.fail = False  # whether an error of the future is one of the operations: they have failed
         self.known: bool | None = None  # see `Futures.known`; None: known if there are operations
         self.waiters = 0
 
@@ -42,7 +43,8 @@ class Futures:
       (`test_the_life_of_an_operation`).
     - C++ lets the waiting thread continue before it calls the callbacks. What must be recorded before the program goes
       on is recorded by whichever comes first, once (`test_rpc_calls.py`:
-      `test_a_reply_is_written_down_once_and_before_its_caller_goes_on`).
+      `test_a_reply_is_written_down_once_and_before_its_caller_goes_on`); so is that an operation has failed
+      (`test_a_wait_for_a_future_that_fails`).
     - C++ completes a future by work that is not recorded. Nobody may conclude that the wait will never end
       (`test_rpc_calls.py`: `test_futures_that_only_python_completes`).
     - The process ends while C++ holds callbacks, which it would release after the interpreter is gone
@@ -83,11 +85,16 @@ class Futures:
             while callbacks and time.monotonic() - begin < limit_s:
                 time.sleep(0.001)
 
-    def tie(self, future: Any, operations: Iterable[Operation]) -> None:
-        """Note that the future completes with these operations."""
+    def tie(self, future: Any, operations: Iterable[Operation], *, fail: bool = False) -> None:
+        """Note that the future completes with these operations.
+
+        `fail`: whether they have failed if the future has an error, which may otherwise be that of a callback or of a
+        function called remotely.
+        """
         ties = self._ties.get(future)
         if ties is None:
             ties = self._ties[future] = _Ties()
+        ties.fail = fail
         for operation in operations:
             ties.operations.append(operation)
             if ties.waiters:  # a thread is already waiting
@@ -116,6 +123,11 @@ class Futures:
             operation.wait_begins()
         try:
             return wait(future)
+        except Exception as error:
+            for operation in ties.operations:
+                if ties.fail and operation.waited_for:
+                    operation.failed(error)
+            raise
         finally:
             ties.waiters -= 1
             for operation in ties.operations:

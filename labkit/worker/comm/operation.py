@@ -151,9 +151,8 @@ class Operation:
         try:
             future.value()
         except Exception:  # noqa: BLE001  # raised where the future is waited for
-            if not self.waited_for:
-                self.failed()
-                return
+            self.failed()
+            return
         self.backend_completed()
         if self.booking is not None:
             self.booking.then(self.completed if self.booking.error is None else self.failed)

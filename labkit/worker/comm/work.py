@@ -95,7 +95,7 @@ class RecordedWork(Work):
         if self._future is not None:
             return self._future
         future = self._work.get_future()
-        self._futures.tie(future, self._operations)
+        self._futures.tie(future, self._operations, fail=True)
         for operation in self._operations:
             if not self._notified:
                 self._futures.tell(future, operation.on_completion, of_backend=True)
@@ -103,7 +103,7 @@ class RecordedWork(Work):
         booking = self._operations[-1].booking
         if booking is not None:
             future = self._future = booking.delayed(future, self._futures.tell)
-            self._futures.tie(future, self._operations)
+            self._futures.tie(future, self._operations, fail=True)
         for operation in self._operations:
             operation.has_future = True
             if not operation.done:

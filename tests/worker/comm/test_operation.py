@@ -195,6 +195,31 @@ def test_a_wait_for_a_future_that_completes_before_its_callback_is_called(rank: 
     assert [times(s) for s in trace] == [(10, 0, 0, 31)]
 
 
+@pytest.mark.parametrize("first", ["the callback", "the waiting thread"])
+@pytest.mark.parametrize("fail", [True, False])
+def test_a_wait_for_a_future_that_fails(rank: Rank, first: str, fail: bool) -> None:
+    """`fail=False`: a function of the program has raised the error, after the operation."""
+    futures, future = Futures(), torch.futures.Future()
+    operation = rank.issue(10, group="world", match=1)
+    futures.tie(future, [operation], fail=fail)
+    reported = torch.futures.Future() if not fail else future
+
+    def ends(waited: Any) -> None:
+        future.set_exception(RuntimeError("connection closed"))
+        if reported is not future:
+            reported.set_result(None)
+        rank.now_ns = 50
+        if first == "the callback":
+            operation.on_completion(reported)
+        waited.value()
+
+    rank.now_ns = 40
+    with pytest.raises(RuntimeError, match="connection closed"):
+        futures._wait(ends, future)
+    rank.at(60, operation.on_completion, reported)
+    assert [(*times(s), s.done) for s in rank.written()] == [(10, 40, 50, 50, not fail)]
+
+
 class Held:
     """A booking on an emulated link. Sleeping until its end moves the rank's clock."""
 

@@ -93,6 +93,35 @@ def by_derived_future() -> None:
     future.wait()
 
 
+def fails(waits: Callable[[Any], object]) -> str:
+    """Rank 0 closes the group's connection instead of taking part."""
+    two = dist.new_group([0, 1])
+    dist.barrier(two)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(two)
+        return "closed"
+    work = dist.all_reduce(torch.ones(1), group=two, async_op=True)
+    try:
+        waits(work)
+    except RuntimeError:
+        return "failed"
+    return "completed"
+
+
+FAILING: dict[str, Callable[[Any], object]] = {
+    "work": lambda work: work.wait(),
+    "future": lambda work: work.get_future().wait(),
+    "derived future": lambda work: work.get_future().then(lambda done: done.value()).wait(),
+}
+
+
+@pytest.mark.parametrize("waits", FAILING)
+def test_an_operation_that_fails_is_not_done(pair: Group, waits: str) -> None:
+    run = pair.run(fails, FAILING[waits])
+    assert run.results == ["closed", "failed"]
+    assert [s.done for s in run.trace.filter(rank=1, name="all_reduce")] == [False]
+
+
 def by_message() -> None:
     other = 1 - dist.get_rank()
     received = dist.irecv(torch.zeros(1), other)
