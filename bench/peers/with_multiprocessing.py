@@ -13,7 +13,7 @@ from bench.peers.work import ARRAY_BYTES, RANKS, TIMEOUT_S, Tool, children_pss, 
 class Multiprocessing(Tool):
     """`start_processes`, by "fork", which fails once CUDA or OpenMP was used, or by "spawn"."""
 
-    times = calls = 1
+    times = moves = calls = 1
 
     def __init__(self, start: str) -> None:
         super().__init__()

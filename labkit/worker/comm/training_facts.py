@@ -45,11 +45,19 @@ def _apart(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def noted(self: TrainingFacts, *args: Any, **kwargs: Any) -> None:
-        if MODES.found and not MODES["_len_torch_dispatch_stack"]() and not MODES["_len_torch_function_stack"]():
-            with contextlib.suppress(Exception), torch.no_grad():  # tensors of any kind may refuse any operation
+        counts = _counts_of_modes()
+        if counts and not any(count() for count in counts):
+            # Tensors of any kind may refuse any operation. Without `check`, nothing is computed with them.
+            with contextlib.suppress(Exception), torch.no_grad() if self.checking else contextlib.nullcontext():
                 method(self, *args, **kwargs)
 
     return noted
+
+
+@functools.cache
+def _counts_of_modes() -> tuple[Callable[[], int], ...]:
+    """Return torch's functions that count the active modes; () if the installed version lacks them."""
+    return tuple(MODES[name] for name in MODES.paths) if MODES.found else ()
 
 
 class TrainingFacts:
@@ -176,7 +184,7 @@ class TrainingFacts:
         grad = torch.is_grad_enabled()
         if grad and isinstance(model, DistributedDataParallel):
             self._calls(model)
-        elif grad:
+        elif grad and self._wrapped:
             self._note_bypassed(model)
         trains = grad and model.training
         if self.checking and trains and not self._steps:
@@ -242,7 +250,7 @@ class TrainingFacts:
                 self._reduced[line] = fact
                 fact.values["reductions"] += reductions
         # A GPU's loss would have to be waited for, and another kind of tensor may communicate.
-        loss = tensors if type(tensors) is Tensor and tensors.device.type == "cpu" else None
+        loss = tensors if type(tensors) is Tensor and tensors.is_cpu else None
         if self._finite and loss is not None and loss.numel() == 1 and not math.isfinite(loss.item()):
             self._finite = False
             self._note(FactKind.LOSS, {"loss": loss.detach()})
@@ -257,9 +265,13 @@ class TrainingFacts:
         digests = {name: None if gradient is None else _digest(gradient) for name, gradient in named.items()}
         self._note(FactKind.GRADIENTS, digests, f"gradients of {len(named)}", _ranks_of(ddp.process_group))
 
-    @_apart
     def optimizer_begins(self, optimizer: Any) -> None:
         """Note that an optimizer begins to step."""
+        if self._bypassed or self.checking:
+            self._note_begun(optimizer)
+
+    @_apart
+    def _note_begun(self, optimizer: Any) -> None:
         for module, fact in self._bypassed.items():
             if not fact.values["called"] and _optimizes(optimizer, module):
                 fact.values["steps"] += 1
@@ -282,8 +294,11 @@ class TrainingFacts:
 
     @_apart
     def _note_unfed(self, optimizer: Any) -> None:
+        known = optimizer in self._unfed
+        if known and self._unfed[optimizer] is None:
+            return  # it had gradients at its first step
         fed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if optimizer not in self._unfed:
+        if not known:
             self._unfed[optimizer] = None if fed else self._note(FactKind.NO_GRADIENTS, {"steps": 0, "others": False})
         fact = self._unfed[optimizer]
         if fact is not None:
