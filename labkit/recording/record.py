@@ -450,4 +450,7 @@ def student_line(innermost: FrameType | None = None) -> str:
 
 def label(filename: str) -> str:
     """Return a file's name as the student knows it: "cell 5" for a cell, else the base name."""
-    return here.files.get(filename) or os.path.basename(filename)
+    return here.files.get(filename) or _base_name(filename)
+
+
+_base_name = functools.lru_cache(os.path.basename)  # each span asks for it
