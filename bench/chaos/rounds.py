@@ -187,7 +187,8 @@ def main() -> None:
     parser.add_argument("--runtimes", nargs="+", choices=list(RUNTIMES), default=list(RUNTIMES), help="and in these runtimes")
     arguments = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that started processes end with this one
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that started processes end with this one
+        signal.signal(number, lambda *_: sys.exit("stopped"))  # and none inherits from nohup that SIGHUP is ignored
     print("\n".join(about()), "\n")
     numbers = range(arguments.rounds) if arguments.round is None else [arguments.round]
     turns = [Round.of(arguments.seed, number, arguments.machines) for number in numbers]
