@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import psutil
 
+from labkit.launch.machines.facts import SILENT_S
+
 RUNTIMES: Final = {"torch": 3, "rpc": 3, "tensorflow": 2, "bare": 3}  # number of ranks
 LIMIT_S: Final = 60.0  # a rank that waits longer than this for its fault has missed it
-FROZEN_S: Final = 14.0  # for which a machine is frozen: longer than labkit waits for it
+FROZEN_S: Final = SILENT_S + 4  # for which a machine is frozen: longer than labkit waits for it
 FLOOD_LINES: Final = 200_000
 SIGNALS: Final = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM", "SIGFPE", "SIGILL", "SIGHUP")
 

@@ -8,8 +8,7 @@ What to open for which change:
 - the emulated machines: emulated.py; their network: emulated_network.py; tests test_emulated.py
 - what relay and agents tell each other, and what must be the same on all machines: facts.py, line.py; the relay's side:
   relay.py, relayed.py; the agent's: agent.py; frames and large data: forwarding.py; tests test_relay.py, test_line.py
-- how long a machine may be silent: relayed.py (`SILENT_S`); after how long an agent that hears nothing gives up, which
-  is longer: agent.py (`LOST_S`)
+- how long a machine may be silent: `SILENT_S` in facts.py, from which an agent's `LOST_S` follows
 - the start of ranks there, as the notebook sees it: relay_starter.py; whether machines reach each other: relay.py,
   agent.py; the report of it: notebook/doctor.py; tests test_reachability.py, notebook/test_machines_report.py
 - where ranks are and listen, and their variables there: ipc/options.py; their folder: worker/process_state.py; tests

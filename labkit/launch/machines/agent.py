@@ -22,7 +22,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
 from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
-from labkit.launch.machines.facts import HELLO, AgentRequest, Connect, Facts, Listen, Prepare
+from labkit.launch.machines.facts import HELLO, SILENT_S, AgentRequest, Connect, Facts, Listen, Prepare
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
 from labkit.launch.machines.line import READ_BYTES, FrameKind, Large, Line
 from labkit.launch.rank_process import RankProcess, Status
@@ -33,7 +33,7 @@ from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingTap
 from labkit.worker.runtimes.registry import RUNTIMES
 
-LOST_S: Final = 12.0  # longer than the relay waits before it takes this machine for lost
+LOST_S: Final = SILENT_S + 2  # longer than the relay waits before it takes this machine for lost
 LOOK_EVERY_S: Final = 0.05  # between looks at prints and rings
 SAMPLE_EVERY_S: Final = 0.25  # between two reports of the ranks' states
 RECORDS_BYTES: Final = 1 << 18  # of records in one block

@@ -36,6 +36,7 @@ from labkit.worker.runtimes.registry import FRAMEWORKS
 HELLO: Final = 0  # the number of the agent's first reply, which answers no request: the `Facts`
 ADDRESS: Final = "LABKIT_ADDRESS"  # the variable with the address at which the other machines reach this one
 REPORT_BYTES: Final = 1 << 10
+SILENT_S: Final = 10.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
 _SUM: Final = struct.Struct("<II")  # of a report: a checksum, and the size in bytes
 READ_TIMES: Final = 100
 

@@ -18,7 +18,16 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.launch.machines.engines import Connection
-from labkit.launch.machines.facts import HELLO, REPORT_BYTES, AgentRequest, Facts, KnownMachine, RankReport, write_report
+from labkit.launch.machines.facts import (
+    HELLO,
+    REPORT_BYTES,
+    SILENT_S,
+    AgentRequest,
+    Facts,
+    KnownMachine,
+    RankReport,
+    write_report,
+)  # fmt: skip
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort, Segments
 from labkit.launch.machines.line import FrameKind, Large, Line
 from labkit.launch.server_requests import Failed, Reap
@@ -26,8 +35,7 @@ from labkit.recording.clock import Clock
 from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingCopy
 
-SILENT_S: Final = 10.0  # a machine that says nothing for so long is lost; it answers questions for the time meanwhile
-ASK_EVERY_S: Final = 0.25  # between two such questions
+ASK_EVERY_S: Final = 0.25  # between two questions for the time, which a machine that is not lost answers
 FIRST_READINGS: Final = 16  # of a clock, at once: the first ones take longer
 LONGEST_NOISE: Final = 300  # characters
 OWN_PAUSE_S: Final = 1.0  # a longer pause between two looks is this process's own: machines were not silent, but not heard
