@@ -14,7 +14,6 @@ from typing import Any, Final
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import STARTS
 from labkit.recording.cores import usable_cores
-from labkit.recording.ring_buffer import RING_BYTES
 from labkit.worker import network_namespace
 from labkit.worker.runtimes.registry import RUNTIMES
 
@@ -36,7 +35,6 @@ class Notebook:
 
         The first call starts importing the framework, without waiting for it.
         """
-        from labkit.ipc.pickling import shared_memory
         from labkit.launch.starters import ForkStarter, SpawnStarter
 
         kind = RUNTIMES[runtime]
@@ -48,7 +46,7 @@ class Notebook:
             def made() -> RelayStarter:
                 if on.ends_machines:
                     weakref.finalize(on, self._forget, of_machines).atexit = False
-                return RelayStarter(on, runtime, RING_BYTES, shared_memory)
+                return RelayStarter(on, runtime)
 
             return self._shared(of_machines, made)
         network = network_namespace.wanted(os.environ)
@@ -58,7 +56,7 @@ class Notebook:
             )
         make = ForkStarter if start == "fork" else SpawnStarter
         key = (",".join(kind.preload), start, network)
-        return self._shared(key, lambda: make(kind.preload, kind.environment, RING_BYTES, shared_memory))
+        return self._shared(key, lambda: make(kind.preload, kind.environment))
 
     def _shared(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The starter with this key; a new one if there is none, or if its own process has ended."""

@@ -8,16 +8,18 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import psutil
 
 from labkit.ipc.options import Place
+from labkit.ipc.pickling import shared_memory
 from labkit.ipc.process_memory import may_read
 from labkit.launch.frames import StackFrame
 from labkit.recording.clock import Clock
+from labkit.recording.ring_buffer import RING_BYTES
 
 PF_EXITING: Final = 0x4
 
@@ -56,7 +58,7 @@ class RankProcess:
 
     clock: Clock = Clock()  # converts times of its machine to this process's
 
-    def __init__(self, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number  # among all ranks of its starter
         self.pid = 0  # before it has started. It leads its own process group.
         self.sentinel = -1  # a file descriptor that is readable once it has ended; -1: the end of its socket reports that
@@ -69,8 +71,8 @@ class RankProcess:
             with contextlib.suppress(OSError):  # above the user's limit for pipes: the default size works as well
                 # A rank that prints while the notebook does not read blocks only when the pipe is full.
                 fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, 1 << 20)
-        memory = make_shared(ring_bytes)
-        self.ring = mmap.mmap(memory, ring_bytes)  # into which it records
+        memory = shared_memory(RING_BYTES)
+        self.ring = mmap.mmap(memory, RING_BYTES)  # into which it records
         self.memory = os.dup(memory)  # shares its file offset with the rank's
         self.far = [sock.detach(), output, memory]  # until it has started, the rank's ends
 

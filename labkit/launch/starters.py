@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from labkit.errors.exceptions import LabError
+from labkit.ipc.pickling import shared_memory
 from labkit.launch.descendants import descendants, end_all, kill_groups
 from labkit.launch.rank_process import End, RankProcess
 from labkit.launch.resource_usage import Load, ResourceMonitor, gpus_of
@@ -54,18 +55,14 @@ class Question(Protocol[_Answer_co]):
 
 
 class Starter(ABC):
-    """Starts ranks in one way, asks about them, and ends them.
-
-    `make_shared` creates shared memory, such as a rank's ring, of a size in bytes, and returns its file descriptor.
-    """
+    """Starts ranks in one way, asks about them, and ends them."""
 
     importing = True  # whether the modules that ranks need may still be being imported
     waiting_for = ""  # what a start is waiting for, in words, if that is something else
     ready_limit_s: float = READY_LIMIT_S  # for the first start
     _process: subprocess.Popen[bytes]  # the server or the guard
 
-    def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        self._ring_bytes, self._make_shared = ring_bytes, make_shared
+    def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self.notes: list[str] = []  # for the student, about the latest start
         self._ending = threading.Lock()
@@ -83,7 +80,7 @@ class Starter(ABC):
         """
 
     def _new_rank(self) -> RankProcess:
-        return RankProcess(next(self._numbers), self._ring_bytes, self._make_shared)
+        return RankProcess(next(self._numbers))
 
     def ask(self, question: Question[_Answer_co], processes: Sequence[RankProcess]) -> Sequence[_Answer_co]:
         """Ask a question about living ranks; return the answer for each."""
@@ -125,11 +122,11 @@ class Starter(ABC):
 class ServerStarter(Starter):
     """Has a process of its own start the ranks, and asks it for everything over a socket."""
 
-    def __init__(self, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        super().__init__(ring_bytes, make_shared)
+    def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._requests = itertools.count(READY + 1)
-        self._log = make_shared(0)
+        self._log = shared_memory(0)
         self._socket: socket.socket
 
     def _run(self, function: str, arguments: list[Any], environment: dict[str, str]) -> None:
@@ -226,10 +223,8 @@ class ServerStarter(Starter):
 class ForkStarter(ServerStarter):
     """Forks ranks from a server that has imported modules (those that are installed), with variables of its own."""
 
-    def __init__(
-        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
-    ) -> None:
-        super().__init__(ring_bytes, make_shared)
+    def __init__(self, preload: Sequence[str], environment: dict[str, str]) -> None:
+        super().__init__()
         self._run("labkit.launch.fork_server:serve", [list(preload), os.getpid()], self.environment | environment)
 
     def _kill(self, processes: Sequence[RankProcess]) -> Mapping[int, End]:
@@ -248,10 +243,8 @@ class SpawnStarter(Starter):
     Each rank imports; whether a spare one has finished is not known before it replies.
     """
 
-    def __init__(
-        self, preload: Sequence[str], environment: dict[str, str], ring_bytes: int, make_shared: Callable[[int], int]
-    ) -> None:
-        super().__init__(ring_bytes, make_shared)
+    def __init__(self, preload: Sequence[str], environment: dict[str, str]) -> None:
+        super().__init__()
         self._preload, self._settings = list(preload), environment
         self._children: dict[int, subprocess.Popen[bytes]] = {}  # by the ranks' numbers
         self._spares: list[RankProcess] = []

@@ -30,14 +30,12 @@ from labkit.errors.exceptions import LabError, Stopped
 from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.output import Notice, Output
-from labkit.ipc.pickling import shared_memory
 from labkit.launch import fork_server
 from labkit.launch.capacity import FILES_PER_RANK, STARTING_FILES, count_open_files, raise_limit
 from labkit.launch.descendants import _await_end
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
 from labkit.launch.starters import ForkStarter, SpawnStarter
-from labkit.recording.ring_buffer import RING_BYTES
 from labkit.worker.network_namespace import PrivateNetwork
 
 pytestmark = pytest.mark.processes
@@ -409,7 +407,7 @@ def test_an_import_that_fails_is_reported(make: Any, tmp_path: Path, monkeypatch
     # An exception is reported by the module's first use; this ends the process that imports.
     (tmp_path / "broken_module.py").write_text("class End(BaseException): pass\nraise End('broken at import')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with contextlib.closing(make(["no_such_module", "broken_module"], {}, RING_BYTES, shared_memory)) as starter:
+    with contextlib.closing(make(["no_such_module", "broken_module"], {})) as starter:
         if make is ForkStarter:
             with pytest.raises(lab.LabError, match=r"(?s)the process that starts ranks has ended.*End: broken at"):
                 starter.start(1)
@@ -446,7 +444,7 @@ def test_a_system_that_cannot_start_more_processes(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_killed_spare_rank_is_not_used() -> None:
-    with contextlib.closing(SpawnStarter([], {}, RING_BYTES, shared_memory)) as starter:
+    with contextlib.closing(SpawnStarter([], {})) as starter:
         starter.warm(2)
         first, second = starter._spares
         os.kill(first.pid, signal.SIGKILL)
@@ -677,7 +675,7 @@ def test_a_process_about_to_end_is_distinguished_from_one_that_works() -> None:
 
 def test_a_server_that_another_thread_closes_has_ended() -> None:
     """At the end of a program, a thread in the background may still wait for a reply."""
-    starter = ForkStarter(("labkit.worker.main_loop",), {}, RING_BYTES, shared_memory)
+    starter = ForkStarter(("labkit.worker.main_loop",), {})
     starter.close()
     with pytest.raises(LabError, match="the process that starts ranks has ended"):
         starter._receive(1, 1.0)

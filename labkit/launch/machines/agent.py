@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.exit_reasons import OOMKillCounters
-from labkit.ipc.pickling import shared_memory
 from labkit.launch.capacity import raise_limit
 from labkit.launch.machines.facts import HELLO, SILENT_S, AgentRequest, Connect, Facts, Listen, Prepare
 from labkit.launch.machines.forwarding import TAKEN, Forwarding, FramePort
@@ -29,7 +28,6 @@ from labkit.launch.rank_process import RankProcess, Status
 from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
-from labkit.recording.ring_buffer import RING_BYTES
 from labkit.recording.ring_copy import RingTap
 from labkit.worker.runtimes.registry import RUNTIMES
 
@@ -252,7 +250,7 @@ class _Agent:
     def _prepare(self, runtime: str) -> None:
         kind = RUNTIMES[runtime]
         make = ForkStarter if sys.platform == "linux" else SpawnStarter
-        self._starter = make(kind.preload, kind.environment, RING_BYTES, shared_memory)
+        self._starter = make(kind.preload, kind.environment)
         self._starter.wait_until_ready()
 
     def _send(self, number: int, reply: Any, *, urgent: bool = False) -> None:

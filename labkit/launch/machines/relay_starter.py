@@ -10,7 +10,6 @@ from typing import ClassVar, TypeVar
 
 from labkit.errors.exceptions import LabError
 from labkit.ipc.options import AT_IMPORT
-from labkit.ipc.pickling import shared_memory
 from labkit.launch.machines.engines import Engine
 from labkit.launch.machines.facts import read_report
 from labkit.launch.rank_process import End, RankProcess, Status
@@ -18,7 +17,6 @@ from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Ask, Reap, Survey, Surveyed
 from labkit.launch.starters import Question, ServerStarter
 from labkit.recording.clock import Clock
-from labkit.recording.ring_buffer import RING_BYTES
 
 _Answer = TypeVar("_Answer")
 
@@ -52,8 +50,8 @@ class _MachinesClock(Clock):
 class RelayedRankProcess(RankProcess):
     """The notebook's end of a rank on another machine."""
 
-    def __init__(self, starter: RelayStarter, number: int, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        super().__init__(number, ring_bytes, make_shared)
+    def __init__(self, starter: RelayStarter, number: int) -> None:
+        super().__init__(number)
         self._starter = starter
         self.clock = _MachinesClock(self)
 
@@ -85,8 +83,8 @@ class RelayedRankProcess(RankProcess):
 class RelayStarter(ServerStarter):
     """Starts ranks on the machines of an engine; with the runtime "", none start."""
 
-    def __init__(self, engine: Engine, runtime: str, ring_bytes: int, make_shared: Callable[[int], int]) -> None:
-        super().__init__(ring_bytes, make_shared)
+    def __init__(self, engine: Engine, runtime: str) -> None:
+        super().__init__()
         self._failed = False
         self.ready_limit_s = engine.ready_limit_s
         self._run("labkit.launch.machines.relay:relay", [pickle.dumps(engine), runtime, os.getpid()], self.environment)
@@ -104,7 +102,7 @@ class RelayStarter(ServerStarter):
             raise
 
     def _new_rank(self) -> RankProcess:
-        return RelayedRankProcess(self, next(self._numbers), self._ring_bytes, self._make_shared)
+        return RelayedRankProcess(self, next(self._numbers))
 
     def ask(self, question: Question[_Answer], processes: Sequence[RankProcess]) -> Sequence[_Answer]:
         """Ask a question about living ranks where they are; return the answer for each."""
@@ -144,7 +142,7 @@ class RelayStarter(ServerStarter):
 
 def survey(engine: Engine) -> Surveyed:
     """Connect to machines for a moment; return what is known of each, and all problems."""
-    starter = RelayStarter(engine, "", RING_BYTES, shared_memory)
+    starter = RelayStarter(engine, "")
     try:
         return starter.survey()
     finally:

@@ -23,10 +23,8 @@ from processes import left_after
 import labkit as lab
 from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import notebook
-from labkit.ipc.pickling import shared_memory
 from labkit.launch.machines import ray as labkit_ray
 from labkit.launch.machines.relay_starter import RelayStarter
-from labkit.recording.ring_buffer import RING_BYTES
 
 # Importing Ray would set variables, which ranks would get.
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")]
@@ -92,7 +90,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_relay_that_has_failed_gets_no_group() -> None:
     """It takes a moment to end; a group made at once would get its last words, not a new relay."""
-    starter = RelayStarter(lab.Ray("127.0.0.1:1"), "bare", RING_BYTES, shared_memory)
+    starter = RelayStarter(lab.Ray("127.0.0.1:1"), "bare")
     with pytest.raises(lab.LabError, match=r"no Ray cluster at 127.0.0.1:1: connection refused"):
         starter.wait_until_ready()
     assert not starter.alive()
