@@ -448,7 +448,7 @@ class Group:
         if new:
             pool.tell(protocol.NewFiles(new))
         if self._kind.serving_threads:
-            pool.exchange(protocol.Install(payload), protocol.Installed)
+            pool.exchange(protocol.Install(payload), protocol.Done)
 
     def _end(self, *, graceful: bool) -> None:
         pool = self._pool

@@ -168,8 +168,8 @@ class RankPool:
         if shared_link is not None:
             shared_link.close()
         self.tell(protocol.Offers(self._answers(protocol.Offer)))
-        for ready in self._answers(protocol.Ready):
-            self.notes += ready.notes
+        for done in self._answers(protocol.Done):
+            self.notes += done.notes
 
     def begin(self, on: Sequence[int], message: Callable[[Member], Message]) -> None:
         """Start a run on some ranks, after telling them which definitions to forget.
@@ -229,7 +229,7 @@ class RankPool:
         """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""
         if not self.kind.observes_runs:
             return []
-        return [note for observed in self.exchange(protocol.Observe(begin), protocol.Observed) for note in observed.notes]
+        return [note for done in self.exchange(protocol.Observe(begin), protocol.Done) for note in done.notes]
 
     def ask(self, question: Question[_Answer], members: Sequence[Member]) -> Sequence[_Answer]:
         """Ask a question about the processes of some ranks; return the answer for each."""

@@ -74,31 +74,19 @@ class Offer(Message):
 
 @dataclass(slots=True)
 class Offers(Message):
-    """Set up, given the offers of all ranks in rank order. The reply is `Ready`."""
+    """Set up, given the offers of all ranks in rank order. The reply is `Done`."""
 
     offers: Sequence[Offer]
-
-
-@dataclass(slots=True)
-class Ready(Message):
-    """The rank is set up, with remarks for the student."""
-
-    notes: list[str]
 
 
 @dataclass(slots=True)
 class Install(Message):
     """Install the payload's definitions before any rank starts to call, so that RPC finds them by name.
 
-    The reply is `Installed`.
+    The reply is `Done`.
     """
 
     payload: Payload
-
-
-@dataclass(slots=True)
-class Installed(Message):
-    """The definitions are installed."""
 
 
 @dataclass(slots=True)
@@ -117,14 +105,14 @@ class Profiled(Message):
 
 @dataclass(slots=True)
 class Observe(Message):
-    """A run begins, or is over, in which the rank may serve others. The reply is `Observed`."""
+    """A run begins, or is over, in which the rank may serve others. The reply is `Done`."""
 
     begin: bool
 
 
 @dataclass(slots=True)
-class Observed(Message):
-    """The rank has begun or ended its recording of that run, with remarks for the student."""
+class Done(Message):
+    """The request is carried out, with remarks for the student."""
 
     notes: list[str]
 

@@ -160,7 +160,7 @@ class _Rank:
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN
-        self._send(protocol.Ready([*notes, *self._take_notes()]))
+        self._send(protocol.Done([*notes, *self._take_notes()]))
 
     def _learn(self, files: protocol.Files) -> None:
         """Store the names of the student's files, and the sources of those that only the notebook can read."""
@@ -194,7 +194,7 @@ class _Rank:
     def _install(self, message: protocol.Install) -> None:
         here.forget_spans()  # as in `_learn`
         self._unpack(message.payload)
-        self._send(protocol.Installed())
+        self._send(protocol.Done([]))
 
     def _profile(self, message: protocol.Profile) -> None:
         events: list[ProfilerEvent] = []
@@ -208,10 +208,10 @@ class _Rank:
     def _observe(self, message: protocol.Observe) -> None:
         if message.begin:
             self._runtime.begin_recording()
-            self._send(protocol.Observed([]))
+            self._send(protocol.Done([]))
         else:
             self._notes += self._runtime.end_recording()
-            self._send(protocol.Observed(self._take_notes()))
+            self._send(protocol.Done(self._take_notes()))
 
     def _call(self, message: protocol.CallFunction) -> None:
         here.forget_spans()  # as in `_learn`

@@ -28,7 +28,7 @@ import labkit as lab
 from labkit.errors.exit_reasons import Cause
 from labkit.ipc import pickling, process_memory
 from labkit.ipc.channel import Channel
-from labkit.ipc.protocol import CallFunction, Installed
+from labkit.ipc.protocol import CallFunction, Done
 
 
 @pytest.fixture(scope="module", params=[*START, "results through shared memory"])
@@ -809,7 +809,7 @@ def test_descriptors_belong_to_their_own_frames() -> None:
     payload = pickling.pack(np.ones(LARGE))
     gc.collect()  # leftovers of earlier tests
     before = len(os.listdir("/proc/self/fd"))
-    near.send(Installed())
+    near.send(Done([]))
     near.send(CallFunction(True, False, payload))
     far.receive()
     far.close()
