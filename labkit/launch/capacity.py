@@ -74,14 +74,6 @@ def raise_limit(needed: int = ENOUGH) -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def count_open_files() -> int:
-    """Count this process's open files."""
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        with contextlib.suppress(OSError):
-            return len(os.listdir(folder))
-    return 0
-
-
 def processes_visible() -> bool:
     """Whether labkit can find its processes; on Linux it needs the file system /proc."""
     return sys.platform != "linux" or os.path.exists(PROC)
@@ -89,6 +81,8 @@ def processes_visible() -> bool:
 
 def check_capacity(ranks: int, rank_bytes: int) -> None:
     """Raise LabError if this machine lacks memory or files for so many ranks."""
+    import psutil  # as in `usable_memory`
+
     free_nbytes = usable_memory().free_nbytes
     if ranks * rank_bytes > free_nbytes:
         raise LabError(
@@ -96,7 +90,7 @@ def check_capacity(ranks: int, rank_bytes: int) -> None:
             f"and {in_words(free_nbytes, 'iB')} are available. Use at most {max(1, free_nbytes // rank_bytes)} ranks, or close "
             f"other groups and notebooks."
         )
-    needed = ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + FILES_TO_SPARE + count_open_files()
+    needed = ranks * FILES_PER_RANK + min(ranks, BATCH) * STARTING_FILES + FILES_TO_SPARE + psutil.Process().num_fds()
     limit = raise_limit(needed)
     if needed > limit:
         raise LabError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import cells as in_cells
 import numpy as np
+import psutil
 import pytest
 from doings import computing, returned
 from processes import SELDOM_SPAWNED
@@ -122,7 +123,7 @@ def test_a_request_that_this_machine_cannot_meet(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    monkeypatch.setattr("labkit.launch.capacity.count_open_files", lambda: 100)
+    monkeypatch.setattr(psutil.Process, "num_fds", lambda _: 100)
     assert refused(300, runtime="bare") == (
         "300 ranks need about 1,856 open files, and the hard limit of this process is 1,024. "
         "Use fewer ranks, or raise the limit (ulimit -Hn 1856) before you start JupyterLab."

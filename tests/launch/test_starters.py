@@ -31,7 +31,7 @@ from labkit.errors.exit_reasons import Cause
 from labkit.group.open_groups import Notebook, default_start, notebook, warm_up
 from labkit.group.output import Notice, Output
 from labkit.launch import fork_server
-from labkit.launch.capacity import FILES_PER_RANK, STARTING_FILES, count_open_files, raise_limit
+from labkit.launch.capacity import FILES_PER_RANK, STARTING_FILES, raise_limit
 from labkit.launch.descendants import _await_end
 from labkit.launch.rank_process import End, RankProcess, Status
 from labkit.launch.server_requests import Failed, Fork, Forked, Reply, Request
@@ -322,17 +322,17 @@ def test_the_open_files_of_a_rank_match_the_count_before_a_start(start: str, mon
     with lab.Group(1, runtime="bare", start=start) as warm:
         warm.run(int)
     opened = []
-    connect = RankProcess.__init__
+    connect, me = RankProcess.__init__, psutil.Process()
 
     def look(self: RankProcess, *arguments: Any) -> None:
         connect(self, *arguments)
-        opened.append(count_open_files())
+        opened.append(me.num_fds())
 
     monkeypatch.setattr(RankProcess, "__init__", look)
-    before = count_open_files()
+    before = me.num_fds()
     with lab.Group(count, runtime="bare", start=start) as group:
         group.run(int)
-        opened.append(count_open_files())
+        opened.append(me.num_fds())
     assert max(opened) - before <= count * (FILES_PER_RANK + STARTING_FILES) + own
     assert count * (FILES_PER_RANK - 1) < opened[-1] - before <= count * FILES_PER_RANK + own
 

@@ -51,7 +51,7 @@ def kernel_mode(log: RankLog) -> Any:
             if name in INDEXING:
                 args = args[0], self._positions(args[1]), *args[2:]
             given = list(tensors_in((args, kwargs)))
-            log.uses(given, explicit=name == "wait_tensor")
+            log.uses(given)
             if given and all(_whole(t) and log.has_value(t) for t in given):
                 result = computed(func, *args, **kwargs)
                 log.hold(tensors_in(result))

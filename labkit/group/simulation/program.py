@@ -49,7 +49,6 @@ class Wait:
     """The rank cannot go on before a communication has completed."""
 
     communication: int
-    explicit: bool  # whether the program calls a function that waits; otherwise the next event uses the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +162,8 @@ def _with_waits(events: Sequence[Event]) -> list[Event]:
         if isinstance(event, Mark) and event.begins:
             open_ones.append([])
         elif isinstance(event, Mark) and len(open_ones) > 1:
-            found += [Wait(number, explicit=False) for number in open_ones.pop()]
+            found += map(Wait, open_ones.pop())
         elif isinstance(event, Communication) and event.number not in waited:
             open_ones[-1].append(event.number)
         found.append(event)
-    return found + [Wait(number, explicit=False) for numbers in open_ones for number in numbers]
+    return found + [Wait(number) for numbers in open_ones for number in numbers]

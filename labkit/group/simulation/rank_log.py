@@ -105,7 +105,7 @@ class RankLog:
             self._written_by[key] = number
         return number
 
-    def wait(self, number: int, *, explicit: bool = True) -> None:
+    def wait(self, number: int) -> None:
         """Record that the rank waits for a communication, unless it has done so before."""
         keys = self._writes.pop(number, None)
         if keys is None:
@@ -113,15 +113,15 @@ class RankLog:
         for key in keys:
             if self._written_by.get(key) == number:
                 del self._written_by[key]
-        self.add(Wait(number, explicit))
+        self.add(Wait(number))
 
-    def uses(self, tensors: Iterable[torch.Tensor], *, explicit: bool = False) -> None:
+    def uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record waits for the communications that write these tensors."""
         if self._written_by:
             for tensor in tensors:
                 number = self._written_by.get(id(tensor.untyped_storage()))
                 if number is not None:
-                    self.wait(number, explicit=explicit)
+                    self.wait(number)
 
     def switch(self, stream: int) -> None:
         """Record that what follows is issued on this stream."""

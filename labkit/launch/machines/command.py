@@ -98,7 +98,7 @@ class SSH(Engine):
         """See `Engine`."""
         command = f"exec {shlex.quote(self.python)} -u -m {AGENT}"
         hints = {sign: text.format(name=machine, python=self.python) for sign, text in _HINTS.items()}
-        return await over_command(machine, ["ssh", *OPTIONS, "--", machine, command], hints)
+        return await over_command(["ssh", *OPTIONS, "--", machine, command], hints)
 
 
 class Slurm(Engine):
@@ -178,7 +178,7 @@ class Slurm(Engine):
         """See `Engine`."""
         os.environ.pop("SLURM_EXACT", None)  # of the notebook's own job step: the agent would get one core
         command = ["srun", f"--jobid={self._job}", *STEP.split(), f"--nodelist={machine}", self._python, "-u", "-m", AGENT]
-        return await over_command(machine, command, {})
+        return await over_command(command, {})
 
 
 async def _started(*command: str, **streams: Any) -> asyncio.subprocess.Process:
@@ -193,7 +193,7 @@ async def _output(*command: str) -> str:
     return (await process.communicate())[0].decode()
 
 
-async def over_command(machine: str, command: Sequence[str], hints: Mapping[str, str]) -> Connection:
+async def over_command(command: Sequence[str], hints: Mapping[str, str]) -> Connection:
     """Return the connection to an agent that a command starts, and that ends when its stdin does.
 
     After the end, the connection says the last line of stderr, and the hint whose sign that contains.
@@ -224,7 +224,7 @@ async def over_command(machine: str, command: Sequence[str], hints: Mapping[str,
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
-    return Connection(machine, process.stdout, process.stdin, ended, close)
+    return Connection(process.stdout, process.stdin, ended, close)
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:

@@ -176,7 +176,7 @@ class EmulatedMachines(Engine):
             writer.transport.abort()
             other.transport.abort()
 
-        return Connection(machine, reader, writer, ended, close)
+        return Connection(reader, writer, ended, close)
 
 
 def _another(names: tuple[str, ...], link: Link, folder: str) -> EmulatedMachines:

@@ -18,7 +18,6 @@ AGENT: Final = "labkit.launch.machines.agent"
 class Connection:
     """A connection to an agent."""
 
-    machine: str  # the name of the machine, as students know it
     reader: asyncio.StreamReader  # from the agent
     writer: asyncio.StreamWriter  # to it
     ended: Callable[[], Coroutine[None, None, str]]  # says, after the end, why it ended, as far as the engine knows

@@ -199,7 +199,7 @@ class Ray(Engine):
         async def ended() -> str:
             return stream.why
 
-        return Connection(machine, reader, writer, ended, stream.close)
+        return Connection(reader, writer, ended, stream.close)
 
 
 async def _check_answer(address: str) -> None:

@@ -33,21 +33,21 @@ def test_measured_events_are_apart_as_long_as_they_were() -> None:
     events = [
         (5, Communication(0, "all_reduce", 8, (0, 1), "0")),
         (30, Communication(1, "all_reduce", 8, (0, 1), "0")),
-        (32, Wait(1, True)),
+        (32, Wait(1)),
     ]
     found = with_marks(events, [span("backward", 10, 40)], measured=True)
     assert sum(event.ns for event in found if isinstance(event, Elapsed)) == 35
     assert [event for event in found if not isinstance(event, Elapsed)] == [
-        events[0][1], Mark("backward", "compute", True), events[1][1], Wait(1, True), Mark("backward", "compute", False),
-        Wait(0, explicit=False),
+        events[0][1], Mark("backward", "compute", True), events[1][1], Wait(1), Mark("backward", "compute", False),
+        Wait(0),
     ]  # fmt: skip
     late = with_marks([(20, events[0][1])], [span("backward", 10, 40)], measured=True)
-    assert late[-2:] == (Wait(0, explicit=False), Mark("backward", "compute", False))
+    assert late[-2:] == (Wait(0), Mark("backward", "compute", False))
 
 
 def test_a_program_finds_its_kernels_communications_and_peers() -> None:
     events = (
-        Memory(7), kernel("a"), Communication(0, "all_reduce", 8, (0, 1, 2), "0"), Memory(5), kernel("b"), Wait(0, True),
+        Memory(7), kernel("a"), Communication(0, "all_reduce", 8, (0, 1, 2), "0"), Memory(5), kernel("b"), Wait(0),
         Communication(1, "send", 8, (0, 2), "0", peer=2),
     )  # fmt: skip
     program = Program(0, 3, events)

@@ -80,7 +80,7 @@ def test_a_program_has_sizes_memory_and_waits() -> None:
     assert Memory(sizes[2] + 40) in events[at:], "the factors have been freed"
     rest = [event for event in events[at + 1 :] if not isinstance(event, Memory)]
     kinds = [event.name if isinstance(event, Kernel | Communication) else event for event in rest]
-    assert kinds == ["all_reduce", "zeros", Wait(0, True), "all_reduce", Wait(1, False), "add_"]
+    assert kinds == ["all_reduce", "zeros", Wait(0), "all_reduce", Wait(1), "add_"]
 
 
 def train_shards() -> None:

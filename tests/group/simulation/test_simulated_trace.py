@@ -69,7 +69,7 @@ def us(ns: int) -> float:
 
 def test_a_kernel_takes_its_time_and_a_wait_blocks_until_the_communication_has_completed() -> None:
     events = [
-        *marked("forward", kernel(100)), all_gather(0, 100), *marked("beside", kernel(30)), Wait(0, True),
+        *marked("forward", kernel(100)), all_gather(0, 100), *marked("beside", kernel(30)), Wait(0),
         *marked("after", kernel(10)),
     ]  # fmt: skip
     trace = trace_of(events, [kernel(20), *events])
@@ -87,7 +87,7 @@ def prefetched() -> list[Event]:
     """What FSDP2 does: the second layer's parameters are gathered on another stream while the first computes."""
     return [
         *marked("first", kernel(100)),
-        StreamEvent(0, 0, waits=False), OnStream(1), all_gather(0, 100), Wait(0, True), StreamEvent(1, 1, waits=False),
+        StreamEvent(0, 0, waits=False), OnStream(1), all_gather(0, 100), Wait(0), StreamEvent(1, 1, waits=False),
         OnStream(0), *marked("second", kernel(100)),
         StreamEvent(1, 0, waits=True), *marked("third", kernel(100)),
     ]  # fmt: skip
@@ -116,8 +116,8 @@ def test_on_a_gpu_a_stream_waits_for_what_it_was_told_to() -> None:
 
 
 def test_a_message_needs_both_ends() -> None:
-    sender = [kernel(50), message(0, "send", 0, 1, me=0), Wait(0, True), *marked("after", kernel(1))]
-    receiver = [message(0, "recv", 0, 1, me=1), Wait(0, True), *marked("after", kernel(1))]
+    sender = [kernel(50), message(0, "send", 0, 1, me=0), Wait(0), *marked("after", kernel(1))]
+    receiver = [message(0, "recv", 0, 1, me=1), Wait(0), *marked("after", kernel(1))]
     trace = trace_of(sender, receiver)
     assert us(span(trace, "recv", 1).end_ns) == us(span(trace, "after", 1).start_ns) == 50 + 10 + 1
     assert (span(trace, "send").peer, span(trace, "recv", 1).peer) == (1, 0)
@@ -125,13 +125,13 @@ def test_a_message_needs_both_ends() -> None:
 
 def test_a_communication_that_nobody_answers_is_refused_with_its_line() -> None:
     with pytest.raises(lab.LabError, match=r"rank 0 waits in recv \(cell 1, line 3\) for rank 1, which never takes part"):
-        trace_of([message(0, "recv", 1, 0, me=0), Wait(0, True)], [])
+        trace_of([message(0, "recv", 1, 0, me=0), Wait(0)], [])
 
 
 def test_ranks_that_wait_for_one_another_are_refused() -> None:
     def exchange(me: int) -> list[Event]:
         ends = [message(0, "recv", 1 - me, me, me=me), message(1, "send", me, 1 - me, me=me)]
-        return [ends[0], Wait(0, True), ends[1], Wait(1, True)]
+        return [ends[0], Wait(0), ends[1], Wait(1)]
 
     with pytest.raises(lab.LabError, match="wait for one another for ever"):
         trace_of(exchange(0), exchange(1))
@@ -147,25 +147,25 @@ def predicted_us(groups: int) -> float:
 
 def test_groups_along_an_axis_share_the_connections_of_their_nodes() -> None:
     """One rank of eight stands for the four of its node, each in a group of its own."""
-    trace = trace_of([all_gather(0, 100, (0, 4)), Wait(0, True)], link=NETWORK, size=8)
+    trace = trace_of([all_gather(0, 100, (0, 4)), Wait(0)], link=NETWORK, size=8)
     assert us(trace.end_ns) == pytest.approx(predicted_us(4))
     assert predicted_us(4) > 3 * predicted_us(1)
 
 
 def test_a_group_of_all_ranks_has_the_connections_for_itself() -> None:
-    trace = trace_of([all_gather(0, 100, range(8)), Wait(0, True)], link=NETWORK, size=8)
+    trace = trace_of([all_gather(0, 100, range(8)), Wait(0)], link=NETWORK, size=8)
     assert us(trace.end_ns) == pytest.approx(1e6 * NETWORK.of(8).seconds("all_gather", 100_000))
 
 
 def test_two_executed_ranks_of_a_node_stand_for_two_ranks_each() -> None:
-    events = [[all_gather(0, 100, (rank, rank + 4)), Wait(0, True)] for rank in range(2)]
+    events = [[all_gather(0, 100, (rank, rank + 4)), Wait(0)] for rank in range(2)]
     trace = trace_of(*events, link=NETWORK, size=8)
     assert us(trace.end_ns) == pytest.approx(predicted_us(4), rel=0.05)
 
 
 def all_reduce_us(device: lab.Device) -> float:
     reduced = Communication(0, "all_reduce", 4, tuple(range(1024)), "0")
-    return us(trace_of([reduced, Wait(0, True)], device=device, size=1024).end_ns)
+    return us(trace_of([reduced, Wait(0)], device=device, size=1024).end_ns)
 
 
 def test_a_small_all_reduce_on_gpus_takes_the_fastest_algorithm_and_on_cpus_the_ring_of_emulated_links() -> None:
@@ -174,7 +174,7 @@ def test_a_small_all_reduce_on_gpus_takes_the_fastest_algorithm_and_on_cpus_the_
 
 
 def test_the_trace_has_the_shown_ranks_and_counts_all() -> None:
-    events = [all_gather(0, 100, range(4)), Wait(0, True)]
+    events = [all_gather(0, 100, range(4)), Wait(0)]
     trace = trace_of(*[events] * 3, size=4, show=[0, 2], notes=["simulated"])
     assert trace.ranks == ("rank 0", "rank 2")
     assert {one.rank for one in trace} == {0, 1}
@@ -183,8 +183,8 @@ def test_the_trace_has_the_shown_ranks_and_counts_all() -> None:
 
 
 def test_a_peer_that_is_not_shown_is_one_of_the_others() -> None:
-    sender = [message(0, "send", 0, 1, me=0), Wait(0, True)]
-    receiver = [message(0, "recv", 0, 1, me=1), Wait(0, True)]
+    sender = [message(0, "send", 0, 1, me=0), Wait(0)]
+    receiver = [message(0, "recv", 0, 1, me=1), Wait(0)]
     trace = trace_of(sender, receiver, show=[1])
     assert trace.spans[-1].peer == 1
     sent = trace_of(sender, receiver, show=[0])
@@ -209,7 +209,7 @@ def test_measured_times_pass_and_what_a_real_rank_does_not_do_is_taken_out() -> 
         all_gather(0, 100),
         Elapsed(20_000),
         Elapsed(-12_000),
-        Wait(0, True),
+        Wait(0),
         *marked("after", Elapsed(1000)),
     ]
     programs = {rank: Program(rank, 2, tuple(events)) for rank in range(2)}
