@@ -1,11 +1,9 @@
 """Checks a `%%ranks` cell in the notebook, and runs it in a rank's `__main__`."""
 
 from __future__ import annotations
-import __future__
 
 import ast
-import functools
-import operator
+import codeop
 import re
 import traceback
 from collections.abc import Iterator
@@ -40,9 +38,6 @@ _INSTEAD: Final = {
     "?": "Write help(...), or ask in a cell without %%ranks.",
     "": "Leave it out, or put it into a cell without %%ranks.",
 }
-_FUTURE: Final = functools.reduce(
-    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
 
 
 class CellSyntaxError(LabError):
@@ -118,18 +113,17 @@ class CellRunner:
     """Runs cells in a rank, one after another, in the same namespace."""
 
     def __init__(self) -> None:
-        self._future = 0  # compiler flags: a `__future__` import also applies to later cells, as in a notebook
+        # A `__future__` import also applies to later cells, as in a notebook.
+        self._compile: Any = codeop.Compile()  # it takes trees, too, which its annotations do not say
 
     def run(self, source: str, filename: str, space: dict[str, Any]) -> Any:
         """Run a cell; return the value of a last expression that does not end in a semicolon."""
         tree = ast.parse(source, filename)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        code = compile(tree, filename, "exec", self._future, dont_inherit=True)  # not this file's __future__
-        self._future |= code.co_flags & _FUTURE
-        exec(code, space)
+        exec(self._compile(tree, filename, "exec"), space)
         if not isinstance(last, ast.Expr):
             return None
-        value = eval(compile(ast.Expression(last.value), filename, "eval", self._future, dont_inherit=True), space)
+        value = eval(self._compile(ast.Expression(last.value), filename, "eval"), space)
         return None if _ends_in_semicolon(source, last) else value
 
 
