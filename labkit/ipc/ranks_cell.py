@@ -6,7 +6,6 @@ import ast
 import codeop
 import re
 import traceback
-from collections.abc import Iterator
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
@@ -14,17 +13,6 @@ from labkit.errors.exceptions import LabError
 _FILENAME: Final = "<cell {} on the ranks>"
 _NUMBER: Final = re.compile(re.escape(_FILENAME).replace(re.escape("{}"), r"(\d+)"))
 
-_ASYNC: Final = "Put it into an `async def main()`, and call `asyncio.run(main())`."
-_FUNCTION: Final = "Put it into a function."
-# Statements and expressions that are allowed only in functions, and what to write instead.
-_IN_FUNCTIONS: Final[dict[type[ast.AST], tuple[str, str]]] = {
-    ast.Return: ("return", "The value of the last line is shown; `group.run(f)` brings what a function returns."),
-    ast.Await: ("await", _ASYNC),
-    ast.AsyncFor: ("async for", _ASYNC),
-    ast.AsyncWith: ("async with", _ASYNC),
-    ast.Yield: ("yield", _FUNCTION),
-    ast.YieldFrom: ("yield from", _FUNCTION),
-}
 # IPython's own syntax: `%time f()`, `%%time`, `!ls`, `files = !ls`, `result = %timeit -o f()`, `f?`, `?f`.
 _MAGIC: Final = re.compile(
     r"\s*(?:[\w.\[\], ]+=\s*)?(?P<sign>%%|%|!!|!)(?P<name>\w*)|\s*(?P<help>\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$"
@@ -67,24 +55,13 @@ def parse(source: str, filename: str, label: str) -> ast.Module:
     """Parse a cell, and check that ranks can run it: a `LabError` says why not."""
     try:
         tree = ast.parse(source, filename)
-        for node in _outside_functions(tree):
-            if type(node) in _IN_FUNCTIONS:
-                keyword, instead = _IN_FUNCTIONS[type(node)]
-                raise LabError(f"{label}, line {getattr(node, 'lineno', 1)}: {keyword!r} outside a function. {instead}")
-        compile(tree, filename, "exec", dont_inherit=True)  # finds other errors, such as a `break` outside a loop
+        compile(tree, filename, "exec", dont_inherit=True)  # finds errors such as a `return` outside a function
     except SyntaxError as error:
         refused = _magic(source, error.lineno or 0, label)
         raise (refused or CellSyntaxError(error, label)) from None
     except ValueError as error:  # a null byte
         raise LabError(f"{label}: {error}") from None
     return tree
-
-
-def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield child
-            yield from _outside_functions(child)
 
 
 def _magic(source: str, lineno: int, label: str) -> LabError | None:
