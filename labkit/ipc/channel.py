@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Sequence
 from typing import Final
 
 from labkit.ipc.pickling import Payload
@@ -120,18 +119,3 @@ def frame_sizes(header: bytes) -> tuple[int, bool]:
     """Return the size in bytes of the frame that starts with this header, and whether a file descriptor comes along."""
     _, flags, regions, body_size, stream_size, _ = _HEADER.unpack_from(header)
     return _HEADER.size + regions * _REGION.size + body_size + stream_size, bool(flags & _WITH_FD)
-
-
-def segment_of(frame: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Return where a frame's large buffers are: the process that keeps them, 0 for a segment; and the regions."""
-    _, _, regions, _, _, owner_pid = _HEADER.unpack_from(frame)
-    return owner_pid, [*_REGION.iter_unpack(frame[_HEADER.size : _HEADER.size + regions * _REGION.size])]
-
-
-def with_segment(frame: bytes, regions: Sequence[tuple[int, int]]) -> bytes:
-    """Return a frame whose buffers are in a segment that comes along, at these offsets and with these sizes."""
-    kind, flags, count, body_size, stream_size, _ = _HEADER.unpack_from(frame)
-    assert len(regions) == count, "a frame keeps its buffers"
-    header = _HEADER.pack(kind, flags | _WITH_FD, count, body_size, stream_size, 0)
-    packed = b"".join(_REGION.pack(*region) for region in regions)
-    return header + packed + frame[_HEADER.size + len(packed) :]

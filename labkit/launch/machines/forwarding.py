@@ -20,8 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from labkit.ipc.channel import FD_SPACE, HEADER_BYTES, frame_sizes, segment_of, with_segment
-from labkit.ipc.process_memory import ALIGN, read
+from labkit.ipc.channel import FD_SPACE, HEADER_BYTES, frame_sizes
 from labkit.launch.machines.line import FrameKind, Large, Line
 
 WINDOW_BYTES: Final = 1 << 20
@@ -226,22 +225,9 @@ class Forwarding:
 
     def _send(self, frame: RawFrame) -> None:
         data, fd = frame
-        owner_pid, regions = segment_of(data)
         segment = own = 0
         size = len(data)
-        if owner_pid:
-            try:
-                views = read(owner_pid, regions)
-            except OSError:  # the rank has ended, which is about to be noticed
-                return
-            offsets, at = [], 0
-            for _, nbytes in regions:
-                offsets.append((at, nbytes))
-                at += -(-nbytes // ALIGN) * ALIGN
-            data = with_segment(data, offsets)
-            segment = self._line.send_large(memoryview(views[0].obj))
-            size += at
-        elif fd >= 0:
+        if fd >= 0:
             size += os.fstat(fd).st_size
             segment = self._send_fd(fd)
         if len(data) >= LARGE_BYTES:

@@ -62,8 +62,8 @@ class RelayedRankProcess(RankProcess):
 
     @property
     def readable(self) -> bool:
-        """Whether its memory may be read: its agent has started it."""
-        return True
+        """See `RankProcess`: its memory is on another machine."""
+        return False
 
     def status(self) -> Status:
         """Return its state as its agent has last reported it."""
