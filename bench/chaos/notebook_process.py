@@ -65,7 +65,7 @@ def _play(turn: Round, folder: str, groups: dict[tuple[str, str], lab.Group], st
     group.run(os.getpid)
     say(**_inventory())
     if turn.fault == "interrupt at the start":
-        group._end(graceful=False)  # as an earlier failure would have done; the group's next run starts ranks
+        group._end()  # as an earlier failure would have done; the group's next run starts ranks
     error, results, at_ns = _reported(group, turn, folder, stop, say)
     text = "" if error is None else str(error)
     rank = getattr(error, "rank", None)

@@ -287,7 +287,7 @@ class Group:
         me = object()
         try:
             if self._takes_turn(me):
-                self._end(graceful=True)
+                self._end()
             elif (pool := self._pool) is not None:
                 pool.kill()  # a run in another thread will notice, and clean up
         finally:
@@ -396,7 +396,7 @@ class Group:
         finally:
             try:
                 if self._holder is me and self._pool is not None and self._pool.state.phase is not Phase.IDLE:
-                    self._end(graceful=False)
+                    self._end()
             except KeyboardInterrupt:  # Stop, while the ranks were ended
                 raise Stopped(name, []) from None
             finally:
@@ -415,7 +415,7 @@ class Group:
     def _usable_pool(self, request: Request) -> RankPool:
         """The processes; new ones if there are none that may serve this run."""
         if self._pool is not None and (self._may_regain_machine(self._pool) or not self._pool.may_serve(request)):
-            self._end(graceful=False)
+            self._end()
         if self._pool is None:
             self._returns = self.on.returns if self.on is not None else 0
             starter = notebook.starter(self.runtime, self._options.start, self.on)
@@ -450,14 +450,14 @@ class Group:
         if self._kind.serving_threads:
             pool.exchange(protocol.Install(payload), protocol.Done)
 
-    def _end(self, *, graceful: bool) -> None:
+    def _end(self) -> None:
         pool = self._pool
         if pool is None:
             return
         if not self._closed and (lost := lost_names(pool.members)):
             put(f"labkit: {lost}\n")
         try:
-            pool.end(graceful=graceful)
+            pool.end()
         finally:
             pool.end(wait=False)  # Stop may have interrupted the call above
             self._pool = None

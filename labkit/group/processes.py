@@ -32,7 +32,6 @@ from labkit.worker.runtimes.base import Runtime
 
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
 START_LIMIT_S: Final = 180.0
-CLOSE_LIMIT_S: Final = 0.5  # for a rank to leave its process group by itself, before it is ended
 # A run that shows nothing for so long says where its ranks are. The variable is for tests of programs' output.
 SLOW_S: Final = float(os.environ.get("LABKIT_SLOW_S", "20"))
 STARTING_S: Final = SLOW_S if "LABKIT_SLOW_S" in os.environ else 3.0  # a start that takes longer says what it waits for
@@ -285,28 +284,21 @@ class RankPool:
         """End the processes and leave the rest to the run in progress on another thread."""
         self._starter.end([m.process for m in self.members])
 
-    def end(self, *, graceful: bool = False, wait: bool = True) -> None:
-        """End the processes; if `graceful`, tell them first to leave their process group. Further calls do nothing."""
+    def end(self, *, wait: bool = True) -> None:
+        """End the processes. Further calls do nothing."""
         if self.state.phase is Phase.CLOSED:
             return
-        done = in_background(lambda: self._end(graceful))
+        done = in_background(self._end)
         if wait:
             with done:
                 pass
 
-    def _end(self, graceful: bool) -> None:
+    def _end(self) -> None:
         with self._changing:
             first = self.state.close()
             processes, self._processes = self._processes, []
         if not first:
             return
-        if graceful:
-            for member in self.members:
-                try:
-                    member.channel.send(protocol.Close())
-                except OSError:
-                    continue  # it is already gone
-            self.loop.run(_RankEnds(self.members))
         self._let_go(processes)
         self.loop.close()
 
@@ -354,24 +346,3 @@ class _Answers(Generic[_Reply]):
         member.keep_output()
         if member.rank not in self._pool.lost:
             raise RankError([self._pool.death(member)])
-
-
-class _RankEnds:
-    """Waits briefly for ranks that were told to end by themselves; see `Receiver`."""
-
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._left = {m.rank for m in members}
-        self._until_s = time.monotonic() + CLOSE_LIMIT_S
-
-    def pause_s(self) -> float | None:
-        left_s = self._until_s - time.monotonic()
-        return left_s if self._left and left_s > 0 else None
-
-    def expects(self, _: Member) -> bool:
-        return False
-
-    def message(self, _: Member, __: Message) -> None:
-        """Discard the message: what a thread displays or warns of now, nobody reads."""
-
-    def died(self, member: Member) -> None:
-        self._left.discard(member.rank)

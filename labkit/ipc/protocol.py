@@ -208,11 +208,6 @@ class Release(RankNotice):
     """All ranks that were called and do not serve have returned: serving ends."""
 
 
-@dataclass(slots=True)
-class Close(RankNotice):
-    """Leave the process group and end."""
-
-
 # Notices of a rank, between a request and its reply; `Displayed` and `Warned` at any time.
 
 

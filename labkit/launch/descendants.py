@@ -118,7 +118,8 @@ def end_all(processes: Collection[Any]) -> None:
 
     for process in processes:
         with contextlib.suppress(psutil.Error):  # it has already ended
-            process.kill()
+            if not process.name().startswith(ENDS_ITSELF):
+                process.kill()
 
 
 def guard(fds: list[int], notebook: int) -> NoReturn:

@@ -5,10 +5,10 @@ On Linux, ranks are forked from a server, a small process that has imported the 
     notebook ──socket──> server ──fork──> rank, rank, ...      a rank starts in about 10 ms and shares imported pages
         └──────────────socket, pipe, shared memory─────┘
 
-A rank ends on request or when its server dies (PR_SET_PDEATHSIG, which also ends a rank that is blocked in C++). The
-server watches the pidfd of the notebook's process and ends with it, however that dies. Where fork is unsafe (macOS),
-ranks are spawned: spare ranks that have already imported everything wait for the next group, and a guard process, which
-knows all ranks, ends them after the notebook's process has ended.
+The server kills ranks on request, and a rank dies with its server (PR_SET_PDEATHSIG, which also ends a rank that is
+blocked in C++). The server watches the pidfd of the notebook's process and ends with it, however that dies. Where fork
+is unsafe (macOS), ranks are spawned: spare ranks that have already imported everything wait for the next group, and a
+guard process, which knows all ranks, ends them after the notebook's process has ended.
 """
 
 from __future__ import annotations

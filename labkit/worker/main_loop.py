@@ -55,8 +55,8 @@ def main(sock: socket.socket, ring: mmap.mmap, network: PrivateNetwork) -> None:
         rank_config = channel.receive()
         assert isinstance(rank_config, protocol.RankConfig)
         rank = _Rank(channel, rank_config, RingWriter(ring), network)
-        while rank.serve(channel.receive()):
-            pass
+        while True:
+            rank.serve(channel.receive())
     except (EOFError, ConnectionError):
         pass  # the notebook has closed the connection
     except OSError:
@@ -109,21 +109,16 @@ class _Rank:
         }
         self._attempt(lambda _: self._send(self._runtime.offer()), rank_config)
 
-    def serve(self, message: Message) -> bool:
-        """Handle one message; return False after the last one."""
+    def serve(self, message: Message) -> None:
+        """Handle one message."""
         if self._unread_result is not None:  # the notebook sends its next message after it has read the result
             self._unread_result.close()
             self._unread_result = None
-        if isinstance(message, protocol.Close):
-            self._runtime.tear_down()
-            self._folder.remove()
-            return False
         handler = self._handlers[type(message)]
         if isinstance(message, protocol.RankNotice):
             self._take(handler, message)
         else:
             self._attempt(handler, message)
-        return True
 
     def _send(self, message: Message) -> None:
         with self._sending:

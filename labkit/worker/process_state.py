@@ -57,16 +57,11 @@ class WorkingFolder:
                 raise
             why = "has no folder" if isinstance(error, FileNotFoundError) else "does not let ranks into the folder"
         if not self._own:
-            _remove_leftovers()
+            remove_leftovers()
             self._own = _new_folder()
         os.chdir(self._own)
         instead = "each rank there works in a temporary folder of its own; files of the notebook are not there."
         return [f"{self._place.machine} {why} {folder}: {instead}"]
-
-    def remove(self) -> None:
-        """Remove the rank's own folder, if it has one, with all files in it."""
-        if self._own:
-            shutil.rmtree(self._own, ignore_errors=True)
 
 
 def _new_folder() -> str:
@@ -81,8 +76,8 @@ def _new_folder() -> str:
             return folder
 
 
-def _remove_leftovers() -> None:
-    """Remove the folders of ranks that were killed, which nobody has locked."""
+def remove_leftovers() -> None:
+    """Remove the folders of ranks that have ended, which nobody has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         locked = _lock(folder)
         if locked >= 0:

@@ -115,7 +115,7 @@ def test_stop_at_any_moment_of_a_run(start: str, fresh: bool) -> None:
 
         def prepare() -> None:
             if fresh:
-                group._end(graceful=False)
+                group._end()
             else:
                 group.run(rank)
 
@@ -203,7 +203,7 @@ KNOWN: dict[str, tuple[Any, str, bool, int]] = {
 @pytest.mark.parametrize("moment", KNOWN)
 def test_stop_at_a_known_moment_with_large_arguments_and_results(moment: str, group: lab.Group) -> None:
     owner, name, after, nth = KNOWN[moment]
-    group._end(graceful=False)
+    group._end()
     argument = np.zeros(LARGE, np.uint8), bytes(LARGE)
     with pytest.MonkeyPatch.context() as patch:
         stop_in(patch, owner, name, after=after, nth=nth)

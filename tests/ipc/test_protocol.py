@@ -39,7 +39,6 @@ MESSAGES: list[Message] = [
     protocol.Forget([1, 2]),
     protocol.ResultRead(),
     protocol.Release(),
-    protocol.Close(),
     protocol.Serving(),
     protocol.Assigned(["x"]),
     protocol.Imported([protocol.ImportedModule("m", "m.py", 5, b"digest")]),
@@ -72,10 +71,10 @@ def test_every_class_is_tried() -> None:
 def test_a_message_travels(message: Message, channels: tuple[Channel, ...]) -> None:
     near, far, *_ = channels
     near.send(message)
-    near.send(protocol.Close())
+    near.send(protocol.Release())
     assert far.receive() == message
     assert far.received
-    assert far.receive() == protocol.Close()
+    assert far.receive() == protocol.Release()
     assert not far.received
 
 

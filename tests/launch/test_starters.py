@@ -285,6 +285,26 @@ def test_processes_that_ranks_started_end_with_the_group(start: str) -> None:
     assert not left_after(GONE_LIMIT_S, pids)
 
 
+def start_shared_memory_manager() -> int:
+    """Start a process with the name, the session and the life of torch's."""
+    program = "import time; open('/proc/self/comm', 'w').write('torch_shm_manager'); print(flush=True); time.sleep(600)"
+    manager = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    assert manager.stdout is not None
+    manager.stdout.readline()
+    return manager.pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process changes its name in /proc")
+def test_torchs_manager_of_shared_memory_has_time_to_clean_up(start: str) -> None:
+    with lab.Group(1, runtime="bare", start=start) as group:
+        (pid,) = group.run(start_shared_memory_manager).results
+        manager = psutil.Process(pid)
+    assert manager.is_running()
+    assert manager.status() != psutil.STATUS_ZOMBIE
+    manager.kill()
+    assert not left_after(GONE_LIMIT_S, [pid])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_CHILD_SUBREAPER")
 def test_daemons_of_a_rank_that_was_killed_end_too() -> None:
     with lab.Group(2, runtime="bare", start="fork") as group:

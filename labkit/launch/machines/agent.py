@@ -29,6 +29,7 @@ from labkit.launch.resource_usage import Load
 from labkit.launch.server_requests import Failed, Fork, Forked, Reap
 from labkit.launch.starters import ForkStarter, SpawnStarter, Starter
 from labkit.recording.ring_copy import RingTap
+from labkit.worker.process_state import remove_leftovers
 from labkit.worker.runtimes.registry import RUNTIMES
 
 LOST_S: Final = SILENT_S + 2  # longer than the relay waits before it takes this machine for lost
@@ -235,6 +236,7 @@ class _Agent:
             for number, rank in mine.items():
                 rank.close(ended_now=rank in living)
                 self._ranks.pop(number, None)
+            await asyncio.to_thread(remove_leftovers)
             if not self._ranks:  # nobody needs large data any more, and the relay does not send the rest of it
                 self.line.drop_large()
                 self.large.clear()

@@ -136,9 +136,6 @@ class Runtime:
         """In the rank: called after such a run; return remarks for the student."""
         return []
 
-    def tear_down(self) -> None:
-        """In the rank: called when the group closes."""
-
     def _torchrun_environment(self, master: Offer) -> None:
         """Set torchrun's environment variables, so that a function does not depend on how its rank was started.
 

@@ -1,4 +1,4 @@
-"""Sets up and tears down a rank of torch.distributed, or of its RPC. torch is imported late, in the ranks."""
+"""Sets up a rank of torch.distributed, or of its RPC. torch is imported late, in the ranks."""
 
 from __future__ import annotations
 
@@ -133,13 +133,6 @@ class Torch(Runtime):
     def _joined_store(self) -> Any:
         return self._store if self.rank_config.rank == 0 else self._connect()
 
-    def tear_down(self) -> None:
-        """Destroy the process group; without that, the process may abort when it exits."""
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def _prepare(self, offers: Sequence[Offer]) -> tuple[Any, list[str]]:
         """Set environment variables, threads and device; return the GPU, or None, and remarks for the student."""
         import torch
@@ -224,15 +217,6 @@ class Rpc(Torch):
         super().adapt_initialization(recorder, record_rpc)
         if self._rpc_name and self._rpc_options is not None:
             recorder.ring.serving(self._rpc_options.num_worker_threads)
-
-    def tear_down(self) -> None:
-        """Shut RPC down without waiting for the other ranks, which may have failed."""
-        from torch.distributed import rpc
-
-        from labkit.worker.comm.rpc_initialization import is_running
-
-        if is_running():
-            rpc.shutdown(graceful=False)
 
 
 def sharing(offers: Sequence[Offer]) -> str:

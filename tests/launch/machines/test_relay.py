@@ -136,6 +136,21 @@ def test_kept_results_hold_no_descriptors(four: lab.Group) -> None:
     assert len(os.listdir("/dev/fd")) <= before
 
 
+def test_the_folders_of_ranks_that_have_ended_are_removed(two: lab.SSH, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks work in temporary ones where the notebook's is missing."""
+    monkeypatch.setattr("labkit.worker.process_state._folder", lambda: "/nowhere/course")
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with lab.Group(2, runtime="bare", on=two, timeout_s=200) as group:
+        for end in (lambda: failed(group, die), group.close):
+            folders = [Path(folder) for folder in group.run(os.getcwd).results]
+            assert all(folder.is_dir() for folder in folders)
+            end()
+            assert not any(folder.exists() for folder in folders)
+
+
 def test_an_error_comes_with_the_students_line(four: lab.Group) -> None:
     def f() -> None:
         if os.environ["RANK"] == "2":
