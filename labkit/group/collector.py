@@ -15,7 +15,6 @@ from labkit.group.mismatches import ProgramLine, first_unequal
 from labkit.group.pool_state import Member
 from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
-from labkit.recording.operations import REMOTE, RPC, RPC_SHUTDOWN, type_of
 from labkit.recording.ring_buffer import pending_of, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, UNSHOWN, Pending
 from labkit.tracing.downsample import downsample
@@ -171,26 +170,6 @@ class Records:
             return None
         since_ns = int(last["wait_start_ns"]) or int(last["start_ns"])
         return dataclasses.replace(self._operation(rank, last), wait_start_ns=since_ns), int(last["end_ns"])
-
-    def left_rpc(self, rank: int) -> Pending | None:
-        """Return the `rpc.shutdown` by which a rank has left without waiting for the others; None if there is none."""
-        names = self._names_of(rank)
-        for chunk in self._chunks[rank]:
-            for row in chunk[(chunk["kind"] == COMMUNICATION) & (chunk["flags"] & UNSHOWN != 0)]:
-                if names[row["name"]] == RPC_SHUTDOWN.name:
-                    return self._operation(rank, row)
-        return None
-
-    def count_calls(self, rank: int, call: Pending) -> int:
-        """Return which of a rank's calls of that function to that rank a call is, counted from 1."""
-        names, function = self._names_of(rank), call.type.function_in(call.name)
-        calls = [i for i, name in enumerate(names) if type_of(name) in (RPC, REMOTE)]
-        alike = [i for i in calls if type_of(names[i]).function_in(names[i]) == function]
-        count = 0
-        for chunk in self._chunks[rank]:
-            there = chunk[(chunk["kind"] == COMMUNICATION) & np.isin(chunk["name"], alike) & (chunk["peer"] == call.peer)]
-            count += int((there["start_ns"] <= call.start_ns).sum())
-        return count
 
     def last_span(self, rank: int) -> str:
         """Return the name of the last span that a rank has completed, ignoring unspecific names; "" for none."""

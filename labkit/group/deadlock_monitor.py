@@ -8,14 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from labkit.errors.exceptions import RankFailure
-from labkit.errors.exit_reasons import Cause
 from labkit.errors.lists import counted, listed
 from labkit.group.collector import Records
 from labkit.group.deadlock import Deadlock, RankState, find_deadlock, missing, served_by
 from labkit.group.deadlock_words import (
     MOST_NAMES,
     late_in_words,
-    left_in_words,
     line_of,
     origin_in_words,
     silence_notice,
@@ -28,7 +26,6 @@ from labkit.launch.frames import StackFrame
 from labkit.launch.rank_process import command_to_resume
 from labkit.launch.thread_states import Active, RankThreads, Threads, active
 from labkit.recording.group_keys import GroupKind, kind_of
-from labkit.recording.operations import RPC
 from labkit.recording.schema import Pending
 
 CONFIRM_NS: Final = 400_000_000  # between the two checks that must agree before a deadlock is reported
@@ -162,29 +159,21 @@ class DeadlockMonitor:
         return {rank: line_of(of_rank.main) for rank, of_rank in threads.items()}
 
     def whom_it_awaited(self, failure: RankFailure, others: dict[int, str]) -> str:
-        """Say why a rank's wait failed, in sentences; "" if another error has ended it, or it is not certain.
+        """Say for whom a rank waited when the program's own time limit ended that, in sentences; "" if none did.
 
-        It waited for ranks that were late for the program's time limit, or had left RPC. The lines of late ranks are
-        added to `others`, which says what other ranks were doing.
+        The lines of late ranks are added to `others`, which says what other ranks were doing.
         """
-        names = [member.name for member in self._members]
-        if failure.own_limit:
-            words = ""
-            for operation in self._records.failed(failure.rank)[-1:]:
-                states = [self._state_of(m, m.reader.pending(), set()) for m in self._members]
-                lines = self.lines()
-                late = [rank for rank in missing(states, failure.rank, operation) if rank in lines]
-                words = late_in_words([names[rank] for rank in late], operation) if late else ""
-                for rank in late:
-                    others[rank] += lines[rank]
-            return " ".join(filter(None, (failure.own_limit, words)))
-        call, end_ns = self._records.last_wait(failure.rank) or (None, 0)
-        if failure.cause is not Cause.LOST_CONNECTION or call is None or call.type is not RPC:
+        if not failure.own_limit:
             return ""
-        left, replies = self._records.left_rpc(call.peer), self._records.done(call.peer, {(call.group, call.match)})
-        if left is None or left.start_ns > end_ns or any(reply.start_ns < left.start_ns for reply in replies):
-            return ""
-        return left_in_words(names[call.peer], left, call, self._records.count_calls(failure.rank, call))
+        words = ""
+        for operation in self._records.failed(failure.rank)[-1:]:
+            states = [self._state_of(m, m.reader.pending(), set()) for m in self._members]
+            lines = self.lines()
+            late = [rank for rank in missing(states, failure.rank, operation) if rank in lines]
+            words = late_in_words([self._members[rank].name for rank in late], operation) if late else ""
+            for rank in late:
+                others[rank] += lines[rank]
+        return " ".join(filter(None, (failure.own_limit, words)))
 
     def parting(self, waits: Sequence[tuple[int, Pending]], returned: int | None = None) -> tuple[str, dict[int, str]]:
         """Where ranks parted, and what torch made their operations of, in sentences; and source lines by rank.

@@ -146,17 +146,6 @@ def late_in_words(names: Sequence[str], operation: Pending) -> str:
     return f"{listed(names)} had not entered {operation.in_words}. If {were} only late, this is no deadlock: set a longer limit."
 
 
-def left_in_words(name: str, left: Pending, call: Pending, number: int) -> str:
-    """A sentence about a rank that left RPC without waiting for the others, and a call to it that it did not answer.
-
-    `number` says which call of this function it is.
-    """
-    when = "while" if call.start_ns < left.start_ns else "before"
-    was = "was unanswered" if when == "while" else "was made"
-    of = f"call {number} of {call.type.function_in(call.name)}"
-    return f"{name} left at {left.in_words}(graceful=False){place(left)}, {when} {of} {was}."
-
-
 def _at(operation: Pending) -> str:
     return f"{operation_in_words(operation, ())}{place(operation)}"
 

@@ -17,8 +17,7 @@ from torch.distributed import rpc
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import RPC_SHUTDOWN
-from labkit.recording.record import Recorder, clock, student_line
-from labkit.recording.schema import UNSHOWN
+from labkit.recording.record import Recorder
 from labkit.worker.comm.rendezvous import Address, Rendezvous
 from labkit.worker.comm.torch_internals import RPC_TRANSPORTS, in_place_of
 
@@ -134,8 +133,6 @@ class RpcInitialization:
             with self._rendezvous.waiting(RPC_SHUTDOWN.name, RPC_SHUTDOWN.name, self._workers, timed):
                 shutdown(graceful, *args, **kwargs)
         else:
-            now, name = clock(), RPC_SHUTDOWN.name  # no span: it waits for nobody
-            self._ring.write_communication(name, now, now, line=student_line(), flags=UNSHOWN)
             shutdown(graceful, *args, **kwargs)
         self._ring.serving(0)
 
