@@ -42,9 +42,9 @@ TOKEN_OFF: Final = (
     "this Ray cluster has no token authentication, so whoever can reach it can run programs on it "
     "(RAY_AUTH_MODE=token turns it on, on all nodes and here)."
 )
-WRONG_TOKEN: Final = (
-    "does not let this notebook in: its token is missing here, or another one. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
-    "to the cluster's token (or copy ~/.ray/auth_token from its head node), before the notebook starts."
+TOKEN: Final = (
+    "If the cluster has token authentication, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to its token (or copy "
+    "~/.ray/auth_token from its head node), before the notebook starts."
 )
 _HINTS: Final = {
     "No module named 'labkit'": "labkit must be installed there, in the Python that runs Ray.",
@@ -176,14 +176,10 @@ class Ray(Engine):
         return list(found)
 
     def _explain(self, error: Exception) -> str:
-        from ray.exceptions import AuthenticationError
-
         if not self.address and type(error) is ConnectionError and str(error):
             return "no Ray cluster runs on this machine. Start one (ray start --head), or name its head: lab.Ray('host:6379')"
-        if isinstance(error, AuthenticationError) or _refused(self.address):
-            return f"Ray{self._at} {WRONG_TOKEN}"
         said = str(error).strip().splitlines()
-        return f"Ray{self._at} cannot be used: {said[0] if said else type(error).__name__}"
+        return f"Ray{self._at} cannot be used: {said[0].rstrip('.') if said else type(error).__name__}. {TOKEN}"
 
     def notes(self) -> Sequence[str]:
         """See `Engine`."""
@@ -215,22 +211,6 @@ async def _check_answer(address: str) -> None:
             said = "connection refused"
         raise LabError(f"no Ray cluster at {address}: {said}. `ray start --head` has printed the address.") from None
     writer.close()
-
-
-def _refused(address: str) -> bool:
-    """Return whether a cluster ("": that of this node) refuses this process's token, which `ray.init` does not tell."""
-    from ray.exceptions import AuthenticationError
-
-    try:
-        from ray._private.services import canonicalize_bootstrap_address
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
-
-        GcsClient(address=address or canonicalize_bootstrap_address("auto"))
-    except AuthenticationError:
-        return True
-    except Exception:  # noqa: BLE001  # of Ray, of many types: another reason
-        return False
-    return False
 
 
 def _named() -> dict[str, str]:
