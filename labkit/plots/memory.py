@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
+from labkit.errors.lists import these
 from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, axes_for, describe, ranks_in_words
+from labkit.plots.style import INK, axes_for, describe
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -94,7 +95,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
     counted = "" if all(usage.nbytes[-1].any() for usage in found) else UNCOUNTED  # "other" includes temporaries
-    shown = f"{ranks_in_words([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
+    shown = f"{these([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
     unit, size = unit_of_bytes(highest)
     time_unit, unit_ns = unit_of(trace.duration_ns)
