@@ -36,10 +36,8 @@ from labkit.recording.schema import (
     UNSHOWN,
     UNWAITED,
     WAIT,
-    Head,
     Pending,
     Span,
-    Tail,
 )
 from labkit.tracing.intervals import Intervals, blocked, difference, intersection, length, union, waits_for_data
 from labkit.tracing.trace_file import TraceInfo, write_events, writing
@@ -480,7 +478,7 @@ def from_records(
         for group, match in unwaited[["group", "match"]].tolist():
             part["flags"][(rows["kind"] == COMMUNICATION) & (rows["group"] == group) & (rows["match"] == match)] |= UNWAITED
         for field in FIELDS:
-            if isinstance(field.place, Head | Tail):
+            if field.place in ("head", "tail"):
                 part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]
         parts.append(part)
     if calls or any(pending) or silent:
