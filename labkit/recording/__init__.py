@@ -3,9 +3,9 @@
 What to open for which change:
 - what `lab.span`, `lab.steps` and `lab.record` accept and do, which code is the student's: record.py; steps that
   labkit finds by itself: `AutomaticSteps` there; tests test_automatic_steps.py
-- record another collective, name, colour or word it, predict its time: an entry in operations.py, or a `Form` of an
-  entry. Nothing else if torch's process groups have a method for it: worker/comm/process_group.py intercepts every
-  method that the table names. A function made of other collectives (all_gather_object) is recorded as these.
+- record another collective, name or colour it, predict its time: an entry in operations.py, or a `Form` of an entry.
+  Nothing else if torch's process groups have a method for it: worker/comm/process_group.py intercepts every method that
+  the table names. A function made of other collectives (all_gather_object) is recorded as these.
   helpers/made_up_collective.py adds one; tests test_operations.py, worker/comm/test_process_group.py
 - the bytes of an operation: which share is sent to whom is `Traffic` and `Cost` in operations.py, which plots/flows.py
   adds up; the bytes of a tensor: `nbytes_of` in worker/comm/descriptions.py; of TensorFlow's operations:

@@ -88,7 +88,6 @@ class OperationType:
     root_has_all: bool = False
     own_limit: bool = False  # whether each call may have its own time limit
     kernels: tuple[str, ...] = ()  # the prefixes of the names of the TensorFlow kernels that carry it out
-    name_in_messages: str = ""  # its name in messages about waiting and mismatches; "" for the name in the record
 
     @property
     def collective(self) -> bool:
@@ -108,10 +107,6 @@ class OperationType:
         """Return the function in a name from the record; "" if there is none."""
         begin = next((form.name for form in self.forms if self.of_function and recorded.startswith(f"{form.name} ")), None)
         return "" if begin is None else recorded[len(begin) + 1 :]
-
-    def in_words(self, recorded: str) -> str:
-        """Return the name that messages use, given the name in the record."""
-        return f"{self.name_in_messages} {self.function_in(recorded)}".rstrip() if self.name_in_messages else recorded
 
 
 THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"

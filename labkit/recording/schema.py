@@ -176,11 +176,6 @@ class Pending:
         """The type of the operation."""
         return type_of(self.name)
 
-    @property
-    def in_words(self) -> str:
-        """The name that messages use for it."""
-        return self.type.in_words(self.name)
-
 
 def flags_of(span: Span) -> int:
     """Return the flags that a record stores for a span."""

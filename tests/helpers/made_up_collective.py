@@ -12,7 +12,7 @@ from labkit.recording.operations import Cost, Form, OperationType, Traffic
 GOSSIP = OperationType(
     "gossip", Traffic.RING, (Form("gossip", ("gossip",), alike=0), Form("gossip_coalesced", alike=0)),
     Cost(lambda p: 3 * p, lambda p: p / 4, r"3p\,\alpha + \frac{p}{4}\,\frac{n}{B}", "made up"),
-    "#123456", reduces=True, own_limit=True, name_in_messages="a round of gossip",
+    "#123456", reduces=True, own_limit=True,
 )  # fmt: skip
 operations.OPERATION_TYPES = (*operations.OPERATION_TYPES, GOSSIP)
 
