@@ -102,8 +102,8 @@ def explain(run: HasTrace | Trace) -> Explanation:
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
     conditions = _Conditions() if isinstance(run, Trace) or trace.origin else _conditions(run, trace)
-    faults = [fault for fault in faults_in(trace) if fault.certain]
-    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
+    faults = [fault for fault in faults_in(trace) if fault.kind.certain]
+    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.kind.cure for fault in faults)])
     pipeline = pipeline_of(trace) if finding.limit in WAITING else None
     gains = _gains(trace, finding, pipeline)
     if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
