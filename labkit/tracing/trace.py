@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import numbers
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.events import COLUMNS, WAITS, Columns, ProfilerEvent, Scalar, under_way
 from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
 from labkit.recording.schema import (
@@ -251,8 +250,8 @@ class Trace:
             TypeError: `number` is not a whole number.
             LabError: there is no such step.
         """
-        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-            raise TypeError(f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one")
+        expected = f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one"
+        check_number(number, expected, whole=True)
         bounds = self.step_bounds()
         try:
             start, end = bounds[int(number)]
@@ -406,10 +405,8 @@ class Trace:
 
     def _check_rank(self, rank: Any, method: str) -> None:
         last = len(self.ranks) - 1
-        if not isinstance(rank, numbers.Integral) or isinstance(rank, bool):
-            raise TypeError(f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}")
-        if not 0 <= int(rank) <= last:
-            raise ValueError(f"{method}(rank={rank}): this trace has ranks 0 to {last}")
+        expected = f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}"
+        check_number(rank, expected, whole=True, at_least=0, below=last + 1)
 
     def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
         data = self.columns.data
