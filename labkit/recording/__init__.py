@@ -18,7 +18,7 @@ What to open for which change:
   test_schema.py, test_ring_buffer.py
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in
   schema.py, its record and a method in ring_buffer.py, `from_records` and an argument of `Trace` in tracing/trace.py,
-  its entries in files in tracing/trace_file.py; tests also worker/comm/test_work.py
+  its place in files in tracing/trace_file.py; tests also worker/comm/test_work.py
 - how many records a rank's memory holds, which names find room: ring_buffer.py; tests test_ring_buffer.py,
   test_fork_isolation.py
 - records of another machine, and its times: ring_copy.py, clock.py. How exact they are is `Trace.clock_error_ns`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -39,7 +39,7 @@ from labkit.recording.schema import (
     Span,
 )
 from labkit.tracing.intervals import Intervals, blocked, difference, intersection, length, union, waits_for_data
-from labkit.tracing.trace_file import TraceInfo, write_events, writing
+from labkit.tracing.trace_file import FACTS, KEY, packed, write_events, writing
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -166,9 +166,9 @@ class Trace:
         return "replayed" if self.replayed else ""
 
     @property
-    def info(self) -> TraceInfo:
-        """What is known of it besides its events."""
-        return TraceInfo(**{field.name: getattr(self, field.name) for field in fields(TraceInfo)})
+    def info(self) -> dict[str, Any]:
+        """What is known of it besides its events, as arguments of `Trace`."""
+        return {name: getattr(self, name) for name in FACTS}
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -350,7 +350,7 @@ class Trace:
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
         path = Path(path).expanduser()
-        events, about = self._chrome()
+        events = self._chrome()
         # Perfetto cannot read surrogate pairs (`\ud83d\ude00`), into which `json` would turn an emoji, for example.
         text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         with writing(path) as file:
@@ -359,7 +359,9 @@ class Trace:
             while chunk := list(islice(events, CHUNK)):
                 file.write(before + text(chunk)[1:-1])
                 before = ","
-            file.write("]," + text(about)[1:])
+            window = {"start_ns": self.start_ns, "end_ns": self.end_ns}
+            whole = packed(self.columns, self.waits, scalars=self.scalars, profile=self.profile, **window, **self.info)
+            file.write("]," + text({"displayTimeUnit": "ms", KEY: whole})[1:])
         return path
 
     def to_pandas(self) -> DataFrame:
@@ -370,20 +372,14 @@ class Trace:
             raise LabError("to_pandas: pandas is not installed; `pip install pandas` installs it") from None
         return DataFrame(self.columns.by_field())
 
-    def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
+    def _chrome(self) -> Iterator[Any]:
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
-        other = {"labkit": 1, "start_ns": self.start_ns, "end_ns": self.end_ns, "zero_ns": zero_ns} | asdict(self.info)
-        if len(self.waits):
-            groups = map(self.columns.names.__getitem__, self.waits["group"].tolist())
-            others = (self.waits[name].tolist() for name in ("rank", "match", "time_ns"))
-            other["waits"] = [list(wait) for wait in zip(groups, *others, strict=True)]
-        events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
-        return events, {"displayTimeUnit": "ms", "otherData": other}
+        return write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], **others: Any) -> Trace:
-        part = Trace(columns, scalars, **self.info.arguments(), **others)
+        part = Trace(columns, scalars, **self.info, **others)
         part.labelled = self.labelled
         return part
 

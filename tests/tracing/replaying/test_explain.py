@@ -195,9 +195,9 @@ def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, core
     text = explain(Run(trace, load=load)).text
     assert text.startswith(words) if load > 9 else text[len(alone) :].strip().startswith(words)
     assert bool(words) == (text != alone)
-    simulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"simulated": 8})
+    simulated = Trace(trace.columns, trace.scalars, **trace.info | {"simulated": 8})
     assert explain(Run(simulated, load=load)).text == explain(simulated).text
-    emulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"cores": 64})  # those of all its machines
+    emulated = Trace(trace.columns, trace.scalars, **trace.info | {"cores": 64})  # those of all its machines
     busy = explain(Run(emulated, load=load)).text.startswith("Other programs")
     assert busy == words.startswith("Other programs"), "the load is this machine's"
 
