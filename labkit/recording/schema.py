@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from labkit.recording.operations import OperationType, type_of
 
+# Saved traces hold the numbers of kinds, flags and devices, and no names: new ones come last.
 KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL, WAIT = range(len(KINDS))
 
