@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,10 +79,10 @@ def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Te
     return _Asked(_shown(result, Tensor), meeting.visits, meeting.alone)
 
 
-def _questions() -> list[tuple[list[str], list[Tensor]]]:
-    random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
+def _questions(random: Random) -> list[tuple[list[str], list[Tensor]]]:
+    generator = torch.Generator().manual_seed(random.getrandbits(30))
     return [
-        (_workers(workers), [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)])
+        (_workers(workers), [torch.rand(SHORTEST + i, generator=generator) + i for i in range(count)])
         for workers, count in ((2, 5), (3, 3), (1, 2))
     ]
 
@@ -208,14 +209,13 @@ def _tally_on_rank(
     return _shown(result, int, float), list(log.events)
 
 
-def _amounts() -> list[tuple[list[str], list[list[float]], bool]]:
+def _amounts(random: Random) -> list[tuple[list[str], list[list[float]], bool]]:
     """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
-    random = np.random.default_rng()
     cases = []
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
-        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        amounts: list[list[float]] = []
         while len({sum(own) for own in amounts}) < len(counts):
-            amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+            amounts = [[float(random.randint(1, 999)) for _ in range(count)] for count in counts]
         cases.append((_workers(len(counts)), amounts, slow))
     return cases
 

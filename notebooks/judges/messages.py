@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ FLOAT = 4  # bytes
 DIFFERENCES = "in the difference of the two times, it cancels: divide the difference of the sizes by that"
 
 
-def _links() -> list[tuple[float, ...]]:
-    random = np.random.default_rng()
-    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, int(random.integers(10**6, 10**7))
+def _links(random: Random) -> list[tuple[float, ...]]:
+    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, random.randint(10**6, 10**7)
     links = (0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), drawn
     return [(n1, latency_s + n1 / rate, n2, latency_s + n2 / rate) for latency_s, rate, n1, n2 in links]
 

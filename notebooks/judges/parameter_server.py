@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,13 +92,13 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Array, gradients: Array,
     return torch.futures.wait_all(calls), decorated
 
 
-def _servings() -> list[tuple[int, Array, Array, Array]]:
-    random = np.random.default_rng()
+def _servings(random: Random) -> list[tuple[int, Array, Array, Array]]:
+    generator = np.random.default_rng(random.getrandbits(32))
     cases = []
     for trainers in (3, 2, 1):
-        weights = random.normal(size=SIZE).astype(np.float32)
-        gradients = random.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
-        examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 3  # all differ
+        weights = generator.normal(size=SIZE).astype(np.float32)
+        gradients = generator.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
+        examples = generator.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 3  # all differ
         cases.append((trainers, weights, gradients, examples))  # no sum of examples is trainers / RATE
     return cases
 
@@ -236,10 +237,10 @@ def _push_on_rank(answer: Callable[..., Any], weights: Array, targets: Array, ro
     return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
 
 
-def _pushes() -> list[tuple[Array, Array, int]]:
-    random = np.random.default_rng()
+def _pushes(random: Random) -> list[tuple[Array, Array, int]]:
+    generator = np.random.default_rng(random.getrandbits(32))
     sizes = (3, 2), (2, 4), (1, 1)
-    drawn = [(rounds, random.normal(size=(parts + 1, SIZE)).astype(np.float32)) for rounds, parts in sizes]
+    drawn = [(rounds, generator.normal(size=(parts + 1, SIZE)).astype(np.float32)) for rounds, parts in sizes]
     return [(both[0], both[1:], rounds) for rounds, both in drawn]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,8 +66,8 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
-def _seed() -> list[tuple[int]]:
-    return [(random.randrange(1 << 30),)]
+def _seed(random: Random) -> list[tuple[int]]:
+    return [(random.getrandbits(30),)]
 
 
 class _Half(nn.Module):
@@ -359,13 +359,12 @@ def _serial(
     return losses, [p.detach().numpy() for p in model.parameters()]
 
 
-def _batches() -> list[tuple[Batches, int, float]]:
-    random = np.random.default_rng()
-    torch_random = torch.Generator().manual_seed(int(random.integers(1 << 30)))
+def _batches(random: Random) -> list[tuple[Batches, int, float]]:
+    generator = torch.Generator().manual_seed(random.getrandbits(30))
     cases = []
     for parts, sizes in ((2, (5, 6, 8)), (3, (7, 6, 8))):
-        batches = [(torch.randn(n, 4, generator=torch_random), torch.arange(n) % 3) for n in sizes]
-        cases.append((batches, parts, float(random.uniform(0.2, 0.4))))
+        batches = [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in sizes]
+        cases.append((batches, parts, random.uniform(0.2, 0.4)))
     return cases
 
 

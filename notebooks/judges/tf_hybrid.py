@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ EXPLAINED = {
 }
 
 
-def _plans() -> list[tuple[int, int, list[int]]]:
+def _plans(random: Random) -> list[tuple[int, int, list[int]]]:
     cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
     for _ in range(5):
         devices = [random.randint(1, 4) for _ in range(3)]
@@ -161,7 +161,7 @@ QUARTERS = "each of the four replicas gets a quarter of it: distribute the datas
 
 @exercise(
     LESSON, "Four replicas in two processes train as one device with the whole batch would.",
-    lambda: [(random.randrange(10**6),)], on_ranks=_train_on_rank, ranks=WORKERS, runtime="tensorflow",
+    lambda random: [(random.getrandbits(30),)], on_ranks=_train_on_rank, ranks=WORKERS, runtime="tensorflow",
     devices_per_rank=DEVICES, errors=EXPLAINED,
     call=f"hybrid_train(strategy, weight, data, {PER_REPLICA * WORKERS * DEVICES}, {STEPS}, {RATE}) on "
          f"{WORKERS} workers with {DEVICES} devices each",
@@ -335,7 +335,7 @@ def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
 
 @exercise(
     LESSON, "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
-    lambda: [([round(random.uniform(1, 9), 2) for _ in range(BATCHES)],)], on_ranks=_on_chief_only,
+    lambda random: [([round(random.uniform(1, 9), 2) for _ in range(BATCHES)],)], on_ranks=_on_chief_only,
     ranks={"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", errors=EXPLAINED,
     call=f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches",
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from labkit.errors.exceptions import RankError
 from labkit.recording.operations import SEND, type_of
 from labkit.teaching.exercises.comparisons import AnswerError, Hint, shown
-from labkit.teaching.exercises.random_state import other_cases
+from labkit.teaching.exercises.random_state import case_random, other_cases
 
 if TYPE_CHECKING:  # ranks import this file, too, and do not need it
     from labkit.group.run import Run
@@ -73,7 +73,7 @@ class Exercise:
 def exercise(
     lesson: str,
     passed: str,
-    cases: Cases | Callable[[], Cases] = WITHOUT_ARGUMENTS,
+    cases: Cases | Callable[[Random], Cases] = WITHOUT_ARGUMENTS,
     *,
     on_ranks: Callable[..., Any] | None = None,
     ranks: Any = None,
@@ -93,8 +93,9 @@ def exercise(
     Args:
         lesson: the notebook that contains it, such as "02_data_parallel".
         passed: the message for a right answer; with a score, a format for it, such as "{score:.1f} ms".
-        cases: the arguments of each judgement; or a function that returns them, if some are drawn at random. The first
-            case tells the known mistakes apart.
+        cases: the arguments of each judgement; or a function that draws some at random, from the generator that it
+            gets: others in each check, but for a grader's seed always the same. The first case tells the known mistakes
+            apart.
         on_ranks: what each rank does: a function of the answer and the case.
         ranks: the number of ranks, or their names; by default the first in the case, which `on_ranks` does not get.
         call: the call in words, as verdicts show it: a format for the case with the names of the check's parameters,
@@ -131,7 +132,7 @@ def exercise(
 
         def judge(answer: Any) -> Passed:
             score = None
-            drawn = cases() if callable(cases) else cases
+            drawn = cases(case_random()) if callable(cases) else cases
             for case in (*drawn, *(other_cases(other) if other is not None else ())):
                 with showing(in_words(case)), explaining(errors(*case) if callable(errors) else errors):
                     score = check(observed(answer, case), *case)

@@ -193,7 +193,7 @@ def test_cases_can_be_drawn_at_each_judgement() -> None:
     drawn = iter([(1,), (2,)])
     seen = []
 
-    @exercise("w1", "Right.", lambda: [next(drawn)])
+    @exercise("w1", "Right.", lambda _: [next(drawn)])
     def any_case(answer: Any, number: int) -> None:
         """Any case."""
         seen.append(number)
