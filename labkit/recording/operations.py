@@ -113,10 +113,11 @@ THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communi
 CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
 HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
 _HENSGEN: Final = "Hensgen, Finkel, Manber, Two algorithms for barrier synchronization, 1988"
-_DEEP: Final = r"\lceil\log_2 p\rceil"
+DEPTH: Final = r"\lceil\log_2 p\rceil"
 
 
-def _deep(ranks: int) -> int:
+def depth(ranks: int) -> int:
+    """⌈log₂ p⌉, the rounds of a tree."""
     return math.ceil(math.log2(ranks))
 
 
@@ -140,11 +141,11 @@ _RING_TWICE: Final = Cost(
 )
 _RING: Final = Cost(lambda p: p - 1, lambda p: (p - 1) / p, r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}", THAKUR)
 _PAIRWISE: Final = replace(_RING, algorithm=Algorithm.PAIRWISE)
-_TREE: Final = Cost(_deep, lambda p: float(_deep(p)), rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR, Algorithm.TREE)
+_TREE: Final = Cost(depth, lambda p: float(depth(p)), rf"{DEPTH}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR, Algorithm.TREE)
 _TREE_OF_PARTS: Final = Cost(
-    _deep, lambda p: (p - 1) / p, rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN, Algorithm.TREE_OF_PARTS
+    depth, lambda p: (p - 1) / p, rf"{DEPTH}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN, Algorithm.TREE_OF_PARTS
 )
-_DISSEMINATION: Final = Cost(_deep, lambda _: 0.0, rf"{_DEEP}\,\alpha", _HENSGEN, Algorithm.DISSEMINATION)
+_DISSEMINATION: Final = Cost(depth, lambda _: 0.0, rf"{DEPTH}\,\alpha", _HENSGEN, Algorithm.DISSEMINATION)
 _THERE_AND_BACK: Final = Cost(
     lambda p: 2 if p > 1 else 0, lambda _: 0.0, r"2\,\alpha", "torch.distributed, documentation of monitored_barrier",
     Algorithm.CENTRAL,

@@ -101,7 +101,7 @@ def average_gradients(results: Results, ranks: int) -> None:
         ranks / 2: ("were divided by 2, not by the number of ranks",
                     "dist.get_world_size() gives the number of ranks"),
     })
-    judge_exchange(results, sum(array.nbytes for array in right.values()), "the gradients")
+    judge_exchange(results, sum(array.nbytes for array in right.values()))
 
 
 def _layers() -> nn.Sequential:
@@ -179,7 +179,7 @@ def average_in_buckets(results: Results, ranks: int, bucket_bytes: int) -> None:
              "the averages are right, but in the wrong places",
              "take the parts out of the bucket in the order in which you packed them")
     compare(after, right, subject="the gradients", causes={float(ranks): SUMMED, 1 / ranks: TWICE})
-    judge_exchange(results, sum(array.nbytes for array in right.values()), "the gradients")
+    judge_exchange(results, sum(array.nbytes for array in right.values()))
     sent = [span.nbytes for span in results.trace.filter(rank=0, kind="communication").spans]
     _judge_buckets(sent, [array.nbytes for array in reversed(right.values())], bucket_bytes)
 

@@ -96,7 +96,7 @@ def fast_step(answer: Any) -> float:
     Gbit/s with a latency of 300 µs?"""
     results = answer.on(RANKS, _gradients_on_rank, answer, link=LINK)
     _judge_gradients(results)
-    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4, "the gradients")
+    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4)
     simulated = _simulated(answer.answer)
     wrong_if(_communication(simulated.trace) != _communication(results.trace),
              "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import RankError
 from labkit.recording.operations import SEND, type_of
@@ -38,18 +38,6 @@ class Results(list[Any]):
         self.trace = run.trace
 
 
-class Passed(NamedTuple):
-    """The judgement on a right answer.
-
-    Args:
-        message: what the answer achieves.
-        score: its place on a leaderboard, where lower is better; None for an exercise without one.
-    """
-
-    message: str
-    score: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Exercise:
     """An exercise, and the function that judges answers to it.
@@ -58,15 +46,17 @@ class Exercise:
         name: its name in `lab.check`.
         lesson: the notebook that contains it, such as "02_data_parallel".
         target: the task, in one or two sentences.
-        judge: called with the answer as `AnswerRanks`, or with the number; returns the judgement on a right answer, or
-            raises `AnswerError`.
+        passed: what a right answer achieves; a format for its score, if it has one.
+        judge: called with the answer as `AnswerRanks`, or with the number; returns the score of a right answer, where
+            lower is better, or None in an exercise without a leaderboard; of a wrong one, raises `AnswerError`.
         number: whether the answer is a number rather than a function or a class.
     """
 
     name: str
     lesson: str
     target: str
-    judge: Callable[[Any], Passed]
+    passed: str
+    judge: Callable[[Any], float | None]
     number: bool = False
 
 
@@ -130,15 +120,15 @@ def exercise(
                 return answer.on(case[0], on_ranks, answer, *case[1:], **of_group)
             return answer.on(ranks(*case) if callable(ranks) else ranks, on_ranks, answer, *case, **of_group)
 
-        def judge(answer: Any) -> Passed:
+        def judge(answer: Any) -> float | None:
             score = None
             drawn = cases(case_random()) if callable(cases) else cases
             for case in (*drawn, *(other_cases(other) if other is not None else ())):
                 with showing(in_words(case)), explaining(errors(*case) if callable(errors) else errors):
                     score = check(observed(answer, case), *case)
-            return Passed(passed if score is None else passed.format(score=score), score)
+            return score
 
-        return Exercise(title, lesson, " ".join((check.__doc__ or "").split()), judge, number)
+        return Exercise(title, lesson, " ".join((check.__doc__ or "").split()), passed, judge, number)
 
     return made
 
@@ -187,13 +177,12 @@ def explaining(errors: Mapping[str, Hint]) -> Iterator[None]:
         raise AnswerError(errors[known], wrong.message, *wrong.details) from None
 
 
-def judge_exchange(results: Results, least: int, subject: str) -> None:
-    """Check that every rank took part in the exchange, whose result is right.
+def judge_exchange(results: Results, least: int) -> None:
+    """Check that every rank took part in the exchange of the gradients, which are right.
 
     Args:
         results: the run.
         least: bytes that each rank must have exchanged.
-        subject: "the gradients".
 
     Raises:
         AnswerError: a rank exchanged fewer.
@@ -202,8 +191,8 @@ def judge_exchange(results: Results, least: int, subject: str) -> None:
         spans = results.trace.filter(rank=rank, kind="communication").spans
         if all(span.sized for span in spans) and (exchanged := sum(span.nbytes for span in spans)) < least:
             raise AnswerError(
-                f"{subject} are right, but the ranks have not exchanged them: how can a rank know those of the others?",
-                f"rank {rank} took part in operations on {exchanged} bytes; {subject} have {least}",
+                "the gradients are right, but the ranks have not exchanged them: how can a rank know those of the others?",
+                f"rank {rank} took part in operations on {exchanged} bytes; the gradients have {least}",
             )
 
 

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
@@ -32,7 +33,7 @@ from labkit.errors.exceptions import Stopped
 from labkit.teaching.exercises import answer_ranks, find
 from labkit.teaching.exercises.check import Verdict, check, is_unwritten
 from labkit.teaching.exercises.comparisons import AnswerError, compare, factor, listing
-from labkit.teaching.exercises.exercise import Exercise, Passed
+from labkit.teaching.exercises.exercise import Exercise
 from labkit.teaching.guesses import Note
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
@@ -541,13 +542,12 @@ def test_the_random_numbers_of_the_notebook_go_on_as_if_nothing_was_judged(monke
 
 @pytest.mark.parametrize(("hint", "more"), [("x is off by a factor", ". Divide by p"), ("by which factor?", " Divide by p")])
 def test_the_second_wrong_answer_is_told_more(hint: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(*_: object) -> Passed:
-        if right:
-            return Passed("Right.")
-        raise AnswerError(hint, cure="divide by p")
+    def judge(*_: object) -> None:
+        if not right:
+            raise AnswerError(hint, cure="divide by p")
 
     judges_best_cut(judge, monkeypatch)
-    monkeypatch.setattr(MODULE, "tries", MODULE._Tries())
+    monkeypatch.setattr(MODULE, "wrong_tries", Counter())
     right = False
     pointing = check("best_cut", written)
     assert pointing.message.casefold() == hint
