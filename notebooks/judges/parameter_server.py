@@ -105,7 +105,7 @@ def _servings(random: Random) -> list[tuple[int, Array, Array, Array]]:
 
 @exercise(
     LESSON, f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited.",
-    _servings, name="WeightedServer",
+    _servings,
     call=f"WeightedServer(weights, {RATE}, {{trainers}}), update(gradient, examples)",
     errors={
         "Future can only be marked completed once": (
@@ -115,7 +115,9 @@ def _servings(random: Random) -> list[tuple[int, Array, Array, Array]]:
         **MISTAKES,
     },
 )
-def weighted_server(answer: Any, trainers: int, weights: Array, gradients: Array, examples: Array) -> None:
+def WeightedServer(  # noqa: N802  # the answer is a class
+    answer: Any, trainers: int, weights: Array, gradients: Array, examples: Array
+) -> None:
     """A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at
     once: when the gradients of all trainers are there, step once with their mean, weighted by examples, and
     answer every caller with the new weights."""

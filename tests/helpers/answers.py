@@ -81,7 +81,7 @@ class Answers:
         different words."""
 
         def test() -> None:
-            for name in labkit.teaching.exercises.LESSONS[lesson]:
+            for name in labkit.teaching.exercises.exercise_names()[lesson]:
                 own = [a for a in self.all if a.exercise == name]
                 assert [a for a in own if not a.words], f"no right answer to {name}"
                 assert len({a.words for a in own if a.words}) >= 2, f"fewer than two kinds of wrong answers to {name}"

@@ -70,7 +70,6 @@ def exercise(
     call: str | Callable[..., str] = "",
     errors: Mapping[str, Hint] | Callable[..., Mapping[str, Hint]] = MappingProxyType({}),
     other: Callable[[Random], tuple[Any, ...]] | None = None,
-    name: str = "",
     number: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., float | None]], Exercise]:
@@ -96,13 +95,11 @@ def exercise(
             of the case that returns them.
         other: makes one more case, with which graders judge: an answer that knows only the results of `cases`, which
             verdicts show, fails.
-        name: its name in `lab.check`, if it is not the check's.
         number: whether the answer is a number rather than a function or a class.
         options: options of the group. `ranks` and options may be functions of the case, too.
     """
 
     def made(check: Callable[..., float | None]) -> Exercise:
-        title = name or check.__name__
         parameters = [*inspect.signature(check).parameters][1:]
 
         def in_words(case: tuple[Any, ...]) -> str:
@@ -110,7 +107,7 @@ def exercise(
                 return call(*case)
             if call:
                 return call.format(**dict(zip(parameters, case, strict=False)))
-            return f"{title}({', '.join(map(shown, case))})" if case and on_ranks is None else ""
+            return f"{check.__name__}({', '.join(map(shown, case))})" if case and on_ranks is None else ""
 
         def observed(answer: Any, case: tuple[Any, ...]) -> Any:
             if on_ranks is None:
@@ -128,7 +125,7 @@ def exercise(
                     score = check(observed(answer, case), *case)
             return score
 
-        return Exercise(title, lesson, " ".join((check.__doc__ or "").split()), passed, judge, number)
+        return Exercise(check.__name__, lesson, " ".join((check.__doc__ or "").split()), passed, judge, number)
 
     return made
 

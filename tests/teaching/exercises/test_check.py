@@ -30,7 +30,7 @@ from torch import nn
 import labkit.teaching.exercises.data_parallel
 from labkit import LabError
 from labkit.errors.exceptions import Stopped
-from labkit.teaching.exercises import answer_ranks, find
+from labkit.teaching.exercises import answer_ranks, exercise_names, find
 from labkit.teaching.exercises.check import Verdict, check, is_unwritten
 from labkit.teaching.exercises.comparisons import AnswerError, compare, factor, listing
 from labkit.teaching.exercises.exercise import Exercise
@@ -199,7 +199,7 @@ def test_not_implemented_counts_as_not_written_wherever_it_runs(name: str) -> No
 VALUES = ("waiting_share", "which_pays")  # exercises whose answers are no functions
 
 
-@pytest.mark.parametrize("name", [e for names in labkit.teaching.exercises.LESSONS.values() for e in names if e not in VALUES])
+@pytest.mark.parametrize("name", [e for names in exercise_names().values() for e in names if e not in VALUES])
 def test_a_result_instead_of_the_function_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_ranks, "Group", None)
     verdict = check(name, [0, 4, 8])
@@ -579,15 +579,15 @@ def exercises_of(file: str) -> list[Exercise]:
     return [value for value in vars(module).values() if isinstance(value, Exercise)]
 
 
-@pytest.mark.parametrize("file", labkit.teaching.exercises.LESSONS)
-def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
+@pytest.mark.parametrize("file", exercise_names())
+def test_the_exercises_of_a_file_are_known_without_importing_it(file: str) -> None:
     exercises = exercises_of(file)
-    assert tuple(e.name for e in exercises) == labkit.teaching.exercises.LESSONS[file]
+    assert tuple(e.name for e in exercises) == exercise_names()[file]
     assert all((NOTEBOOKS / f"{e.lesson}.ipynb").is_file() for e in exercises)
     assert all(e.target.endswith((".", "?")) for e in exercises)
 
 
-@pytest.mark.parametrize("file", labkit.teaching.exercises.LESSONS)
+@pytest.mark.parametrize("file", exercise_names())
 def test_every_exercise_is_in_its_lesson_and_in_its_solutions(file: str) -> None:
     exercises = exercises_of(file)
     for folder in (NOTEBOOKS, NOTEBOOKS / "solutions"):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from labkit.teaching.exercises import LESSONS, exercise, find, random_state
+from labkit.teaching.exercises import exercise, exercise_names, find, random_state
 from labkit.teaching.exercises.check import check
 from labkit.teaching.exercises.comparisons import AnswerError
 from labkit.teaching.exercises.exercise import Exercise
 
 TENSORFLOW = ("tf_data_parallel", "tf_model_parallel", "tf_hybrid")
-FILES = [pytest.param(name, marks=pytest.mark.tf) if name in TENSORFLOW else name for name in LESSONS]
+FILES = [pytest.param(name, marks=pytest.mark.tf) if name in TENSORFLOW else name for name in exercise_names()]
 
 
 def makers(judged: Exercise) -> list[Callable[[Random], Any]]:
@@ -30,7 +30,7 @@ def makers(judged: Exercise) -> list[Callable[[Random], Any]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_calculation_has_other_cases_for_another_seed(file: str) -> None:
-    for make in (make for name in LESSONS[file] for make in makers(find(name))):
+    for make in (make for name in exercise_names()[file] for make in makers(find(name))):
         of_seed = []
         for seed in (0, 1, 1, 2):
             with random_state.other_inputs(seed):
@@ -42,7 +42,7 @@ def test_each_calculation_has_other_cases_for_another_seed(file: str) -> None:
 
 
 def test_the_calculations_are_found() -> None:
-    assert [name for name in LESSONS["data_parallel"] if makers(find(name))] == ["scaled_learning_rate"]
+    assert [name for name in exercise_names()["data_parallel"] if makers(find(name))] == ["scaled_learning_rate"]
 
 
 class Notes:
@@ -71,7 +71,7 @@ def going_on(*_: Any) -> Iterator[None]:
 @pytest.mark.parametrize("file", FILES)
 def test_graded_twice_with_the_same_seed_every_exercise_has_the_same_inputs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exercise, "explaining", going_on)
-    for name in LESSONS[file]:
+    for name in exercise_names()[file]:
         inputs = []
         for seed in (1, 1):
             answer = Notes()
