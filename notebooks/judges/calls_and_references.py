@@ -8,13 +8,12 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import Hint, listing, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, Hint, equal, listing, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.rpc_waits import Meeting, happens_within
 
@@ -123,14 +122,11 @@ def ask_all(results: Results, workers: list[str], inputs: list[Tensor]) -> None:
     wrong_if(len(seen.result) != len(inputs),
              f"given {counted(len(seen.result), 'result')} for {counted(len(inputs), 'input')}")
     expected = [x**2 + 1 for x in inputs]
-    in_order = all(map(_equal, seen.result, expected))
-    wrong_if(not in_order and all(any(_equal(part, wanted) for wanted in expected) for part in seen.result),
+    in_order = equal(seen.result, expected, TOLERANCE)
+    known = [any(equal(part, wanted, TOLERANCE) for wanted in expected) for part in seen.result]
+    wrong_if(not in_order and all(known),
              "the results are in another order than the inputs: result i belongs to input i")
     wrong_if(not in_order, "the results are not what the function returns for these inputs")
-
-
-def _equal(given: Any, expected: Any) -> bool:
-    return given.shape == expected.shape and bool(np.allclose(given.detach(), expected, rtol=1e-5))
 
 
 # remote_tallies

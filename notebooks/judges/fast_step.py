@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,7 @@ from labkit.errors.exceptions import LabError, RankError
 from labkit.group.simulation.simulate import Simulation, simulate
 from labkit.recording.record import steps
 from labkit.teaching.exercises.answer_ranks import by_value
-from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, differ, expect, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, equal, expect, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise, judge_exchange
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.tracing.trace import Trace
@@ -146,11 +147,7 @@ def _judge_gradients(results: Results) -> None:
             ([own[0], *right[:-1]], "the gradients are those of the step before",
              "wait() for each operation before the step returns"),
         ], *otherwise, f"largest difference on rank {rank}: {difference:.1g} of the largest gradient",
-               same=_same)
-
-
-def _same(given: list[Gradients], right: list[Gradients]) -> bool:
-    return all(not differ([one], other) for one, other in zip(given, right, strict=True))
+               same=partial(equal, within=TOLERANCE))
 
 
 def _largest_difference(given: list[Gradients], right: list[Gradients]) -> float:

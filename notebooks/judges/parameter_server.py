@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import Hint, expect, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, Hint, equal, expect, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.rpc_waits import happens_within
 
@@ -25,11 +26,8 @@ SIZE = 4
 ROUNDS = 3
 RATE = 0.5
 ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
+_close = partial(equal, within=TOLERANCE)
 Array = NDArray[Any]
-
-
-def _close(given: Array, expected: Array) -> bool:
-    return given.shape == expected.shape and bool(np.allclose(given, expected, atol=1e-5))
 
 
 def _rounded(values: Array) -> list[float]:

@@ -21,7 +21,7 @@ from labkit.teaching.exercises.comparisons import equal, expect, listing, whole_
 from labkit.teaching.exercises.exercise import NUMBER_FOR_LIST, Results, exercise
 
 LESSON = "12_tf_hybrid"
-TOLERANCE = 1e-9  # relative, in double precision
+_near = functools.partial(equal, within=1e-9)  # in double precision
 WORKERS, DEVICES = 2, 2
 PER_REPLICA, FEATURES, STEPS, RATE = 2, 3, 3, 0.1  # of hybrid_train
 BATCHES, EPOCHS = 4, 3  # of run_epochs
@@ -150,10 +150,6 @@ def _serial(seed: int, factor: float = 1.0) -> tuple[list[float], Any]:
         losses.append(float(np.mean(rest**2)))
         weight = weight - factor * RATE * 2 * x.T @ rest / len(y)
     return losses, weight
-
-
-def _near(a: Any, b: Any) -> bool:
-    return np.shape(a) == np.shape(b) and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
 
 
 QUARTERS = "each of the four replicas gets a quarter of it: distribute the dataset"
