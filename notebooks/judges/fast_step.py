@@ -23,7 +23,7 @@ from labkit.group.simulation.simulate import Simulation, simulate
 from labkit.recording.record import steps
 from labkit.teaching.exercises.answer_ranks import by_value
 from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, equal, expect, wrong_if
-from labkit.teaching.exercises.exercise import Results, exercise, judge_exchange
+from labkit.teaching.exercises.exercise import exercise, judge_exchange
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.tracing.trace import Trace
 
@@ -96,32 +96,6 @@ def fast_step(answer: Any) -> float:
     F.mse_loss(model(inputs), targets), averaged over the ranks. Who has the shortest step, on 4 ranks over 1
     Gbit/s with a latency of 300 µs?"""
     results = answer.on(RANKS, _gradients_on_rank, answer, link=LINK)
-    _judge_gradients(results)
-    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4)
-    simulated = _simulated(answer.answer)
-    wrong_if(_communication(simulated.trace) != _communication(results.trace),
-             "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
-    wrong_if(simulated.step_ms < COMPUTE_MS,
-             "the simulated step computes less than forward and backward pass need", "",
-             f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication")
-    return simulated.step_ms
-
-
-def _simulated(answer: Any) -> Simulation:
-    try:
-        with by_value():
-            return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
-    except RankError:
-        raise
-    except LabError as error:
-        raise AnswerError(f"the step cannot be simulated: {error}") from None
-
-
-def _communication(trace: Trace) -> list[tuple[str, int]]:
-    return [(span.name, span.nbytes) for span in trace.filter(rank=0, kind="communication").spans]
-
-
-def _judge_gradients(results: Results) -> None:
     wrong_if(any(not gradients for of_rank in results for gradients in of_rank),
              "no parameter has a gradient after the step: does it call backward()?")
     right, summed, divided = _serial(), _serial(divide=1 / RANKS), _serial(divide=RANKS)
@@ -148,6 +122,28 @@ def _judge_gradients(results: Results) -> None:
              "wait() for each operation before the step returns"),
         ], *otherwise, f"largest difference on rank {rank}: {difference:.1g} of the largest gradient",
                same=partial(equal, within=TOLERANCE))
+    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4)
+    simulated = _simulated(answer.answer)
+    wrong_if(_communication(simulated.trace) != _communication(results.trace),
+             "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
+    wrong_if(simulated.step_ms < COMPUTE_MS,
+             "the simulated step computes less than forward and backward pass need", "",
+             f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication")
+    return simulated.step_ms
+
+
+def _simulated(answer: Any) -> Simulation:
+    try:
+        with by_value():
+            return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
+    except RankError:
+        raise
+    except LabError as error:
+        raise AnswerError(f"the step cannot be simulated: {error}") from None
+
+
+def _communication(trace: Trace) -> list[tuple[str, int]]:
+    return [(span.name, span.nbytes) for span in trace.filter(rank=0, kind="communication").spans]
 
 
 def _largest_difference(given: list[Gradients], right: list[Gradients]) -> float:
