@@ -289,8 +289,7 @@ def keep_for_reducers() -> None:
         kept[reducer] = work
         set_handle(reducer, work, *how)
 
-    if JOIN.found:
-        JOIN.replace("_set_forward_pass_work_handle", hand_over)
+    JOIN.apply(_set_forward_pass_work_handle=hand_over)
 
 
 def _delegate(name: str) -> None:
