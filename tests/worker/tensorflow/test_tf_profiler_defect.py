@@ -36,7 +36,7 @@ def stop_sessions(folder: str, times: int) -> list[tuple[bool, bool, int, int]]:
     assert stopping is not None
     for number in range(times):
         session = _pywrap_profiler.ProfilerSession()
-        session.start(f"{folder}/{number}", {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0})
+        session.start(f"{folder}/{number}", {})
         threads = [threading.Thread(target=lambda: tf.reduce_sum(tf.ones(3))) for _ in range(3)]
         for thread in threads:
             thread.start()
