@@ -36,13 +36,13 @@ from labkit.recording.ring_buffer import (  # noqa: E402
 )
 from labkit.recording.schema import COMMUNICATION, Pending, Span  # noqa: E402
 from labkit.tracing.trace import Trace  # noqa: E402
-from labkit.worker.comm.install import watch_torch  # noqa: E402
+from labkit.worker.comm.install import watch  # noqa: E402
 
 
 def recorded() -> dict[str, Any]:
     """What the record says of a call of torch's new method, on a group of one rank."""
     memory = bytearray(RING_BYTES)
-    watch_torch(Recorder(RingWriter(memory)))
+    watch(Recorder(RingWriter(memory)))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.group.WORLD.gossip([torch.ones(4, 2)], dist.AllreduceOptions()).wait()
     reader = RingReader(memory)
