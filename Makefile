@@ -75,8 +75,10 @@ chaos: setup  ## 300 random faults at random moments, and what they left behind 
 
 gpu:  ## on a machine with GPUs: tests, lessons and a benchmark on them, into docs/gpu.md; installs nothing
 	@for python in "$(PYTHON)" $(BIN)/python python3; do \
-		if [ -n "$$python" ] && command -v "$$python" >/dev/null; then exec "$$python" tools/gpu.py $(ARGS); fi; \
-	done; echo "labkit: no Python was found: make gpu PYTHON=/path/to/python3" >&2; exit 1
+		"$$python" -c 'import sys, torch; sys.exit(not (sys.argv[1:] or torch.cuda.is_available()))' \
+			$(findstring --rehearse,$(ARGS)) 2>/dev/null && exec "$$python" tools/gpu.py $(ARGS); \
+	done; echo "labkit: no torch here sees a GPU: make gpu PYTHON=/path/to/python3 names another Python," \
+		"and lab.doctor() says there what is missing" >&2; exit 1
 
 notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10": these)
 	$(BIN)/python tools/notebooks.py $(ONLY)

@@ -138,7 +138,7 @@ def test_every_lesson_has_solutions():
 
 
 def test_no_two_exercises_have_the_same_name():
-    names = [name for of_file in labkit.teaching.exercises.LESSONS.values() for name in of_file]
+    names = [name for of_file in labkit.teaching.exercises.exercise_names().values() for name in of_file]
     assert sorted(names) == sorted(set(names))
 
 

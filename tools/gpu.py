@@ -1,12 +1,12 @@
 """`make gpu`: everything that needs a GPU, in one command, and a page with the results.
 
-    python tools/gpu.py                   all stages; writes docs/gpu.md
-    python tools/gpu.py --rehearse        the same on the CPU, as far as possible, into build/gpu
-    python tools/gpu.py --lessons 00 02   of the lessons only these; into build/gpu
+    make gpu                           all stages; writes docs/gpu.md
+    make gpu ARGS="--rehearse"         the same on the CPU, as far as possible, into build/gpu
+    make gpu ARGS="--lessons 00 02"    of the lessons only these; into build/gpu
 
 The stages are the doctor, a pre-flight of half a minute (tools/gpu_smoke.py), the tests marked `gpu`, the torch lessons
-and a benchmark, in under eight minutes. They use the machine's torch (2.10 or newer), install nothing and need no
-network. A stage that lacks a package, fails or takes too long does not keep the others from running; what failed stands
+and a benchmark, in under eight minutes. They run in the Python that runs this, install nothing and need no network. A
+stage that lacks a package, fails or takes too long does not keep the others from running; what failed stands
 first on the page, and at the end in the terminal.
 """
 
@@ -26,9 +26,8 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import gpu_machine, gpu_report
-from tools.gpu_machine import ROOT, Machine
-from tools.gpu_report import Outcome
+from tools import gpu_report
+from tools.gpu_report import ROOT, Outcome
 
 BUILD: Final = ROOT / "build" / "gpu"
 LIMIT_S: Final = 480.0  # for everything
@@ -46,17 +45,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="copy the page and an archive of all figures and logs into this folder too")
     arguments = parser.parse_args()
     started = time.monotonic()
-    if arguments.rehearse:
-        machine: Machine | None = gpu_machine.this_one()
-    else:
-        machine, reasons = gpu_machine.find(os.environ.get("PYTHON", ""))
-        for reason in reasons:
-            print(f"  {reason}")
-    if machine is None:
-        print("labkit: nothing on this machine can run on an NVIDIA GPU. See above for what was found. For torch with CUDA,")
-        print("https://pytorch.org/get-started/locally/ shows the command; PYTHON=/path/to/python make gpu names another Python.")
-        return 1
-    print(f"{gpu_report.about(machine)}\n", flush=True)
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     factor = REHEARSAL_FACTOR if arguments.rehearse else 1.0
@@ -64,10 +52,10 @@ def main() -> int:
     for stage in (stage for stage in LIMITS_S if stage in arguments.stages):
         limit_s = min(factor * LIMITS_S[stage], factor * LIMIT_S - (time.monotonic() - started))
         command = _command(stage, arguments.lessons)
-        outcomes.append(run_stage(stage, command, machine, rehearsal=arguments.rehearse, limit_s=limit_s))
+        outcomes.append(run_stage(stage, command, rehearsal=arguments.rehearse, limit_s=limit_s))
     partial = arguments.rehearse or arguments.lessons or len(outcomes) < len(LIMITS_S)
     page = BUILD / "gpu.md" if partial else ROOT / "docs" / "gpu.md"
-    gpu_report.write(page, machine, outcomes, BUILD, rehearsal=arguments.rehearse)
+    gpu_report.write(page, outcomes, BUILD, rehearsal=arguments.rehearse)
     for heading, lines in gpu_report.failures(outcomes).items():
         print(f"\n{heading}", *lines, sep="\n  ")
     print(f"\n{page.relative_to(ROOT)} says what ran; figures, lessons and logs are in {BUILD.relative_to(ROOT)}/")
@@ -78,17 +66,14 @@ def main() -> int:
     return 0 if all(o.state == "ran" for o in outcomes) else 1
 
 
-def run_stage(stage: str, command: list[str], machine: Machine, *, rehearsal: bool, limit_s: float) -> Outcome:
+def run_stage(stage: str, command: list[str], *, rehearsal: bool, limit_s: float) -> Outcome:
     """Run one stage in a process group of its own, with its output in a log; end it when its time is over."""
-    missing, path = machine.lacks(stage), BUILD / f"{stage}.log"
-    if missing:
-        print(f"{stage}: not run, {machine.python} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
-        return Outcome(stage, path, "not run", missing=tuple(missing))
+    path = BUILD / f"{stage}.log"
     print(f"{stage} ...", end=" ", flush=True)
     started = time.monotonic()
     with path.open("w") as log:
         process = subprocess.Popen(
-            [machine.python, *command], cwd=ROOT, env=gpu_machine.environment(rehearsal=rehearsal), stdin=subprocess.DEVNULL,
+            [sys.executable, *command], cwd=ROOT, env=environment(rehearsal=rehearsal), stdin=subprocess.DEVNULL,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -102,6 +87,12 @@ def run_stage(stage: str, command: list[str], machine: Machine, *, rehearsal: bo
     seconds = time.monotonic() - started
     print(f"{state} after {seconds:.0f} s (build/gpu/{stage}.log)", flush=True)
     return Outcome(stage, path, state, seconds)
+
+
+def environment(*, rehearsal: bool) -> dict[str, str]:
+    """The environment of the stages, with this checkout's labkit, whatever else is installed."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "LABKIT_GPU_REHEARSAL": "1" if rehearsal else "0"}
 
 
 def _command(stage: str, lessons: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page that `make gpu` writes: the machine, what failed, the end of each stage's log, and pictures."""
+"""The page that `make gpu` writes: what failed, the end of each stage's log, and pictures."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import datetime
 import os
 import re
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tools.gpu_machine import ROOT, Machine
-
-GIB: Final = 1 << 30
-WIDTH: Final = 120  # characters in a line of prose, as in all docs
+ROOT: Final = Path(__file__).resolve().parent.parent
 TAIL_LINES, SHOWN_LINES = 15, 80  # of a log, where its stage failed, and in the stage's own section
 PICTURES: Final = {  # of the benchmark, with their captions and alternative texts
     "timeline": (
@@ -32,23 +28,12 @@ class Outcome:
 
     stage: str  # its name
     log: Path  # its output; every stage says at the end what failed
-    state: str  # "ran", "failed" (it finished, and something in it failed), "timed out", or "not run"
+    state: str  # "ran", "failed" (it finished, and something in it failed) or "timed out"
     seconds: float = 0.0  # how long it took
-    missing: tuple[str, ...] = ()  # the packages that kept it from running
 
     def last(self, count: int) -> list[str]:
         """The last lines of the log."""
         return self.log.read_text(errors="replace").splitlines()[-count:] if self.log.exists() else []
-
-
-def about(machine: Machine) -> str:
-    """The machine in two lines."""
-    gpus = [f"{name}, {nbytes / GIB:.0f} GiB, compute capability {capability}" for name, nbytes, capability in machine.gpus]
-    counted = [f"{gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(gpus)] or ["no GPU"]
-    versions = [f"Python {machine.version}", f"torch {machine.torch}"]
-    versions += [f"CUDA {machine.cuda}"] * bool(machine.cuda) + [f"NCCL {machine.nccl}"] * bool(machine.nccl)
-    versions += [f"driver {machine.driver}"] * bool(machine.driver)
-    return f"{'; '.join(counted)}\n{', '.join(versions)}"
 
 
 def in_one_line(message: str) -> str:
@@ -60,21 +45,18 @@ def failures(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
     """What failed: for each stage that did not run through, a heading, and the end of its log."""
     found = {}
     for one in outcomes:
-        if one.missing:
-            found[f"{one.stage}: {one.state}"] = [f"pip install {' '.join(one.missing)}"]
-        elif one.state != "ran":
+        if one.state != "ran":
             found[f"{one.stage}: {one.state} after {one.seconds:.0f} s"] = [
                 f"The last lines of build/gpu/{one.log.name}:", *(f"  {line[:300]}" for line in one.last(TAIL_LINES)),
             ]  # fmt: skip
     return found
 
 
-def write(page: Path, machine: Machine, outcomes: Sequence[Outcome], folder: Path, *, rehearsal: bool) -> None:
+def write(page: Path, outcomes: Sequence[Outcome], folder: Path, *, rehearsal: bool) -> None:
     """Write the page and its pictures, which are in the folder; in a rehearsal, all of it ran on the CPU."""
     lines = ["# A rehearsal of `make gpu`, on the CPU" if rehearsal else "# What ran on GPUs", ""]
-    lines += [f"Written by `make gpu` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}. The machine:", ""]
-    for item in [*about(machine).splitlines(), _not_shown(len(machine.gpus), rehearsal)]:
-        lines.append(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+    lines += [f"Written by `make gpu` on {datetime.datetime.now(datetime.UTC):%Y-%m-%d}."]
+    lines += ["Nothing of CUDA, NCCL and NVML has run." if rehearsal else "On one GPU, NCCL between GPUs does not run."]
     failed = failures(outcomes)
     lines += ["", "## What failed"] * bool(failed)
     for heading, details in failed.items():
@@ -82,20 +64,10 @@ def write(page: Path, machine: Machine, outcomes: Sequence[Outcome], folder: Pat
     lines += ["", "## Stages", "", "| stage | | seconds |", "|---|---|---|"]
     lines += [f"| {one.stage} | {one.state} | {one.seconds:.0f} |" for one in outcomes]
     for one in outcomes:
-        if not one.missing:
-            lines += ["", f"## {one.stage.capitalize()}", *_block(one.last(SHOWN_LINES))]
+        lines += ["", f"## {one.stage.capitalize()}", *_block(one.last(SHOWN_LINES))]
     lines += _pictures(page, folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(_without_paths("\n".join(lines)) + "\n", encoding="utf-8")
-
-
-def _not_shown(gpus: int, rehearsal: bool) -> str:
-    """What this machine cannot show."""
-    if rehearsal:
-        return "This was a rehearsal on the CPU: nothing of CUDA, NCCL and NVML has run."
-    if gpus == 1:
-        return "With one GPU, NCCL between GPUs has not run: it ran with one rank, and ranks that share the GPU use gloo."
-    return f"With {gpus} GPUs, groups of up to {gpus} ranks use NCCL between GPUs."
 
 
 def _block(lines: Sequence[str]) -> list[str]:

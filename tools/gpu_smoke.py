@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ REHEARSAL: Final = os.environ.get("LABKIT_GPU_REHEARSAL") == "1"
 DEVICES: Final = "cpu" if REHEARSAL else "cuda"
 RUN_LIMIT_S: Final = 20.0  # for one run of ranks, which takes seconds; the stage has a minute for everything
 SENT: Final = 7.0
+DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 # A process that counts the GPUs and then forks: torch must not refuse CUDA in the child. Where there is a driver, torch
 # counts by NVML; elsewhere it initializes CUDA to count, and does refuse.
@@ -58,9 +60,10 @@ def check(name: str, find: Callable[[], Any], expected: Callable[[Any], bool] = 
 
 
 def system() -> str:
-    """The device files of the driver, the system's kernel and the number of cores."""
+    """The driver and its device files, the system's kernel and the number of cores."""
+    driver = DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else "no NVIDIA driver"
     files = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia"))
-    return f"{' '.join(files) or 'no /dev/nvidia*'}; {os.uname().release}; {os.cpu_count()} cores"
+    return f"{driver}; {' '.join(files) or 'no /dev/nvidia*'}; {os.uname().release}; {os.cpu_count()} cores"
 
 
 def pidfd() -> str:
@@ -181,6 +184,7 @@ def main() -> int:
         passed += [
             check("count, then fork", count_then_fork, lambda found: "in bad fork: False" in found),
             check("NVML", nvml),
+            check("NCCL, compute capability", lambda: (torch.cuda.nccl.version(), torch.cuda.get_device_capability())),
             check("anchors", anchors),
             # So labkit tells a span that gives the GPU nothing to do from one with a small kernel.
             check("us between events", between_events, lambda us: 1000 * us[0] < NOTHING_NS < 1000 * us[1]),

@@ -1,4 +1,4 @@
-"""Makes a lesson from the template: its notebook and solutions, an exercise with its tests, and its rows in tables.
+"""Makes a lesson from the template: its notebook and solutions, an exercise with its tests, and its row in README.md.
 
     python -m tools.new_lesson 15_my_topic
 
@@ -48,15 +48,7 @@ def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
         else:
             path.write_text(text, encoding="utf-8")
     row = f"| [{number} {title}](notebooks/{lesson}.ipynb) | {MINUTES} + {EXERCISES} | WRITE: what you will be able to do |"
-    return [
-        *new,
-        _add(root / "README.md", r"^\| \[\d\d[a-z]? .*\n", row, f"| [{number} "),
-        _add(
-            root / "labkit" / "teaching" / "exercises" / "__init__.py",
-            r'^    "\w+": \(.*\),\n',
-            f'    "{topic}": ("{topic}_mean",),',
-        ),
-    ]
+    return [*new, _add_row(root / "README.md", row, f"| [{number} ")]
 
 
 def _notebook(text: str) -> Any:
@@ -76,11 +68,11 @@ def _notebook(text: str) -> Any:
     return new_notebook(cells=cells)
 
 
-def _add(path: Path, rows: str, new: str, before: str = "") -> Path:
-    """Insert a line behind the last row that a pattern finds, or that sorts before a text, and return the path."""
+def _add_row(path: Path, new: str, before: str) -> Path:
+    """Insert a row into the table of lessons, behind the last one that sorts before a text, and return the path."""
     text = path.read_text(encoding="utf-8")
-    found = list(re.finditer(rows, text, re.MULTILINE))
-    end = max(match.end() for match in found if not before or match.group() < before)
+    rows = re.finditer(r"^\| \[\d\d[a-z]? .*\n", text, re.MULTILINE)
+    end = max(match.end() for match in rows if match.group() < before)
     path.write_text(f"{text[:end]}{new}\n{text[end:]}", encoding="utf-8")
     return path
 

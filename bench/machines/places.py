@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import labkit as lab
 
@@ -43,30 +44,22 @@ def _python(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _variables(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
 def _here(_: Path) -> Iterator[Place]:
     yield Place(None)
 
 
 @contextlib.contextmanager
 def _ssh(folder: Path) -> Iterator[Place]:
-    with _helper("two_machines").two_machines(folder) as machines, _variables(PATH=f"{machines.bin}:{os.environ['PATH']}"):
+    with (
+        _helper("two_machines").two_machines(folder) as machines,
+        mock.patch.dict(os.environ, PATH=f"{machines.bin}:{os.environ['PATH']}"),
+    ):
         yield Place(lab.SSH("pc1", "pc2", python=_python(folder)), lambda: machines.cut("pc2"))
 
 
 @contextlib.contextmanager
 def _slurm(folder: Path) -> Iterator[Place]:
-    with _helper("slurm_cluster").slurm_cluster(folder) as config, _variables(SLURM_CONF=str(config)):
+    with _helper("slurm_cluster").slurm_cluster(folder) as config, mock.patch.dict(os.environ, SLURM_CONF=str(config)):
         yield Place(lab.Slurm(nodes=2, time="20", python=_python(folder)))
 
 

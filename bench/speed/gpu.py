@@ -1,12 +1,11 @@
 """A short benchmark for machines with GPUs, a stage of `make gpu`: `python -m bench.speed.gpu FOLDER`.
 
-labkit's own spans time everything, by CUDA events on a GPU; torch's profiler is the comparison. FOLDER gets figures.
+labkit's own spans time everything, by CUDA events on a GPU. FOLDER gets figures.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import statistics
 import sys
@@ -97,33 +96,6 @@ def save(axes: Any, path: Path) -> None:
     axes.figure.savefig(path, dpi=DPI, bbox_inches="tight")
 
 
-def events_beside_profiler() -> list[str]:
-    """Durations of kernels by labkit's events and by the timestamps of torch's profiler."""
-    with lab.Group(1, devices=DEVICES) as group, lab.profile(group):
-        run = group.run(products)
-    spans = list(run.trace.filter(name="products"))
-    kernels = [e for e in run.trace.profile if e.category == "kernel"]
-    within = [e for e in kernels if any(s.start_ns <= (e.start_ns + e.end_ns) / 2 <= s.end_ns for s in spans)]
-    if not kernels:
-        return ["torch's profiler saw no kernels."]
-    by_events_ms = sum(s.end_ns - s.start_ns for s in spans) / 1e6
-    by_profiler_ms = sum(e.end_ns - e.start_ns for e in within) / 1e6
-    return [
-        f"The same kernels took {by_events_ms:.2f} ms by labkit's CUDA events and {by_profiler_ms:.2f} ms by torch's profiler:",
-        f"{by_events_ms / (by_profiler_ms or math.nan):.3f} times as long.",
-        f"{len(within)} of {len(kernels)} kernels are inside their spans.",
-    ]
-
-
-def products() -> None:
-    """In a rank."""
-    x = torch.ones(WIDTH, WIDTH, device=lab.device())
-    for _ in range(10):
-        with lab.span("products"):
-            for _ in range(10):
-                x = x @ x / len(x)
-
-
 def watch_beside_run() -> list[str]:
     """The cost of the live picture for a training run."""
     if importlib.util.find_spec("ipykernel") is None or importlib.util.find_spec("jupyter_client") is None:
@@ -142,7 +114,6 @@ def main(folder: Path) -> int:
     print(*about(), sep="\n")
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "step": lambda: step_in_a_picture(folder),
-        "clocks": events_beside_profiler,
         "watch": watch_beside_run,
     }
     failed = []

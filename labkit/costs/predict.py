@@ -14,7 +14,6 @@ one dimension of a mesh do: `ranks=[[0, 2], [1, 3]]`.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ from labkit.costs.prediction import (
     transfer_in_latex,
 )
 from labkit.costs.rounds import ALGORITHMS, Round, cost_of, rounds
-from labkit.errors.wrong_calls import WrongNameError, did_you_mean, public_api
+from labkit.errors.wrong_calls import WrongNameError, check_number, did_you_mean, public_api
 from labkit.recording.operations import HOCKNEY, OPERATION_TYPES, THAKUR, Traffic
 
 __all__ = [
@@ -514,10 +513,8 @@ def zero_traffic(parameters: float, ranks: int, stage: int, *, value_bytes: int 
 
 
 def _check_stage(stage: int) -> None:
-    if isinstance(stage, bool) or not isinstance(stage, numbers.Integral) or stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage={stage!r}: expected 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
-        )
+    expected = "0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)"
+    check_number(stage, f"stage={stage!r}: expected {expected}", whole=True, at_least=0, below=4)
 
 
 def _in_powers(count: float) -> str:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import check_number
-from labkit.recording.operations import CHAN, OPERATION_TYPES, THAKUR, Algorithm, Cost, type_of
+from labkit.recording.operations import CHAN, DEPTH, OPERATION_TYPES, THAKUR, Algorithm, Cost, depth, type_of
 
 Nodes = tuple[int, ...]  # the node of each participating rank, in rank order
 
@@ -98,7 +98,7 @@ def _messages(cost: Cost, p: int, algorithm: str) -> Iterator[tuple[int, list[tu
 
     The share is that of these rounds together.
     """
-    share, distances = cost.share(p), [1 << k for k in reversed(range(_deep(p)))]  # the powers of two below p
+    share, distances = cost.share(p), [1 << k for k in reversed(range(depth(p)))]  # the powers of two below p
     if algorithm == "halving":  # vector halving and distance doubling, and the same backwards
         for d in (*reversed(distances), *distances):
             yield 1, [(i, i ^ d, 1 / (2 * d)) for i in range(p)]
@@ -122,26 +122,20 @@ def _messages(cost: Cost, p: int, algorithm: str) -> Iterator[tuple[int, list[tu
         yield 1, [(0, i, 0.0) for i in range(1, p)]
 
 
-def _deep(p: int) -> int:
-    """⌈log₂ p⌉."""
-    return (p - 1).bit_length()
-
-
-_DEEP: Final = r"\lceil\log_2 p\rceil"
 _TWICE: Final = r"\frac{2(p-1)}{p}\,\frac{n}{B}"
 _CHO: Final = "Cho et al., BlueConnect, 2019"
 # The algorithms by name; None is that of the table of operations, which emulated links use.
 ALGORITHMS: Final[Mapping[str, Mapping[str, Cost | None]]] = {
     "all_reduce": {
         "ring": None,
-        "tree": Cost(lambda p: 2 * _deep(p), lambda p: 2.0 * _deep(p), rf"2{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", CHAN),
-        "halving": Cost(lambda p: 2 * _deep(p), lambda p: 2 * (p - 1) / p, rf"2{_DEEP}\,\alpha + {_TWICE}", THAKUR),
+        "tree": Cost(lambda p: 2 * depth(p), lambda p: 2.0 * depth(p), rf"2{DEPTH}\left(\alpha + \frac{{n}}{{B}}\right)", CHAN),
+        "halving": Cost(lambda p: 2 * depth(p), lambda p: 2 * (p - 1) / p, rf"2{DEPTH}\,\alpha + {_TWICE}", THAKUR),
         "hierarchical": Cost(lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p, rf"2(p-1)\,\alpha + {_TWICE}", _CHO),
     },
     "broadcast": {
         "tree": None,
         "scatter": Cost(
-            lambda p: _deep(p) + p - 1, lambda p: 2 * (p - 1) / p, rf"({_DEEP} + p - 1)\,\alpha + {_TWICE}", THAKUR
+            lambda p: depth(p) + p - 1, lambda p: 2 * (p - 1) / p, rf"({DEPTH} + p - 1)\,\alpha + {_TWICE}", THAKUR
         ),
     },
 }  # fmt: skip

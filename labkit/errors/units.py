@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 UNITS: Final = {
@@ -42,6 +43,12 @@ def unit_of_bytes(nbytes: float) -> tuple[str, float]:
 def unit_of(duration_ns: float) -> tuple[str, float]:
     """Return a unit for a time, and its length in ns: on an axis of at least one and a half units are several ticks."""
     return next((shown, size * 1e9) for size, shown in UNITS["s"] if duration_ns >= 1.5e9 * size or shown == "ns")
+
+
+def round_stride(extent: float, most: int) -> float:
+    """Return a round distance between the ticks of an axis, with at most `most` of them after 0, up to `extent`."""
+    power = 10.0 ** math.floor(math.log10(extent / most))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= extent / most)
 
 
 def time_in_words(duration_ns: float) -> str:

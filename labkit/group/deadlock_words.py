@@ -71,7 +71,7 @@ def deadlock_in_words(deadlock: Deadlock, names: Sequence[str]) -> tuple[str, st
         case Reason.RETURNED | Reason.NOT_CALLED:
             it = "them" if deadlock.absent else "it"
             who = f"{listed([name for name, _ in waits])} still {'waits' if len(waits) == 1 else 'wait'} for {it}"
-            where = f"{who} in {first.in_words}{place(first)}"
+            where = f"{who} in {first.name}{place(first)}"
             if deadlock.reason is Reason.NOT_CALLED:
                 nor = f", nor was {' or '.join(names[i] for i in deadlock.absent)}" if deadlock.absent else ""
                 return f"was not called{nor}, and {where}", CALLED
@@ -128,7 +128,7 @@ def doing(
         return f"{name} was serving the others"
     blocked = [p for p in pending if p.wait_start_ns]
     if not blocked:
-        beside = f", with {pending[0].in_words} under way" if pending else ""
+        beside = f", with {pending[0].name} under way" if pending else ""
         return f"{name} was computing{beside}"
     last = blocked[-1]
     seconds = max(now_ns - last.wait_start_ns, 0) / 1e9  # it may have started while the states were read
@@ -143,7 +143,7 @@ def serving_for_ever(names: Sequence[str]) -> tuple[str, str]:
 def late_in_words(names: Sequence[str], operation: Pending) -> str:
     """A sentence about ranks that had not entered an operation when the program's own time limit ended it."""
     were = "it was" if len(names) == 1 else "they were"
-    return f"{listed(names)} had not entered {operation.in_words}. If {were} only late, this is no deadlock: set a longer limit."
+    return f"{listed(names)} had not entered {operation.name}. If {were} only late, this is no deadlock: set a longer limit."
 
 
 def _at(operation: Pending) -> str:
@@ -154,7 +154,7 @@ def _uncompleted_future(waits: Sequence[tuple[str, Pending]], names: Sequence[st
     first = waits[0][1]
     alike = [name for name, p in waits if (p.name, p.peer, p.line) == (first.name, first.peer, first.line)]
     return (
-        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.in_words}{place(first)}: on "
+        f"{listed(list(dict.fromkeys(alike)))} {'waits' if len(alike) == 1 else 'wait'} in {first.name}{place(first)}: on "
         f"{names[first.peer]} it has returned a future that nobody will complete"
     )
 
@@ -164,7 +164,7 @@ def _usual_of_returned(operation: Pending) -> str:
         case GroupKind.TENSORFLOW:
             return ALL_OF_TENSORFLOW
         case GroupKind.CREATION:
-            return CREATED.format(operation.in_words)
+            return CREATED.format(operation.name)
         case GroupKind.PAIR:
             return UNRECEIVED if operation.type is SEND else UNSENT
     return ALL
@@ -189,7 +189,7 @@ def _unlike_tags(waits: Sequence[tuple[str, Pending]]) -> str:
 def _usual(operations: Sequence[Pending]) -> str:
     types = {p.type for p in operations}
     if created := [p for p in operations if kind_of(p.group) is GroupKind.CREATION]:
-        return CREATED.format(created[0].in_words)
+        return CREATED.format(created[0].name)
     if any(kind_of(p.group) is GroupKind.RENDEZVOUS and p.type is not RPC_SHUTDOWN for p in operations):
         return MEETING
     if types == {SEND}:
@@ -218,7 +218,7 @@ def _misfit(sender: tuple[str, Pending], receiver: tuple[str, Pending]) -> str:
 
 
 def _given(operation: Pending) -> str:
-    return f"{operation.in_words} of {operation.signature}" if operation.signature else operation.in_words
+    return f"{operation.name} of {operation.signature}" if operation.signature else operation.name
 
 
 def operation_in_words(operation: Pending, names: Sequence[str], *, closely: bool = False) -> str:
@@ -230,7 +230,7 @@ def operation_in_words(operation: Pending, names: Sequence[str], *, closely: boo
         details.append(f"of {operation.signature}")
     if 0 <= operation.peer < len(names):
         details.append(f"with {names[operation.peer]}")
-    return " ".join(filter(None, [operation.in_words, *details]))
+    return " ".join(filter(None, [operation.name, *details]))
 
 
 def origin_in_words(name: str, operation: Pending, stack: Sequence[StackFrame]) -> str:
@@ -238,7 +238,7 @@ def origin_in_words(name: str, operation: Pending, stack: Sequence[StackFrame]) 
     students = max((i for i, frame in enumerate(stack) if frame.own is Owner.STUDENT), default=-1)
     called = [frame.function for frame in stack[students + 1 :] if frame.own is Owner.LIBRARY]
     origin = next((ORIGINS[function] for function in called if function in ORIGINS), "")
-    return f"On {name}, {operation.in_words} is {origin}." if origin else ""
+    return f"On {name}, {operation.name} is {origin}." if origin else ""
 
 
 def place(operation: Pending) -> str:

@@ -180,7 +180,7 @@ def mismatch_hint(sides: Sequence[tuple[str, Pending]]) -> tuple[str, str]:
         rows = {side.row for side in exchanges if side}
         row, unit = (rows.pop(), "row") if len(rows) == 1 and rows != {1} else (1, "element")
         how = f"{sides[sender][0]} sends {counted(sent // row, unit)} to {sides[receiver][0]}, which expects {expected // row}"
-    headline = f"collective number {operation.match}{group} is {operation.in_words}{place(operation)}: {how}"
+    headline = f"collective number {operation.match}{group} is {operation.name}{place(operation)}: {how}"
     return headline, "What rank i sends to rank j must be what rank j receives from rank i, in number and type."
 
 
@@ -188,13 +188,13 @@ def shapes_note(sides: Sequence[tuple[str, Pending]]) -> str:
     """Return the note about a reduction of tensors of different shapes; `sides` as for `mismatch_hint`."""
     (first, mine), (other, theirs) = next((a, b) for a, b in itertools.pairwise(sides) if a[1].signature != b[1].signature)
     return (
-        f"{mine.in_words}{place(mine)} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in "
+        f"{mine.name}{place(mine)} combined {mine.signature} of {first} with {theirs.signature} of {other}, in the order in "
         "which their elements lie in memory. Give tensors of one shape."
     )
 
 
 def mismatch_error(sides: Sequence[tuple[str, Pending]], parting: str = "") -> MismatchError:
     """Return the error for an operation with mismatched arguments; `sides` as for `mismatch_hint`."""
-    lines = [f"{name}: {p.in_words} of {p.signature}{place(p)}" for name, p in sides]
+    lines = [f"{name}: {p.name} of {p.signature}{place(p)}" for name, p in sides]
     headline, hint = mismatch_hint(sides)
     return MismatchError(headline, f"{parting} {hint}".lstrip(), lines)

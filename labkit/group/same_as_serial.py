@@ -73,7 +73,7 @@ def same_as_serial(train: Callable[..., Any], /, *args: Any, ranks: Sequence[int
         compared.append(f"{counted(len(several), 'rank')}: {words}")
         known = {fault.kind for fault in faults}
         faults += [fault for fault in found if fault.kind not in known]  # the same of more ranks has the same cause
-    return RunVerdict(tuple(sorted(faults, key=lambda fault: not fault.certain)), "\n".join(compared))
+    return RunVerdict(tuple(sorted(faults, key=lambda fault: not fault.kind.certain)), "\n".join(compared))
 
 
 def _runs(train: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ranks: Sequence[int]) -> Iterator[Run]:
@@ -108,7 +108,7 @@ def _compared(serial: _Training, several: Sequence[_Training]) -> tuple[list[Sil
             break  # what differs in one optimizer's step makes other gradients for the next
         number += 1
         gradients = _gradients(first, own, number, [one.samples.total() for one in several])
-    unexplained = gradients is not None and not gradients.certain
+    unexplained = gradients is not None and not gradients.kind.certain
     if unexplained and others:
         return [], f"not comparable, because {others}"
     kinds = [fault.kind for fault in (found, gradients) if fault]

@@ -135,7 +135,7 @@ def _goes_on(member: Member, operation: Pending) -> bool:
 def _words(operation: Pending, members: Sequence[Member]) -> str:
     with_peer = 0 <= operation.peer < len(members) and not _is_call(operation)
     towards = {SEND: " to ", RECV: " from "}.get(operation.type, " with ")
-    return f"{operation.in_words}{towards}{members[operation.peer].name}" if with_peer else operation.in_words
+    return f"{operation.name}{towards}{members[operation.peer].name}" if with_peer else operation.name
 
 
 def _sentence(members: Sequence[Member], rank: int, operation: Pending, absent: Sequence[int]) -> str:

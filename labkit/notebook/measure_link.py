@@ -93,13 +93,10 @@ def _nothing() -> None:
 
 def _measured(group: Group, operations: Sequence[str], ranks: list[int], *, one_clock: bool) -> MeasuredLink:
     """Measure among some ranks, in ascending order; on several machines, each rank has a clock of its own."""
-    parts = len(ranks) if group.runtime == "torch" else 1
+    members, running = (ranks, group) if group.runtime == "torch" else (ranks[:2], group[ranks[0]])
+    parts = len(members)
     sizes = sorted({FLOAT * parts * _elements(size, parts) for size in SIZES})  # each rank has a part, equally large
-    if group.runtime == "torch":
-        results = group.run(_on_rank, operations, sizes, ranks).results
-        of_ranks = [results[rank] for rank in ranks]
-    else:
-        of_ranks = group[ranks[0]].run(_on_caller, sizes, ranks[1]).results
+    of_ranks = [measured for measured in running.run(_on_rank, operations, sizes, members).results if measured]
     fits = []
     for operation in operations:
         nbytes, seconds = [], []
@@ -134,20 +131,24 @@ Measured = list[tuple[str, int, list[int], list[int]]]  # operation, bytes, star
 
 
 def _on_rank(operations: Sequence[str], sizes: list[int], members: list[int]) -> Measured:
-    """In a rank: time each operation with each size, if it is one of the members."""
+    """In a rank: time each operation with each size, if it is a member; remote calls are timed on the first alone."""
     import torch
     import torch.distributed as dist
 
     from labkit.worker.runtimes.devices import devices
 
-    device, ranks = devices()[0], len(members)
-    group = dist.group.WORLD if ranks == dist.get_world_size() else dist.new_group(members)
+    ranks, together = len(members), "rpc" not in operations
+    device, group = torch.device("cpu"), None
     made: Measured = []
-    if dist.get_rank() not in members:
-        return made
+    if together:
+        device = devices()[0]
+        group = dist.group.WORLD if ranks == dist.get_world_size() else dist.new_group(members)
+        if dist.get_rank() not in members:
+            return made
 
     def timed(action: Callable[[], object]) -> tuple[int, int]:
-        dist.barrier(group)
+        if together:
+            dist.barrier(group)
         begin_ns = time.perf_counter_ns()
         action()
         if device.type == "cuda":
@@ -157,7 +158,8 @@ def _on_rank(operations: Sequence[str], sizes: list[int], members: list[int]) ->
     def decided_s(action: Callable[[], object]) -> float:
         begin_ns, end_ns = timed(action)
         took_s = torch.tensor([(end_ns - begin_ns) / 1e9], device=device)
-        dist.broadcast(took_s, members[0], group)  # the first rank's time decides for all
+        if together:
+            dist.broadcast(took_s, members[0], group)  # the first rank's time decides for all
         return float(took_s)
 
     for operation in operations:
@@ -171,33 +173,6 @@ def _on_rank(operations: Sequence[str], sizes: list[int], members: list[int]) ->
                 break
             times = [timed(action) for _ in range(_repetitions(took_s))]
             made.append((operation, x.nbytes, [b for b, _ in times], [e for _, e in times]))
-    return made
-
-
-def _on_caller(sizes: list[int], to: int) -> Measured:
-    """In a rank of an RPC group: time calls that send a tensor to another rank and return it."""
-    import torch
-    from torch.distributed import rpc
-
-    made: Measured = []
-
-    def timed() -> tuple[int, int]:
-        begin_ns = time.perf_counter_ns()
-        rpc.rpc_sync(to, _same, args=(x,))
-        return begin_ns, time.perf_counter_ns()
-
-    def timed_s() -> float:
-        begin_ns, end_ns = timed()
-        return (end_ns - begin_ns) / 1e9
-
-    for size in sizes:
-        x = torch.ones(size // FLOAT)
-        timed()
-        took_s = _shortest_s(timed_s)
-        if took_s > LONGEST_S and size != sizes[0]:
-            break
-        times = [timed() for _ in range(_repetitions(took_s))]
-        made.append(("rpc", x.nbytes, [b for b, _ in times], [e for _, e in times]))
     return made
 
 
@@ -227,10 +202,12 @@ def _repetitions(took_s: float) -> int:
 def _action_of(operation: str, members: list[int], group: Any, whole: Any, part: Any) -> Callable[[], object]:
     """Return what a rank does in one repetition; `part` is a tensor of one rank's share of `whole`."""
     import torch.distributed as dist
+    from torch.distributed import rpc
 
-    rank, first, second = dist.get_rank(), *members[:2]
+    first, second = members[:2]
 
     def round_trip() -> None:
+        rank = dist.get_rank()
         if rank == first:
             dist.send(whole, second)
             dist.recv(whole, second)
@@ -248,5 +225,6 @@ def _action_of(operation: str, members: list[int], group: Any, whole: Any, part:
         "reduce_scatter": lambda: dist.reduce_scatter(part, pieces, group=group),
         # torch 2.11: gloo does not support lists
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "rpc": lambda: rpc.rpc_sync(second, _same, args=(whole,)),
     }
     return actions[operation]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import _thread
 import math
-import numbers
 import threading
 
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.group.output import notebook_path
 
 
@@ -24,10 +23,7 @@ def press_stop(after_s: float = 1.0) -> None:
         TypeError: not a number.
         ValueError: a negative or infinite number.
     """
-    if not isinstance(after_s, numbers.Real) or isinstance(after_s, bool):
-        raise TypeError(f"press_stop({after_s!r}): expected a number of seconds")
-    if not (float(after_s) >= 0 and math.isfinite(after_s)):
-        raise ValueError(f"press_stop({after_s!r}): expected a number of seconds from 0")
+    check_number(after_s, f"press_stop({after_s!r}): expected a number of seconds from 0", at_least=0, below=math.inf)
     if not notebook_path():
         timer = threading.Timer(float(after_s), _thread.interrupt_main)
         timer.daemon = True

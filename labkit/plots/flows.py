@@ -63,6 +63,11 @@ def messages(trace: Trace) -> list[MessageArrow]:
     for i in np.flatnonzero(complete).tolist():
         row = data[i]
         ends.setdefault((int(row["group"]), int(row["match"])), {})[type_of(names[row["name"]])] = i
+    serving = data[(data["kind"] == COMPUTE) & trace.columns.named(lambda name: type_of(name) is SERVE)]
+    served = {  # by rank, function and end
+        (rank, SERVE.function_in(names[name]), end_ns): start_ns
+        for rank, name, start_ns, end_ns in serving[["rank", "name", "start_ns", "end_ns"]].tolist()
+    }
     found = []
     for both in ends.values():
         if SEND in both and RECV in both:
@@ -76,8 +81,15 @@ def messages(trace: Trace) -> list[MessageArrow]:
             fetched = int(value["rank"]), int(since), int(fetch["rank"]), int(fetch["end_ns"])
             found.append(MessageArrow(*fetched, span=both[VALUE]))
         elif REPLY in both and len(both) > 1:
-            call = next(i for kind, i in both.items() if kind is not REPLY)
-            found += _call_and_reply(trace, call, both[REPLY])
+            at = next(i for kind, i in both.items() if kind is not REPLY)
+            call, reply = data[at], data[both[REPLY]]
+            caller, callee, replied_ns = int(call["rank"]), int(reply["rank"]), int(reply["start_ns"])
+            # A call arrives when the callee starts to serve it. If the reply does not begin when that ends, because the
+            # function has returned a future, it is not known which span served it.
+            begun_ns = served.get((callee, REPLY.function_in(names[reply["name"]]), replied_ns))
+            if begun_ns is not None:
+                found.append(MessageArrow(caller, int(call["start_ns"]), callee, begun_ns, call=True, span=at))
+            found.append(MessageArrow(callee, replied_ns, caller, int(call["end_ns"]), span=both[REPLY]))
     return [
         m
         for m in found
@@ -85,22 +97,6 @@ def messages(trace: Trace) -> list[MessageArrow]:
         and m.sent_ns <= m.arrived_ns + trace.clock_error_ns
         and all(trace.start_ns <= time_ns <= trace.end_ns for time_ns in (m.sent_ns, m.arrived_ns))
     ]
-
-
-def _call_and_reply(trace: Trace, call_at: int, reply_at: int) -> list[MessageArrow]:
-    """A call arrives when the callee starts to serve it: in the last matching span that ended before the reply."""
-    data, names = trace.columns.data, trace.columns.names
-    call, reply = data[call_at], data[reply_at]
-    caller, callee = int(call["rank"]), int(reply["rank"])
-    served = trace.columns.name_id(SERVE.recorded(REPLY.function_in(names[reply["name"]])))
-    before = (
-        (data["kind"] == COMPUTE) & (data["name"] == served) & (data["rank"] == callee) & (data["end_ns"] <= reply["start_ns"])
-    )
-    back = MessageArrow(callee, int(reply["start_ns"]), caller, int(call["end_ns"]), span=reply_at)
-    if not before.any():
-        return [back]
-    begun = int(data["start_ns"][before][data["end_ns"][before].argmax()])
-    return [MessageArrow(caller, int(call["start_ns"]), callee, begun, call=True, span=call_at), back]
 
 
 def draw_messages(ax: Axes, trace: Trace, rows: list[Row], top: float, unit_ns: float, width_px: float) -> bool:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import bytes_in_words, three_digits, unit_of, unit_of_bytes
+from labkit.errors.lists import these
+from labkit.errors.units import bytes_in_words, round_stride, three_digits, unit_of, unit_of_bytes
 from labkit.errors.wrong_calls import public_api
 from labkit.plots.image import WIDTH_IN
-from labkit.plots.style import INK, axes_for, describe, ranks_in_words
+from labkit.plots.style import INK, axes_for, describe
 from labkit.plots.view import view_of
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -94,7 +95,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
             "put `with lab.track_memory(model, optimizer):` around the training loop"
         )
     counted = "" if all(usage.nbytes[-1].any() for usage in found) else UNCOUNTED  # "other" includes temporaries
-    shown = f"{ranks_in_words([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
+    shown = f"{these([trace.ranks[usage.rank] for usage in found])}, {view.steps_in_words()}"
     highest = max(usage.nbytes.sum(axis=0).max() for usage in found) or 1.0
     unit, size = unit_of_bytes(highest)
     time_unit, unit_ns = unit_of(trace.duration_ns)
@@ -106,7 +107,7 @@ def memory(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes |
         peaks = [_words(usage, trace, unit, size) for usage in found]
         small = min(8.0, wide_in / max(map(len, peaks)) / CHARACTER_PT_IN)  # so that each fits into one line
         ticks, labels = [], []
-        stride = _stride(top, 2 if len(found) > 4 else 4)
+        stride = round_stride(top, 2 if len(found) > 4 else 4)
         for row, usage in enumerate(found):
             base = pitch * (len(found) - 1 - row)
             _draw(ax, usage, trace, base, size, unit_ns)
@@ -196,12 +197,6 @@ def _words(usage: MemoryUse, trace: Trace, unit: str, size: float) -> str:
 def _part(value: float, size: float) -> str:
     """A part of a peak in units of `size` bytes; a very small part has its own unit."""
     return three_digits(value) if value >= 0.00995 else bytes_in_words(value * size)
-
-
-def _stride(top: float, most: int) -> float:
-    """A round distance between ticks, with at most `most` of them up to `top`."""
-    power = 10.0 ** np.floor(np.log10(top / most))
-    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= top / most))
 
 
 def _legend(ax: Axes, kinds: Sequence[str]) -> None:

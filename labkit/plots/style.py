@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,18 +12,9 @@ from labkit.errors.wrong_calls import WrongValueError
 from labkit.plots.image import WIDTH_IN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK: Final = "#787878"  # text and lines on the page: its contrast is 4.4 : 1 on white and on JupyterLab's dark page
@@ -57,20 +50,15 @@ def new_figure(**options: Any) -> Figure:
     return made
 
 
-def new_axes(**options: Any) -> Axes:
-    """Make a figure as `new_figure` does, with one Axes; `options` are those of `matplotlib.pyplot.subplots`."""
-    from labkit.plots.figure import LabFigure
-
-    made: Axes = pyplot().subplots(FigureClass=LabFigure, **options)[1]
-    return made
-
-
 @contextmanager
-def axes_for(ax: Axes | None, height_in: float, **options: Any) -> Iterator[Axes]:
+def axes_for(ax: Axes | None, height_in: float, gridspec_kw: dict[str, Any] | None = None) -> Iterator[Axes]:
     """A context in labkit's style, with the axes to draw into: `ax`, or those of a new figure as wide as the page."""
     pyplot()
     with labkit_style(ax):
-        yield new_axes(figsize=(WIDTH_IN, height_in), **(options or {"layout": "constrained"})) if ax is None else ax
+        if ax is None:
+            figure = new_figure(figsize=(WIDTH_IN, height_in), layout=None if gridspec_kw else "constrained")
+            ax = figure.subplots(gridspec_kw=gridspec_kw)
+        yield ax
 
 
 def describe(ax: Axes, alt_text: str, numbers: Mapping[str, Any] | None = None) -> Axes:
@@ -113,8 +101,3 @@ def shortened(text: str, most: int) -> str:
         return text
     end = (most - 1) // 2
     return f"{text[: most - 1 - end]}…{text[-end:]}"
-
-
-def ranks_in_words(names: Sequence[str]) -> str:
-    """The number of ranks, as in "4 ranks"; of a single rank, its name."""
-    return f"{len(names)} ranks" if len(names) > 1 else names[0]

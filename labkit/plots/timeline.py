@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,13 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from labkit.plots.figure import LabFigure
-
-
-import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from labkit.plots.explorer import Explorer
     from labkit.plots.figure import LabFigure
 

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.errors.exceptions import LabError
-from labkit.errors.lists import counted, listed
+from labkit.errors.lists import counted, listed, these
 from labkit.errors.units import percent, time_in_words
 from labkit.plots.bars import Bars, lanes
-from labkit.plots.style import ranks_in_words
 from labkit.recording.events import device_number
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
@@ -208,7 +207,7 @@ class View:
 
     def in_words(self) -> str:
         """Return the number of ranks, the steps shown, and their duration."""
-        return f"{ranks_in_words(self.shown.ranks)}, {self.steps_in_words()}"
+        return f"{these(self.shown.ranks)}, {self.steps_in_words()}"
 
     def bounds_of_ranks(self) -> Intervals | None:
         """Return when each rank was in the chosen steps, shape (ranks, 2), in ns; None if no steps were chosen.

@@ -3,9 +3,9 @@
 What to open for which change:
 - what `lab.span`, `lab.steps` and `lab.record` accept and do, which code is the student's: record.py; steps that
   labkit finds by itself: `AutomaticSteps` there; tests test_automatic_steps.py
-- record another collective, name, colour or word it, predict its time: an entry in operations.py, or a `Form` of an
-  entry. Nothing else if torch's process groups have a method for it: worker/comm/process_group.py intercepts every
-  method that the table names. A function made of other collectives (all_gather_object) is recorded as these.
+- record another collective, name or colour it, predict its time: an entry in operations.py, or a `Form` of an entry.
+  Nothing else if torch's process groups have a method for it: worker/comm/process_group.py intercepts every method that
+  the table names. A function made of other collectives (all_gather_object) is recorded as these.
   helpers/made_up_collective.py adds one; tests test_operations.py, worker/comm/test_process_group.py
 - the bytes of an operation: which share is sent to whom is `Traffic` and `Cost` in operations.py, which plots/flows.py
   adds up; the bytes of a tensor: `nbytes_of` in worker/comm/descriptions.py; of TensorFlow's operations:
@@ -18,7 +18,7 @@ What to open for which change:
   test_schema.py, test_ring_buffer.py
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in
   schema.py, its record and a method in ring_buffer.py, `from_records` and an argument of `Trace` in tracing/trace.py,
-  its entries in files in tracing/trace_file.py; tests also worker/comm/test_work.py
+  its place in files in tracing/trace_file.py; tests also worker/comm/test_work.py
 - how many records a rank's memory holds, which names find room: ring_buffer.py; tests test_ring_buffer.py,
   test_fork_isolation.py
 - records of another machine, and its times: ring_copy.py, clock.py. How exact they are is `Trace.clock_error_ns`

@@ -26,7 +26,6 @@ from labkit.recording.schema import (  # fmt: skip
     SERVED,
     UNKNOWN,
     Field,
-    Flag,
     Pending,
     Span,
 )
@@ -56,7 +55,7 @@ class ProfilerEvent:
     end_ns: int
 
 
-STORED: Final = tuple(f for f in FIELDS if not isinstance(f.place, Flag))  # one number each; the others are bits of `flags`
+STORED: Final = tuple(f for f in FIELDS if f.place != "flag")  # one number each; the others are bits of `flags`
 COLUMNS: Final = np.dtype([(f.name, DTYPES[f.code]) for f in STORED] + [("flags", "<u2")])
 # Waits for operations that were complete already. The group is an index into `Columns.names`.
 WAITS: Final = np.dtype([("rank", "<i4"), ("group", "<u4"), ("match", "<i8"), ("time_ns", "<i8")])
@@ -104,9 +103,9 @@ class Columns:
         data = np.zeros(len(spans), COLUMNS)
         for field in FIELDS:
             values = map(attrgetter(field.name), spans)
-            if isinstance(field.place, Flag):
+            if field.place == "flag":
                 is_set = np.fromiter(values, bool, len(spans)) != field.default
-                data["flags"] |= np.where(is_set, np.uint16(field.place.bit), np.uint16(0))
+                data["flags"] |= np.where(is_set, np.uint16(field.bit), np.uint16(0))
             else:
                 data[field.name] = _as_numbers(field, values, number)
         return cls(data, list(ids))
@@ -251,8 +250,8 @@ def _as_numbers(field: Field, values: Iterable[Any], number: Callable[[str], int
 
 
 def _values(field: Field, rows: Any, names: Sequence[str]) -> Iterable[Any]:
-    if isinstance(field.place, Flag):
-        is_set = rows["flags"] & field.place.bit != 0
+    if field.place == "flag":
+        is_set = rows["flags"] & field.bit != 0
         values: list[Any] = (~is_set if field.default else is_set).tolist()
         return values
     numbers: list[Any] = rows[field.name].tolist()

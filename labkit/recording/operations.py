@@ -88,7 +88,6 @@ class OperationType:
     root_has_all: bool = False
     own_limit: bool = False  # whether each call may have its own time limit
     kernels: tuple[str, ...] = ()  # the prefixes of the names of the TensorFlow kernels that carry it out
-    name_in_messages: str = ""  # its name in messages about waiting and mismatches; "" for the name in the record
 
     @property
     def collective(self) -> bool:
@@ -109,19 +108,16 @@ class OperationType:
         begin = next((form.name for form in self.forms if self.of_function and recorded.startswith(f"{form.name} ")), None)
         return "" if begin is None else recorded[len(begin) + 1 :]
 
-    def in_words(self, recorded: str) -> str:
-        """Return the name that messages use, given the name in the record."""
-        return f"{self.name_in_messages} {self.function_in(recorded)}".rstrip() if self.name_in_messages else recorded
-
 
 THAKUR: Final = "Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, 2005"
 CHAN: Final = "Chan et al., Collective communication: theory, practice, and experience, 2007"
 HOCKNEY: Final = "Hockney, The communication challenge for MPP, 1994"
 _HENSGEN: Final = "Hensgen, Finkel, Manber, Two algorithms for barrier synchronization, 1988"
-_DEEP: Final = r"\lceil\log_2 p\rceil"
+DEPTH: Final = r"\lceil\log_2 p\rceil"
 
 
-def _deep(ranks: int) -> int:
+def depth(ranks: int) -> int:
+    """⌈log₂ p⌉, the rounds of a tree."""
     return math.ceil(math.log2(ranks))
 
 
@@ -145,11 +141,11 @@ _RING_TWICE: Final = Cost(
 )
 _RING: Final = Cost(lambda p: p - 1, lambda p: (p - 1) / p, r"(p-1)\,\alpha + \frac{p-1}{p}\,\frac{n}{B}", THAKUR)
 _PAIRWISE: Final = replace(_RING, algorithm=Algorithm.PAIRWISE)
-_TREE: Final = Cost(_deep, lambda p: float(_deep(p)), rf"{_DEEP}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR, Algorithm.TREE)
+_TREE: Final = Cost(depth, lambda p: float(depth(p)), rf"{DEPTH}\left(\alpha + \frac{{n}}{{B}}\right)", THAKUR, Algorithm.TREE)
 _TREE_OF_PARTS: Final = Cost(
-    _deep, lambda p: (p - 1) / p, rf"{_DEEP}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN, Algorithm.TREE_OF_PARTS
+    depth, lambda p: (p - 1) / p, rf"{DEPTH}\,\alpha + \frac{{p-1}}{{p}}\,\frac{{n}}{{B}}", CHAN, Algorithm.TREE_OF_PARTS
 )
-_DISSEMINATION: Final = Cost(_deep, lambda _: 0.0, rf"{_DEEP}\,\alpha", _HENSGEN, Algorithm.DISSEMINATION)
+_DISSEMINATION: Final = Cost(depth, lambda _: 0.0, rf"{DEPTH}\,\alpha", _HENSGEN, Algorithm.DISSEMINATION)
 _THERE_AND_BACK: Final = Cost(
     lambda p: 2 if p > 1 else 0, lambda _: 0.0, r"2\,\alpha", "torch.distributed, documentation of monitored_barrier",
     Algorithm.CENTRAL,

@@ -62,19 +62,15 @@ from labkit.recording.schema import (  # fmt: skip
     SCALAR,
     SERVED,
     WAIT,
-    Flag,
-    Head,
-    OfRank,
     Pending,
-    Tail,
 )
 
 DTYPES: Final = {"q": "<i8", "d": "<f8", "i": "<i4", "I": "<u4", "H": "<u2", "B": "u1"}  # numpy's types for these letters
 
 _OWN: Final = {"value": "d", "thread": "I", "flags": "H", "commit": "q"}  # fields of a record that no span has
-_CODES: Final = _OWN | {f.name: f.code for f in FIELDS if not isinstance(f.place, Flag)}
-_IN_ALL: Final = {f.name for f in FIELDS if isinstance(f.place, Head)} | {"flags"}
-TAIL_FIELDS: Final = tuple(f for f in FIELDS if isinstance(f.place, Tail))
+_CODES: Final = _OWN | {f.name: f.code for f in FIELDS if f.place != "flag"}
+_IN_ALL: Final = {f.name for f in FIELDS if f.place == "head"} | {"flags"}
+TAIL_FIELDS: Final = tuple(f for f in FIELDS if f.place == "tail")
 # The fields of a record, in the order in which the writers pass them. Each lies at a multiple of its size, so that a
 # processor writes it in one step. `commit` comes last, since it completes a record.
 RECORD_FIELDS: Final = (
@@ -82,7 +78,7 @@ RECORD_FIELDS: Final = (
     "wait_start_ns", "thread",  # these two change while an operation is pending
     "name", "line", "group", "signature", "peer", "root", "count", "flags", "kind", "device", "commit",
 )  # fmt: skip
-assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if isinstance(f.place, OfRank)}, "a field has no place"
+assert set(RECORD_FIELDS) == _CODES.keys() - {f.name for f in FIELDS if f.place == "of rank"}, "a field has no place"
 
 
 def _struct(given: Collection[str]) -> struct.Struct:

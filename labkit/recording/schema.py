@@ -17,11 +17,13 @@ A record has three more fields, which no span has: the `value` of a scalar, `fla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, get_type_hints
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from labkit.recording.operations import OperationType, type_of
 
+# Saved traces hold the numbers of kinds, flags and devices, and no names: new ones come last.
 KINDS: Final = ("compute", "communication", "step", "scalar", "call", "wait")  # all spans, but scalars and waits
 COMPUTE, COMMUNICATION, STEP, SCALAR, CALL, WAIT = range(len(KINDS))
 
@@ -52,33 +54,24 @@ MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", 
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """A field in every record: spans of all kinds, and scalars."""
+class Field:
+    """One entry of the schema: an attribute of `Span`, and how a record stores it."""
 
-    code: str  # a type code of Python's `struct` module
-    is_time: bool = False  # whether it is a time on the clock of the rank's machine
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """A field in the record of a communication."""
-
-    code: str  # a type code of Python's `struct` module
-    is_time: bool = False  # whether it is a time on the clock of the rank's machine, or 0 if it does not apply
+    place: Literal["head", "tail", "flag", "of rank"]  # see the top of this file
+    code: str = ""  # a type code of Python's `struct` module; "" for a flag
+    bit: int = 0  # of the record's flags, for a flag
+    is_time: bool = False  # whether it is a time on the clock of the rank's machine; in a tail, 0 if it does not apply
+    name: str = ""  # of the attribute
+    default: Any = None  # the value of a span that does not specify one; `dataclasses.MISSING` if every span must
+    is_text: bool = False  # whether it is an interned string
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+Head, Tail, OfRank = partial(Field, "head"), partial(Field, "tail"), partial(Field, "of rank")
+
+
+def Flag(bit: int) -> Field:  # noqa: N802 (written like Head, Tail and OfRank)
     """A field in one bit of the record's flags."""
-
-    bit: int
-
-
-@dataclass(frozen=True, slots=True)
-class OfRank:
-    """A field that is not in the ring."""
-
-    code: str
+    return Field("flag", bit=bit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,39 +177,13 @@ class Pending:
         """The type of the operation."""
         return type_of(self.name)
 
-    @property
-    def in_words(self) -> str:
-        """The name that messages use for it."""
-        return self.type.in_words(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One entry of the schema."""
-
-    name: str  # of the attribute
-    place: Head | Tail | Flag | OfRank  # where a record stores it
-    default: Any  # the value of a span that does not specify one; `dataclasses.MISSING` if every span must
-    is_text: bool  # whether it is an interned string
-
-    @property
-    def code(self) -> str:
-        """The type code under which it is stored: a letter of `struct`."""
-        assert not isinstance(self.place, Flag), f"{self.name} is one bit"
-        return self.place.code
-
-    @property
-    def is_time(self) -> bool:
-        """Whether it is a time on the clock of the rank's machine."""
-        return isinstance(self.place, Head | Tail) and self.place.is_time
-
 
 def flags_of(span: Span) -> int:
     """Return the flags that a record stores for a span."""
     flags = 0
     for field in FIELDS:
-        if isinstance(field.place, Flag) and bool(getattr(span, field.name)) is not field.default:
-            flags |= field.place.bit
+        if field.place == "flag" and bool(getattr(span, field.name)) is not field.default:
+            flags |= field.bit
     return flags
 
 
@@ -242,7 +209,8 @@ def _fields() -> Iterator[Field]:
     hints = get_type_hints(Span, include_extras=True)
     for f in fields(Span):
         hint = hints[f.name]
-        yield Field(f.name, hint.__metadata__[0], f.default, hint.__origin__ is str and f.name not in CODES)
+        is_text = hint.__origin__ is str and f.name not in CODES
+        yield replace(hint.__metadata__[0], name=f.name, default=f.default, is_text=is_text)
 
 
 FIELDS: Final = tuple(_fields())

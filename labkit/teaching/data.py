@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.errors.exceptions import missing
+
 __all__ = ["TOPICS", "Examples", "Vocabulary", "digits", "sentences"]
 
 # Of 1,797 digits: the largest multiple of 512, so that 2, 3, 4, 6 or 8 ranks with batches of 2^k get equal shares.
@@ -40,7 +42,7 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
 
     Raises:
         ValueError: the framework is unknown.
-        ImportError: scikit-learn is not installed.
+        LabError: scikit-learn is not installed.
 
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998;
     8×8 images, as scikit-learn ships them.
@@ -48,11 +50,8 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
     _check_framework(framework, "digits")
     try:
         from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "digits() reads the images that scikit-learn ships, and it is not installed; this command installs it: "
-            'pip install "labkit[hosted]"'
-        ) from error
+    except ModuleNotFoundError:
+        raise missing("scikit-learn", "hosted") from None
     small, labels = load_digits(return_X_y=True)
     images = _enlarge(small.reshape(-1, 8, 8), 28)
     order = np.random.RandomState(seed).permutation(len(images))  # RandomState's numbers are guaranteed not to change

@@ -17,6 +17,7 @@ from typing import Any, Final
 from labkit.errors.exceptions import LABKIT, LabError, install_command
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import public_api
+from labkit.tracing.trace_file import replacing
 
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
 _INSTALLED: Final = Path(LABKIT, "course")
@@ -162,12 +163,8 @@ def _write(path: Path, content: bytes) -> None:
     if path.exists() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as new:
+        new.write_bytes(content)
 
 
 def _numbers(names: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 What to open for which change:
 - compute or export something else of a trace: a method of `Trace` in trace.py; sets of times, and when a rank waits:
-  intervals.py; tests test_trace.py. What is no event (names, nodes, link): `TraceInfo` in trace_file.py, and an
+  intervals.py; tests test_trace.py. What is no event (names, nodes, link): `FACTS` in trace_file.py, and an
   argument of `Trace`
 - trace files, and the events in them: trace_file.py; `lab.load_trace`, and folders of traced scripts: load.py; tests
   test_trace_file.py, test_perfetto.py

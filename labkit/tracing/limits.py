@@ -277,17 +277,14 @@ def _late(rows: Any, ranks: int, clock_error_ns: int) -> tuple[int, float, float
     first = np.flatnonzero(changes)
     last = np.append(first[1:], len(shared)) - 1
     several = last > first
-    first, last = first[several], last[several]
-    if len(first) < FEW:
+    if several.sum() < FEW:
         return -1, 0.0, 0.0
-    number = np.repeat(np.arange(len(first)), last - first + 1)
-    members = np.concatenate([np.arange(a, b + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)])
-    came_last = shared["rank"][last]
-    waits = shared["start_ns"][last][number] - shared["start_ns"][members]
+    number, came_last = np.cumsum(changes) - 1, shared["rank"][last]
+    waits = shared["start_ns"][last][number] - shared["start_ns"]
     waits[waits < clock_error_ns] = 0
     waited = np.bincount(came_last, np.bincount(number, waits), ranks)
     worst = int(waited.argmax())
-    gaps = (shared["start_ns"][last] - shared["start_ns"][first])[came_last == worst]
+    gaps = (shared["start_ns"][last] - shared["start_ns"][first])[several & (came_last == worst)]
     return worst, float(waited[worst] / max(waited.sum(), 1)), _median(gaps)
 
 

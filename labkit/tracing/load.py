@@ -23,7 +23,7 @@ from labkit.recording import TRACE_FOLDER
 from labkit.recording.clock import Reading, on_reference
 from labkit.recording.events import blank, shown
 from labkit.recording.ring_buffer import RING_BYTES, RingReader, record_dtype
-from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending, Tail
+from labkit.recording.schema import CALL, FIELDS, KINDS, PENDING_FIELDS, Pending
 from labkit.tracing.trace import Trace, about_names, from_records
 from labkit.tracing.trace_file import read_file
 
@@ -299,7 +299,7 @@ class _Clocks:
             readings = [Reading(0, about["began_unix_ns"] - about["began_ns"] - wall_ns, 0)]
         for field in (f for f in FIELDS if f.is_time):
             times = recorded.rows[field.name]
-            applies = times != 0 if isinstance(field.place, Tail) else np.ones(len(times), bool)
+            applies = times != 0 if field.place == "tail" else np.ones(len(times), bool)
             times[applies] = on_reference(times[applies], readings)
         ends = on_reference(np.array([recorded.began_ns, recorded.end_ns]), readings)
         recorded.began_ns, recorded.end_ns = int(ends[0]), int(ends[1])

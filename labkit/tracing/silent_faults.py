@@ -105,18 +105,8 @@ class SilentFault:
     sentence: str  # what the record shows
     tensors: tuple[str, ...] = ()  # the names of the tensors, if it is about tensors
 
-    @property
-    def cure(self) -> str:
-        """What to do."""
-        return self.kind.cure
-
-    @property
-    def certain(self) -> bool:
-        """Whether it is a fault in any program; otherwise it may be intended."""
-        return self.kind.certain
-
     def __str__(self) -> str:
-        return f"{'' if self.certain else 'Perhaps: '}{self.sentence} {self.cure}".rstrip()
+        return f"{'' if self.kind.certain else 'Perhaps: '}{self.sentence} {self.kind.cure}".rstrip()
 
 
 def faults_in(trace: Trace) -> list[SilentFault]:

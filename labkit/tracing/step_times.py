@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from labkit.costs.prediction import UNITS
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted
-from labkit.errors.wrong_calls import one_number, public_api
+from labkit.errors.wrong_calls import check_number, one_number, public_api
 from labkit.recording.cores import load_of_others, machine_load, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, READING, SERVED
@@ -139,10 +138,8 @@ def best_of(
         ValueError: `tries` is less than 1, or there is no function.
         LabError: without `key`, a run has no steps.
     """
-    if not isinstance(tries, numbers.Integral) or isinstance(tries, bool):
-        raise TypeError(f"best_of({tries!r}, ...): expected the number of tries first, as in lab.best_of(5, group.run, train)")
-    if tries < 1:
-        raise ValueError(f"best_of({tries}, ...): expected at least one try")
+    expected = f"best_of({tries!r}, ...): expected the number of tries first, from 1, as in lab.best_of(5, group.run, train)"
+    check_number(tries, expected, whole=True, at_least=1)
     calls = call if isinstance(call, Mapping) else {None: call}
     if not calls:
         raise ValueError("best_of({}): expected at least one function")
@@ -219,15 +216,22 @@ def busy_machine(run: HasTrace | Trace | None = None) -> str:
 
     It reads "This machine was busy (load 6 on 2 cores): run it again".
     """
-    cores = usable_cores()  # of this machine, as the load: emulated machines share them, and `Trace.cores` is their sum
     if run is None:
-        load = load_of_others(machine_load(), cores, MOST_RANKS)
+        load = load_of_others(machine_load(), usable_cores(), MOST_RANKS)
     else:
-        facts = [fact for of_rank in getattr(run, "facts", {}).values() for fact in of_rank]
-        threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
-        ranks = len(trace_of(run, "busy_machine").ranks)
-        load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, ranks))
-    return f"This machine was busy (load {load:.0f} on {counted(cores, 'core')}): run it again" if load else ""
+        _, load = threads_and_load(run, trace_of(run, "busy_machine"))
+    return f"This machine was busy (load {load:.0f} on {counted(usable_cores(), 'core')}): run it again" if load else ""
+
+
+def threads_and_load(run: Any, trace: Trace) -> tuple[int, float]:
+    """Return with how many threads the ranks of a run computed, and the load if other programs caused most of it, or 0.
+
+    The threads are 0 if they are unknown. The load is this machine's, and so are the cores that it is compared with:
+    emulated machines share them, and `Trace.cores` is their sum.
+    """
+    facts = [fact for of_rank in getattr(run, "facts", {}).values() for fact in of_rank]
+    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
+    return threads, load_of_others(getattr(run, "load", 0.0), usable_cores(), max(threads, len(trace.ranks)))
 
 
 def lacking_cores(trace: Trace) -> float:

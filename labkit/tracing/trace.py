@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import numbers
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.errors.wrong_calls import public_api
+from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.events import COLUMNS, WAITS, Columns, ProfilerEvent, Scalar, under_way
 from labkit.recording.ring_buffer import OTHER_SCALARS, OTHER_SPANS
 from labkit.recording.schema import (
@@ -36,13 +35,11 @@ from labkit.recording.schema import (
     UNSHOWN,
     UNWAITED,
     WAIT,
-    Head,
     Pending,
     Span,
-    Tail,
 )
 from labkit.tracing.intervals import Intervals, blocked, difference, intersection, length, union, waits_for_data
-from labkit.tracing.trace_file import TraceInfo, write_events, writing
+from labkit.tracing.trace_file import FACTS, KEY, packed, write_events, writing
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -169,9 +166,9 @@ class Trace:
         return "replayed" if self.replayed else ""
 
     @property
-    def info(self) -> TraceInfo:
-        """What is known of it besides its events."""
-        return TraceInfo(**{field.name: getattr(self, field.name) for field in fields(TraceInfo)})
+    def info(self) -> dict[str, Any]:
+        """What is known of it besides its events, as arguments of `Trace`."""
+        return {name: getattr(self, name) for name in FACTS}
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -253,8 +250,8 @@ class Trace:
             TypeError: `number` is not a whole number.
             LabError: there is no such step.
         """
-        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-            raise TypeError(f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one")
+        expected = f"step({number!r}): expected a step's number, such as step(0), or step(-1) for the last one"
+        check_number(number, expected, whole=True)
         bounds = self.step_bounds()
         try:
             start, end = bounds[int(number)]
@@ -353,7 +350,7 @@ class Trace:
         Source: "Trace Event Format", the Chromium project's Catapult documentation.
         """
         path = Path(path).expanduser()
-        events, about = self._chrome()
+        events = self._chrome()
         # Perfetto cannot read surrogate pairs (`\ud83d\ude00`), into which `json` would turn an emoji, for example.
         text = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         with writing(path) as file:
@@ -362,7 +359,9 @@ class Trace:
             while chunk := list(islice(events, CHUNK)):
                 file.write(before + text(chunk)[1:-1])
                 before = ","
-            file.write("]," + text(about)[1:])
+            window = {"start_ns": self.start_ns, "end_ns": self.end_ns}
+            whole = packed(self.columns, self.waits, scalars=self.scalars, profile=self.profile, **window, **self.info)
+            file.write("]," + text({"displayTimeUnit": "ms", KEY: whole})[1:])
         return path
 
     def to_pandas(self) -> DataFrame:
@@ -373,20 +372,14 @@ class Trace:
             raise LabError("to_pandas: pandas is not installed; `pip install pandas` installs it") from None
         return DataFrame(self.columns.by_field())
 
-    def _chrome(self) -> tuple[Iterator[Any], dict[str, Any]]:
+    def _chrome(self) -> Iterator[Any]:
         # Spans that overlap the window may have started before it.
         began = [self.start_ns, *self.columns.data["start_ns"][:1].tolist(), *(e.start_ns for e in self.profile)]
         zero_ns = min(began + [s.time_ns for s in self.scalars[:1]])
-        other = {"labkit": 1, "start_ns": self.start_ns, "end_ns": self.end_ns, "zero_ns": zero_ns} | asdict(self.info)
-        if len(self.waits):
-            groups = map(self.columns.names.__getitem__, self.waits["group"].tolist())
-            others = (self.waits[name].tolist() for name in ("rank", "match", "time_ns"))
-            other["waits"] = [list(wait) for wait in zip(groups, *others, strict=True)]
-        events = write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
-        return events, {"displayTimeUnit": "ms", "otherData": other}
+        return write_events(self, self.scalars, self.ranks, zero_ns, self.profile)
 
     def _with(self, columns: Columns, scalars: Iterable[Scalar], **others: Any) -> Trace:
-        part = Trace(columns, scalars, **self.info.arguments(), **others)
+        part = Trace(columns, scalars, **self.info, **others)
         part.labelled = self.labelled
         return part
 
@@ -408,10 +401,8 @@ class Trace:
 
     def _check_rank(self, rank: Any, method: str) -> None:
         last = len(self.ranks) - 1
-        if not isinstance(rank, numbers.Integral) or isinstance(rank, bool):
-            raise TypeError(f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}")
-        if not 0 <= int(rank) <= last:
-            raise ValueError(f"{method}(rank={rank}): this trace has ranks 0 to {last}")
+        expected = f"{method}(rank={rank!r}): expected the number of a rank, 0 to {last}"
+        check_number(rank, expected, whole=True, at_least=0, below=last + 1)
 
     def _is(self, rank: int, kind: int) -> NDArray[np.bool_]:
         data = self.columns.data
@@ -480,7 +471,7 @@ def from_records(
         for group, match in unwaited[["group", "match"]].tolist():
             part["flags"][(rows["kind"] == COMMUNICATION) & (rows["group"] == group) & (rows["match"] == match)] |= UNWAITED
         for field in FIELDS:
-            if isinstance(field.place, Head | Tail):
+            if field.place in ("head", "tail"):
                 part[field.name] = table[rows[field.name]] if field.is_text else rows[field.name]
         parts.append(part)
     if calls or any(pending) or silent:

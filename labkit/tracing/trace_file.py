@@ -1,4 +1,4 @@
-"""Trace files, plain or gzip: writes them, and reads them with validation; the events in them.
+"""Trace files, plain or gzip: the events in them, for viewers, and behind these the whole trace, to read it again.
 
 Events have the Chrome trace format. Its times are floating-point microseconds. Counted from the start of the trace,
 they represent whole nanoseconds exactly for the length of any realistic run. Perfetto is stricter than the format and
@@ -9,17 +9,18 @@ Source: "Trace Event Format", the Chromium project's Catapult documentation.
 
 from __future__ import annotations
 
+import base64
 import errno
 import gzip
+import io
 import json
-import math
 import os
 import stat
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, TextIO
@@ -29,73 +30,28 @@ import numpy as np
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.errors.exceptions import LabError
-from labkit.recording.events import WAITS, Columns, ProfilerEvent, Scalar
+from labkit.recording.events import COLUMNS, Columns, ProfilerEvent, Scalar, blank
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of
 from labkit.recording.operations import REPLY, SERVE, TO_HERE, VALUE, type_of
 from labkit.recording.schema import FIELDS, STEPS_IN_ALL, Span
 
 GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
-LARGEST: Final = 1 << 62  # nanoseconds, bytes, and any other whole number
-MOST_RANKS: Final = 1 << 31
+# The key of the last entry of a file: the whole trace, which `load_trace` reads. The events are for viewers. Perfetto
+# ignores what follows a key that it does not know; it rejects files with a large entry of a known one ("otherData").
+KEY: Final = "labkit"
+CHECKSUM_BYTES: Final = 4  # of CRC-32: a damaged file is no trace, instead of another one
+# What is known of a trace besides its events: attributes of `Trace`, and arguments of it.
+FACTS: Final = ("ranks", "dropped", "notes", "nodes", "link", "replayed", "simulated", "cores", "clock_error_ns")
 
 _EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
 _DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}
 _ROWS: Final = ("call", "step", "compute", "communication")  # from top to bottom
-_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans, and are not read back
+_DERIVED: Final = ("derived", "message")  # categories of events that are computed from spans
 _TORCH: Final = "torch "  # prefix of the categories of torch's profiler
 _TIMES: Final = tuple(f.name for f in FIELDS if f.is_time and f.name not in _EVENT)  # counted from the start of the trace
 _ROWS_APART: Final = 1000  # row numbers reserved for each rank
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceInfo:
-    """What is known of a trace besides its events. A new fact is a field here, and an argument of `Trace`."""
-
-    ranks: tuple[str, ...]
-    dropped: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    nodes: tuple[int, ...] = ()
-    link: Link | Network | None = None
-    replayed: bool = False
-    simulated: int = 0
-    cores: float = 0.0
-    clock_error_ns: int = 0
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the facts by name, as arguments of `Trace`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_file(cls, entries: dict[str, Any]) -> TraceInfo:
-        """Read the entries of a trace file; any error says that one is missing or invalid."""
-        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entries.items()}
-        info = cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
-        count, most = len(info.ranks), info.simulated or len(info.ranks)
-        _check(
-            _are(info.ranks, str) and _are(info.notes, str) and isinstance(info.replayed, bool),
-            _are(info.dropped, int) and len(info.dropped) in (0, count) and min(info.dropped, default=0) >= 0,
-            _are(info.nodes, int) and len(info.nodes) in (0, count),
-            _are((info.simulated, info.clock_error_ns), int) and count <= most < MOST_RANKS and info.clock_error_ns >= 0,
-            isinstance(info.cores, int | float) and not isinstance(info.cores, bool) and 0 <= info.cores < math.inf,
-        )
-        link: Any = info.link  # as `dataclasses.asdict` wrote it
-        if link is not None and "nodes" in link:
-            link = Network(**link | {level: Link(**link[level]) for level in ("inside", "between")}).of(most)
-        elif link is not None:
-            link = Link(**link)
-        return replace(info, link=link)
-
-
-def _check(*right: Any) -> None:
-    if not all(right):
-        raise ValueError("a value is not what labkit writes")
-
-
-def _are(values: Iterable[Any], kind: type) -> bool:
-    """Whether values read from JSON are strings or whole numbers, none of them too large for a trace."""
-    return all(type(value) is kind and not (isinstance(value, int) and abs(value) > LARGEST) for value in values)
 
 
 @contextmanager
@@ -137,42 +93,43 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the arguments of `Trace` from a file; a `ValueError` says why it is no trace, or cannot be read."""
     try:
         data = path.read_bytes()
-        content = json.loads((gzip.decompress(data) if data.startswith(GZIP) else data).decode())
-        return _arguments(content["traceEvents"], content["otherData"])
+        return _unpacked(gzip.decompress(data) if data.startswith(GZIP) else data)
     except FileNotFoundError:
         raise
-    except json.JSONDecodeError as error:
-        cut = error.pos >= len(error.doc.rstrip()) - 1
-        raise ValueError("it ends in the middle" if cut else f"it is not valid JSON: {error}") from None
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, RecursionError, LookupError, ValueError, TypeError, AttributeError, OverflowError):
-        raise ValueError("it is damaged, or of another program") from None
+    except (EOFError, zlib.error, LookupError, ValueError, TypeError):
+        raise ValueError("it is cut, damaged, or of another program or version of labkit: save the run again") from None
 
 
-def _arguments(events: list[Any], other: dict[str, Any]) -> dict[str, Any]:
-    info = TraceInfo.from_file(other)
-    zero_ns, start_ns, end_ns = (other[name] for name in ("zero_ns", "start_ns", "end_ns"))
-    spans, scalars, profile = read_events(events, zero_ns)
-    columns, ranks = Columns.of(spans), len(info.ranks)
-    data, ends = columns.data, ranks + (info.simulated > ranks)  # one more stands for the ranks that the trace lacks
-    _check(_are((zero_ns, start_ns, end_ns), int) and start_ns <= end_ns and _are(columns.names, str))
-    known = (data["rank"] >= 0) & (data["rank"] < ranks) & (data["nbytes"] >= 0)
-    known &= (data["peer"] >= -1) & (data["peer"] < ends) & (data["root"] >= -1) & (data["root"] < ends)
-    known &= (data["start_ns"] > -LARGEST) & (data["start_ns"] <= data["end_ns"]) & (data["end_ns"] < LARGEST)
-    _check((known & (data["wait_end_ns"] >= data["wait_start_ns"])).all(), _are((event.track for event in profile), str))
-    others = [(one.name, one.rank, one.time_ns, one.time_ns) for one in scalars]
-    others += [(one.name, one.rank, one.start_ns, one.end_ns) for one in profile]
-    rows = other.get("waits", [])
-    others += [(group, rank, time_ns, time_ns) for group, rank, _, time_ns in rows]
-    for name, rank, since_ns, until_ns in others:
-        _check(_are((name,), str), _are((rank, since_ns, until_ns), int), 0 <= rank < ranks and since_ns <= until_ns)
-    names = {name: number for number, name in enumerate(columns.names)}
-    waits = [(rank, names.setdefault(group, len(names)), match, time_ns) for group, rank, match, time_ns in rows]
-    _check(_are((match for _, _, match, _ in waits), int))
-    columns.names = list(names)
-    found = {"spans": columns, "scalars": scalars, "profile": profile, "waits": np.array(waits, WAITS)}
-    return found | {"start_ns": start_ns, "end_ns": end_ns} | info.arguments()
+def packed(columns: Columns, waits: Any, **others: Any) -> str:
+    """Return the arguments of `Trace` in a line of text: a checksum, and a file of numpy, in base64."""
+    file, about = io.BytesIO(), json.dumps(others | {"names": columns.names}, default=asdict)
+    np.savez_compressed(file, spans=columns.data, waits=waits, about=about)
+    data = file.getvalue()
+    return base64.b64encode(zlib.crc32(data).to_bytes(CHECKSUM_BYTES) + data).decode()
+
+
+def _unpacked(content: bytes) -> dict[str, Any]:
+    """Return the arguments of `Trace` from the content of a file; what another version lacks has its default."""
+    data = base64.b64decode(content.rpartition(f'"{KEY}":'.encode())[2].split(b'"', 2)[1], validate=True)
+    checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if zlib.crc32(data).to_bytes(CHECKSUM_BYTES) != checksum:
+        raise ValueError("it is damaged")
+    with np.load(io.BytesIO(data)) as file:
+        saved, waits, about = file["spans"], file["waits"], json.loads(str(file["about"]))
+    spans = blank(len(saved))
+    for name in set(COLUMNS.names or ()) & set(saved.dtype.names):
+        spans[name] = saved[name]
+    found = {name: about[name] for name in ("start_ns", "end_ns", *FACTS) if name in about}
+    link = found.get("link")  # as `dataclasses.asdict` wrote it
+    if link is not None and "nodes" in link:
+        network = Network(**link | {level: Link(**link[level]) for level in ("inside", "between")})
+        found["link"] = network.of(found["simulated"] or len(found["ranks"]))
+    elif link is not None:
+        found["link"] = Link(**link)
+    scalars, profile = [Scalar(**one) for one in about["scalars"]], [ProfilerEvent(**one) for one in about["profile"]]
+    return found | {"spans": Columns(spans, about["names"]), "scalars": scalars, "profile": profile, "waits": waits}
 
 
 def write_events(
@@ -233,28 +190,6 @@ def write_events(
             yield place | mark | {"args": {"name": s.name, "value": str(s.value)}}
     yield from _under_way(spans, start_ns)
     yield from _arrows(spans, places, ranks, start_ns)
-
-
-def read_events(events: Iterable[Event], start_ns: int) -> tuple[list[Span], list[Scalar], list[ProfilerEvent]]:
-    """Convert events of `write_events` back, in any order; other kinds of events are ignored."""
-    spans, scalars, profile = [], [], []
-    for event in events:
-        if event.get("cat") in _DERIVED:
-            continue
-        if event["ph"] == "X":
-            rank, name, category = event["pid"], event["name"], event["cat"]
-            begin = start_ns + round(event["ts"] * 1e3)
-            end = begin + round(event["dur"] * 1e3)
-            if category.startswith(_TORCH):
-                profile.append(ProfilerEvent(rank, event["args"]["track"], name, category.removeprefix(_TORCH), begin, end))
-            else:
-                arguments = {k: v for k, v in event["args"].items() if k in _DEFAULTS}
-                arguments |= {k: arguments[k] + start_ns for k in _TIMES if k in arguments}
-                spans.append(Span(rank, name, category, begin, end, **arguments))
-        elif event["ph"] in ("C", "i"):
-            args, time_ns = event["args"], start_ns + round(event["ts"] * 1e3)
-            scalars.append(Scalar(event["pid"], args.get("name", event["name"]), time_ns, float(args["value"])))
-    return spans, scalars, profile
 
 
 def _first_row(rank: int) -> int:

@@ -75,7 +75,7 @@ def verdict(run: CheckedRun) -> RunVerdict:
     trace = trace_of(run, "verdict")
     if not hasattr(run, "facts"):
         raise TypeError(f"verdict({run!r}): expected a run, such as group.run(train, check=True)")
-    faults = sorted(faults_of(run, trace), key=lambda fault: not fault.certain)
+    faults = sorted(faults_of(run, trace), key=lambda fault: not fault.kind.certain)
     return RunVerdict(tuple(faults), _compared(run.facts, faults))
 
 
@@ -86,7 +86,7 @@ def faults_of(run: CheckedRun, trace: Trace | None) -> list[SilentFault]:
     if trace is not None and not exchanges_by_hand(trace):
         gradients += _bypassed(facts, ranks)
     found = [*gradients, *_inputs(facts, ranks), *_buffers(facts, ranks), *_unfed(facts, ranks)]
-    if trace is not None and not any(fault.certain for fault in [*gradients, *shown]):
+    if trace is not None and not any(fault.kind.certain for fault in [*gradients, *shown]):
         found += _parameters(facts, ranks, own_tasks=may_have_own_tasks(trace))
     if not any(fault.kind in (FaultKind.SAME_DATA, FaultKind.SAME_INPUTS) for fault in found):
         found += _operands(facts)

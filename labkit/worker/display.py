@@ -24,6 +24,7 @@ from typing import Any, Final, TextIO
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.tracebacks import students_traceback, warning
 from labkit.recording.import_hook import when_imported
+from labkit.worker.comm.torch_internals import in_place_of
 
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks
@@ -40,7 +41,6 @@ METHODS: Final = {
 }  # fmt: skip
 WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
 IPYTHONS: Final = ("IPython.core.display_functions", "IPython.core.display")  # from IPython 8 on; in IPython 7
-BACKEND: Final = "module://labkit.worker.figure_backend"
 FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
 
 
@@ -69,9 +69,10 @@ class RankDisplay:
         """Make `display` a builtin in this process, and replace IPython's display functions and matplotlib's `show`."""
         builtins.display = self.display  # type: ignore[attr-defined]  # as IPython does
         if os.environ.get("MPLBACKEND", "").lower() not in FILE_BACKENDS:
-            os.environ["MPLBACKEND"] = BACKEND
+            os.environ["MPLBACKEND"] = "agg"
             if "matplotlib" in sys.modules:
-                sys.modules["matplotlib"].use(BACKEND)
+                sys.modules["matplotlib"].use("agg")
+        when_imported("matplotlib.pyplot", self._patch_pyplot)
         for name in IPYTHONS:
             when_imported(name, self._patch)
         when_imported("tqdm.notebook", _show_bars_as_text)
@@ -153,6 +154,11 @@ class RankDisplay:
             "display": self.display, "clear_output": self.clear_output, "publish_display_data": publish, "update_display": update
         }  # fmt: skip
         vars(module).update({name: function for name, function in ours.items() if name in vars(module)})
+
+    def _patch_pyplot(self, pyplot: Any) -> None:
+        """Replace what would open windows: `plt.show()` and `figure.show()`."""
+        pyplot.show = in_place_of(pyplot.show, lambda *_, **__: self.figures())
+        pyplot.Figure.show = in_place_of(pyplot.Figure.show, lambda _, figure, *__, **___: self.display(figure))
 
 
 def _show_bars_as_text(module: ModuleType) -> None:

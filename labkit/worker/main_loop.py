@@ -148,10 +148,7 @@ class _Rank:
         here.start(recorder)
         if self._rank_config.shares_cores:
             self._ring.thread_delay = thread_delays()
-        shared_link = self._rank_config.payload
-        record_rpc = self._runtime.record_operations(recorder, -1 if shared_link is None else shared_link.fd)
         notes = self._runtime.set_up(message.offers)
-        self._runtime.adapt_initialization(recorder, record_rpc)
         if self._runtime.resting_is_waiting:
             blocked.detect_blocked_calls(recorder)
         self._variables = {name for name, value in os.environ.items() if self._inherited.get(name) != value} | ALWAYS_OWN

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
@@ -84,14 +85,9 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:
-    fd, path = tempfile.mkstemp(suffix=".json")
-    os.close(fd)
-    try:
-        profiler.export_chrome_trace(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
-            content = json.load(file)
-    finally:
-        os.unlink(path)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        content = json.loads(Path(file.name).read_text(encoding="utf-8", errors="replace"))
     return events_of(content, marks)
 
 

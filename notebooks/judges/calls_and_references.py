@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import Hint, listing, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, Hint, equal, listing, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.rpc_waits import Meeting, happens_within
 
@@ -78,10 +78,10 @@ def _ask_on_rank(answer: Callable[..., Any], workers: list[str], inputs: list[Te
     return _Asked(_shown(result, Tensor), meeting.visits, meeting.alone)
 
 
-def _questions() -> list[tuple[list[str], list[Tensor]]]:
-    random = torch.Generator().manual_seed(int(np.random.default_rng().integers(1 << 30)))
+def _questions(random: Random) -> list[tuple[list[str], list[Tensor]]]:
+    generator = torch.Generator().manual_seed(random.getrandbits(30))
     return [
-        (_workers(workers), [torch.rand(SHORTEST + i, generator=random) + i for i in range(count)])
+        (_workers(workers), [torch.rand(SHORTEST + i, generator=generator) + i for i in range(count)])
         for workers, count in ((2, 5), (3, 3), (1, 2))
     ]
 
@@ -122,14 +122,11 @@ def ask_all(results: Results, workers: list[str], inputs: list[Tensor]) -> None:
     wrong_if(len(seen.result) != len(inputs),
              f"given {counted(len(seen.result), 'result')} for {counted(len(inputs), 'input')}")
     expected = [x**2 + 1 for x in inputs]
-    in_order = all(map(_equal, seen.result, expected))
-    wrong_if(not in_order and all(any(_equal(part, wanted) for wanted in expected) for part in seen.result),
+    in_order = equal(seen.result, expected, TOLERANCE)
+    known = [any(equal(part, wanted, TOLERANCE) for wanted in expected) for part in seen.result]
+    wrong_if(not in_order and all(known),
              "the results are in another order than the inputs: result i belongs to input i")
     wrong_if(not in_order, "the results are not what the function returns for these inputs")
-
-
-def _equal(given: Any, expected: Any) -> bool:
-    return given.shape == expected.shape and bool(np.allclose(given.detach(), expected, rtol=1e-5))
 
 
 # remote_tallies
@@ -208,14 +205,13 @@ def _tally_on_rank(
     return _shown(result, int, float), list(log.events)
 
 
-def _amounts() -> list[tuple[list[str], list[list[float]], bool]]:
+def _amounts(random: Random) -> list[tuple[list[str], list[list[float]], bool]]:
     """Draw what is added on each owner; no two totals are equal, so that their order can be judged."""
-    random = np.random.default_rng()
     cases = []
     for counts, slow in (((3,), True), ((2, 0, 4), False)):
-        amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+        amounts: list[list[float]] = []
         while len({sum(own) for own in amounts}) < len(counts):
-            amounts = [random.integers(1, 1000, count).astype(float).tolist() for count in counts]
+            amounts = [[float(random.randint(1, 999)) for _ in range(count)] for count in counts]
         cases.append((_workers(len(counts)), amounts, slow))
     return cases
 

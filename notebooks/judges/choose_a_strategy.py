@@ -216,7 +216,7 @@ def cheapest(answer: Any, offers: Offers, model: Transformer, batch: int, steps:
     ], "another offer finishes in time and costs less", "an offer costs price · steps · step_s / 3600")
 
 
-def _rows() -> list[tuple[Estimate, str]]:
+def _rows(_: Random) -> list[tuple[Estimate, str]]:
     """Rows of plans, and what limits each."""
     small = Transformer(layers=4, width=256, sequence=32, vocabulary=64)
     device = Device(tflop_per_s=0.05, gbyte_per_s=8)

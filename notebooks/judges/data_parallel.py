@@ -101,7 +101,7 @@ def average_gradients(results: Results, ranks: int) -> None:
         ranks / 2: ("were divided by 2, not by the number of ranks",
                     "dist.get_world_size() gives the number of ranks"),
     })
-    judge_exchange(results, sum(array.nbytes for array in right.values()), "the gradients")
+    judge_exchange(results, sum(array.nbytes for array in right.values()))
 
 
 def _layers() -> nn.Sequential:
@@ -179,20 +179,11 @@ def average_in_buckets(results: Results, ranks: int, bucket_bytes: int) -> None:
              "the averages are right, but in the wrong places",
              "take the parts out of the bucket in the order in which you packed them")
     compare(after, right, subject="the gradients", causes={float(ranks): SUMMED, 1 / ranks: TWICE})
-    judge_exchange(results, sum(array.nbytes for array in right.values()), "the gradients")
+    judge_exchange(results, sum(array.nbytes for array in right.values()))
     sent = [span.nbytes for span in results.trace.filter(rank=0, kind="communication").spans]
-    _judge_buckets(sent, [array.nbytes for array in reversed(right.values())], bucket_bytes)
-
-
-def _sorted(gradients: Gradients) -> Any:
-    """Return all values in ascending order."""
-    return np.sort(np.concatenate([np.ravel(array) for array in gradients.values()]))
-
-
-def _judge_buckets(sent: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> None:
-    """Check the sizes of the messages; those of the gradients are from the last parameter to the first."""
-    right = _packed(sizes, bucket_bytes)
-    if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= len(right) and sum(sent) <= sum(sizes) + 64:
+    sizes = [array.nbytes for array in reversed(right.values())]
+    fewest = len(_packed(sizes, bucket_bytes))
+    if max(sent) <= max(bucket_bytes, *sizes) and len(sent) <= fewest and sum(sent) <= sum(sizes) + 64:
         return
     shown = f"sent: {listing(sent)} bytes", f"gradients, from the last parameter: {listing(sizes)} bytes"
     backwards = [*reversed(sizes)]
@@ -206,8 +197,13 @@ def _judge_buckets(sent: Sequence[int], sizes: Sequence[int], bucket_bytes: int)
     too_large = [n for n in sent if n > bucket_bytes and n not in sizes]
     wrong_if(too_large, f"a bucket of {max(too_large, default=0)} bytes was sent",
              "look whether the next gradient fits before you add it, not after", *shown)
-    wrong_if(True, f"{counted(len(sent), 'message')} where {len(right)} are enough: one all_reduce for each "
+    wrong_if(True, f"{counted(len(sent), 'message')} where {fewest} are enough: one all_reduce for each "
              "bucket, and in it as many gradients as fit", "", *shown)
+
+
+def _sorted(gradients: Gradients) -> Any:
+    """Return all values in ascending order."""
+    return np.sort(np.concatenate([np.ravel(array) for array in gradients.values()]))
 
 
 @exercise(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,8 +22,8 @@ from labkit.errors.exceptions import LabError, RankError
 from labkit.group.simulation.simulate import Simulation, simulate
 from labkit.recording.record import steps
 from labkit.teaching.exercises.answer_ranks import by_value
-from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, differ, expect, wrong_if
-from labkit.teaching.exercises.exercise import Results, exercise, judge_exchange
+from labkit.teaching.exercises.comparisons import TOLERANCE, AnswerError, equal, expect, wrong_if
+from labkit.teaching.exercises.exercise import exercise, judge_exchange
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.tracing.trace import Trace
 
@@ -95,32 +96,6 @@ def fast_step(answer: Any) -> float:
     F.mse_loss(model(inputs), targets), averaged over the ranks. Who has the shortest step, on 4 ranks over 1
     Gbit/s with a latency of 300 µs?"""
     results = answer.on(RANKS, _gradients_on_rank, answer, link=LINK)
-    _judge_gradients(results)
-    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4, "the gradients")
-    simulated = _simulated(answer.answer)
-    wrong_if(_communication(simulated.trace) != _communication(results.trace),
-             "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
-    wrong_if(simulated.step_ms < COMPUTE_MS,
-             "the simulated step computes less than forward and backward pass need", "",
-             f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication")
-    return simulated.step_ms
-
-
-def _simulated(answer: Any) -> Simulation:
-    try:
-        with by_value():
-            return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
-    except RankError:
-        raise
-    except LabError as error:
-        raise AnswerError(f"the step cannot be simulated: {error}") from None
-
-
-def _communication(trace: Trace) -> list[tuple[str, int]]:
-    return [(span.name, span.nbytes) for span in trace.filter(rank=0, kind="communication").spans]
-
-
-def _judge_gradients(results: Results) -> None:
     wrong_if(any(not gradients for of_rank in results for gradients in of_rank),
              "no parameter has a gradient after the step: does it call backward()?")
     right, summed, divided = _serial(), _serial(divide=1 / RANKS), _serial(divide=RANKS)
@@ -146,11 +121,29 @@ def _judge_gradients(results: Results) -> None:
             ([own[0], *right[:-1]], "the gradients are those of the step before",
              "wait() for each operation before the step returns"),
         ], *otherwise, f"largest difference on rank {rank}: {difference:.1g} of the largest gradient",
-               same=_same)
+               same=partial(equal, within=TOLERANCE))
+    judge_exchange(results, STEPS * 2 * EXAMPLES * WIDTH * 4)
+    simulated = _simulated(answer.answer)
+    wrong_if(_communication(simulated.trace) != _communication(results.trace),
+             "the simulated ranks communicate otherwise than the real ones: what does the step depend on?")
+    wrong_if(simulated.step_ms < COMPUTE_MS,
+             "the simulated step computes less than forward and backward pass need", "",
+             f"{simulated.step_ms:.1f} ms, but {COMPUTE_MS:.1f} ms for both without communication")
+    return simulated.step_ms
 
 
-def _same(given: list[Gradients], right: list[Gradients]) -> bool:
-    return all(not differ([one], other) for one, other in zip(given, right, strict=True))
+def _simulated(answer: Any) -> Simulation:
+    try:
+        with by_value():
+            return simulate(_run_on_rank, answer, ranks=RANKS, link=LINK, device=DEVICE)
+    except RankError:
+        raise
+    except LabError as error:
+        raise AnswerError(f"the step cannot be simulated: {error}") from None
+
+
+def _communication(trace: Trace) -> list[tuple[str, int]]:
+    return [(span.name, span.nbytes) for span in trace.filter(rank=0, kind="communication").spans]
 
 
 def _largest_difference(given: list[Gradients], right: list[Gradients]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ FLOAT = 4  # bytes
 DIFFERENCES = "in the difference of the two times, it cancels: divide the difference of the sizes by that"
 
 
-def _links() -> list[tuple[float, ...]]:
-    random = np.random.default_rng()
-    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, int(random.integers(10**6, 10**7))
+def _links(random: Random) -> list[tuple[float, ...]]:
+    drawn = random.uniform(1e-5, 1e-2), random.uniform(1e7, 1e9), 4096, random.randint(10**6, 10**7)
     links = (0.005, 125e6, 1000, 1_000_000), (20e-6, 5e9, 100, 64_000_000), drawn
     return [(n1, latency_s + n1 / rate, n2, latency_s + n2 / rate) for latency_s, rate, n1, n2 in links]
 
@@ -118,23 +118,19 @@ def ring_all_reduce(results: Results, ranks: int, length: int) -> None:
                  "in the second half, what arrives replaces the part and is not added", *shown)
         wrong_if(True, "the sums are wrong: write down for p = 3 which part each rank sends in each round",
                  "", *shown)
-    _judge_ring(sent, ranks, length)
-
-
-def _judge_ring(sent: list[list[tuple[int, int]]], ranks: int, length: int) -> None:
-    """Check that each rank sends what a ring needs, and no more."""
+    # What a ring needs is sent, and no more.
     most, rounds = 2 * (ranks - 1) * -(-length // ranks), 2 * (ranks - 1)
     for rank, messages in enumerate(sent):
         elements = sum(count for _, count in messages)
-        shown = (f"rank {rank} sent {counted(elements, 'number')} in {counted(len(messages), 'message')}; a "
-                 f"ring needs at most {most} in {rounds}")
+        counts = (f"rank {rank} sent {counted(elements, 'number')} in {counted(len(messages), 'message')}; a "
+                  f"ring needs at most {most} in {rounds}")
         wrong_if(elements > most and any(count == length > 1 for _, count in messages),
-                 "right, but whole tensors go round: in each round, send one part of p", "", shown)
-        wrong_if(elements > most, "right, but more is sent than a ring needs", "", shown)
+                 "right, but whole tensors go round: in each round, send one part of p", "", counts)
+        wrong_if(elements > most, "right, but more is sent than a ring needs", "", counts)
         wrong_if(len(messages) > rounds, "right, but there are too many messages: send a part in one message",
-                 "", shown)
+                 "", counts)
         wrong_if(len({peer for peer, _ in messages}) > 1,
-                 "right, but no ring: each rank sends to the next rank only", "", shown)
+                 "right, but no ring: each rank sends to the next rank only", "", counts)
     total = sum(count for messages in sent for _, count in messages)
     least = 2 * (ranks - 1) * length  # each number is added up in p - 1 messages, and the sum copied in p - 1
     wrong_if(total < least,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import Hint, expect, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, Hint, equal, expect, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.rpc_waits import happens_within
 
@@ -24,11 +26,8 @@ SIZE = 4
 ROUNDS = 3
 RATE = 0.5
 ANSWER_S = 10.0  # that a trainer waits for its answer, which takes milliseconds
+_close = partial(equal, within=TOLERANCE)
 Array = NDArray[Any]
-
-
-def _close(given: Array, expected: Array) -> bool:
-    return given.shape == expected.shape and bool(np.allclose(given, expected, atol=1e-5))
 
 
 def _rounded(values: Array) -> list[float]:
@@ -91,20 +90,20 @@ def _serve_on_rank(answer: Callable[..., Any], weights: Array, gradients: Array,
     return torch.futures.wait_all(calls), decorated
 
 
-def _servings() -> list[tuple[int, Array, Array, Array]]:
-    random = np.random.default_rng()
+def _servings(random: Random) -> list[tuple[int, Array, Array, Array]]:
+    generator = np.random.default_rng(random.getrandbits(32))
     cases = []
     for trainers in (3, 2, 1):
-        weights = random.normal(size=SIZE).astype(np.float32)
-        gradients = random.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
-        examples = random.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 3  # all differ
+        weights = generator.normal(size=SIZE).astype(np.float32)
+        gradients = generator.normal(size=(trainers, ROUNDS, SIZE)).astype(np.float32)
+        examples = generator.permutation(3 * ROUNDS).reshape(3, ROUNDS)[:trainers] + 3  # all differ
         cases.append((trainers, weights, gradients, examples))  # no sum of examples is trainers / RATE
     return cases
 
 
 @exercise(
     LESSON, f"{ROUNDS} steps for {3 * ROUNDS} calls of three trainers, and no thread of the server waited.",
-    _servings, name="WeightedServer",
+    _servings,
     call=f"WeightedServer(weights, {RATE}, {{trainers}}), update(gradient, examples)",
     errors={
         "Future can only be marked completed once": (
@@ -114,7 +113,9 @@ def _servings() -> list[tuple[int, Array, Array, Array]]:
         **MISTAKES,
     },
 )
-def weighted_server(answer: Any, trainers: int, weights: Array, gradients: Array, examples: Array) -> None:
+def WeightedServer(  # noqa: N802  # the answer is a class
+    answer: Any, trainers: int, weights: Array, gradients: Array, examples: Array
+) -> None:
     """A class WeightedServer(weights, rate, trainers) whose update(gradient, examples) returns a future at
     once: when the gradients of all trainers are there, step once with their mean, weighted by examples, and
     answer every caller with the new weights."""
@@ -236,10 +237,10 @@ def _push_on_rank(answer: Callable[..., Any], weights: Array, targets: Array, ro
     return result.numpy() if isinstance(result, Tensor) else type(result).__name__, final, made
 
 
-def _pushes() -> list[tuple[Array, Array, int]]:
-    random = np.random.default_rng()
+def _pushes(random: Random) -> list[tuple[Array, Array, int]]:
+    generator = np.random.default_rng(random.getrandbits(32))
     sizes = (3, 2), (2, 4), (1, 1)
-    drawn = [(rounds, random.normal(size=(parts + 1, SIZE)).astype(np.float32)) for rounds, parts in sizes]
+    drawn = [(rounds, generator.normal(size=(parts + 1, SIZE)).astype(np.float32)) for rounds, parts in sizes]
     return [(both[0], both[1:], rounds) for rounds, both in drawn]
 
 

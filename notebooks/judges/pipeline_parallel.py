@@ -65,8 +65,7 @@ def bubble(answer: Any, forward: Sequence[float], backward: Sequence[float], m: 
        "long after it does each of the others?")
 
 
-def _splits() -> list[tuple[list[int], int]]:
-    random = np.random.default_rng()
+def _splits(random: Random) -> list[tuple[list[int], int]]:
     fixed = [
         ([1, 1, 1, 1, 1, 1, 1, 1], 4),
         ([1, 1, 1, 6, 1, 1], 3),
@@ -74,7 +73,7 @@ def _splits() -> list[tuple[list[int], int]]:
         ([2, 3, 9], 3),
         ([4, 4, 4, 1, 1], 2),
     ]
-    return [*fixed, *((random.integers(1, 10, size=9).tolist(), stages) for stages in (2, 3, 4))]
+    return [*fixed, *(([random.randint(1, 9) for _ in range(9)], stages) for stages in (2, 3, 4))]
 
 
 @exercise(LESSON, "No other split into consecutive layers has a faster slowest stage.", _splits)
@@ -253,9 +252,9 @@ IN_STEPS = {
 }
 
 
-def _with_seed(*cases: tuple[int, int, int]) -> Callable[[], list[tuple[int, ...]]]:
+def _with_seed(*cases: tuple[int, int, int]) -> Callable[[Random], list[tuple[int, ...]]]:
     """Ranks, examples and micro-batches of each case, and a seed of the batches."""
-    return lambda: [(*case, torch.seed() % 2**31) for case in cases]
+    return lambda random: [(*case, random.getrandbits(31)) for case in cases]
 
 
 @exercise(

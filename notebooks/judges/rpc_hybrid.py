@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 from labkit.errors.lists import counted
-from labkit.teaching.exercises.comparisons import Hint, compare, expect_numbers, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, Hint, compare, equal, expect_numbers, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 from labkit.teaching.exercises.random_state import case_seed
 from labkit.teaching.exercises.rpc_waits import MEET_S, Meeting, happens_within
@@ -66,8 +66,8 @@ def _batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 4, generator=generator), torch.randint(3, (BATCH,), generator=generator)
 
 
-def _seed() -> list[tuple[int]]:
-    return [(random.randrange(1 << 30),)]
+def _seed(random: Random) -> list[tuple[int]]:
+    return [(random.getrandbits(30),)]
 
 
 class _Half(nn.Module):
@@ -253,7 +253,6 @@ def distributed_step(results: Results, seed: int) -> None:
 
 
 MOMENTUM = 0.9
-CLOSE = 1e-4  # absolute; the mistakes below move some parameter by 1e-2 and more
 
 
 class _Shard1(_Part):
@@ -359,13 +358,12 @@ def _serial(
     return losses, [p.detach().numpy() for p in model.parameters()]
 
 
-def _batches() -> list[tuple[Batches, int, float]]:
-    random = np.random.default_rng()
-    torch_random = torch.Generator().manual_seed(int(random.integers(1 << 30)))
+def _batches(random: Random) -> list[tuple[Batches, int, float]]:
+    generator = torch.Generator().manual_seed(random.getrandbits(30))
     cases = []
     for parts, sizes in ((2, (5, 6, 8)), (3, (7, 6, 8))):
-        batches = [(torch.randn(n, 4, generator=torch_random), torch.arange(n) % 3) for n in sizes]
-        cases.append((batches, parts, float(random.uniform(0.2, 0.4))))
+        batches = [(torch.randn(n, 4, generator=generator), torch.arange(n) % 3) for n in sizes]
+        cases.append((batches, parts, random.uniform(0.2, 0.4)))
     return cases
 
 
@@ -402,17 +400,17 @@ def hybrid_master(results: Results, batches: Batches, parts: int, rate: float) -
 def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
     losses, right = _serial(batches, rate)
     start = [p.detach().numpy() for p in _network().parameters()]
-    one, other = (_close(seen.values[half], start[half]) for half in (slice(0, 2), slice(2, 4)))
+    one, other = (equal(seen.values[half], start[half], TOLERANCE) for half in (slice(0, 2), slice(2, 4)))
     both = "the optimizer needs references to the parameters of both shards"
     wrong_if(seen.outside, *OUTSIDE)
     wrong_if(one and other, "no parameter has changed",
              "in each context, call dist_autograd.backward(context, [loss]), then optimizer.step(context)")
     wrong_if(one, "the parameters of shard 1 have not changed", both)
     wrong_if(other, "the parameters of shard 2 have not changed", both)
-    wrong_if(_close(seen.values, _serial(batches, rate, 0.0)[1]), "there was no momentum",
+    wrong_if(equal(seen.values, _serial(batches, rate, 0.0)[1], TOLERANCE), "there was no momentum",
              f"make one optimizer before the loop, with momentum={MOMENTUM}")
     gap = max(float(np.abs(a - b).max()) for a, b in zip(seen.values, right, strict=True))
-    wrong_if(not _close(seen.values, right),
+    wrong_if(not equal(seen.values, right, TOLERANCE),
              "the parameters are not those of one process. The loss of a batch is the mean cross-entropy of "
              "all its examples", "", f"largest difference {gap:.3g}")
     shown = f"given {seen.losses}", f"expected {[round(loss, 4) for loss in losses]}"
@@ -423,9 +421,5 @@ def _judge_training(seen: _Seen, batches: Batches, rate: float) -> None:
     wrong_if(kinds, f"the list contains a {''.join(kinds[:1])} in place of a number",
              "loss.item() is the number",
              *shown)
-    wrong_if(len(seen.losses) != len(losses) or not np.allclose(seen.losses, losses, rtol=1e-3),
+    wrong_if(not equal(seen.losses, losses, within=1e-3),
              "the losses are not those of the batches, in order", "", *shown)
-
-
-def _close(given: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
-    return all(np.allclose(a, b, atol=CLOSE) for a, b in zip(given, expected, strict=True))

@@ -160,6 +160,8 @@ def zero1(answer: Any, ranks: int) -> None:
     """zero1(parameters, make_optimizer) prepares a ZeRO 1 optimizer and returns step(), which is called after
     each backward(). It averages the gradients, updates this rank's shards, and gives every rank all
     parameters; sizes need not divide by the number of ranks. It sends no more bytes than data parallel."""
+    from labkit.plots.flows import flows_of
+
     try:
         results = answer.on(ranks, _zero1_on_rank, answer)
     except RankError as error:
@@ -177,7 +179,17 @@ def zero1(answer: Any, ranks: int) -> None:
              f"are enough on {ranks} ranks. Whole tensors are of different sizes",
              "cut each tensor, or all of them joined, into equal shards",
              f"numbers of state per rank: {kept}")
-    _judge_traffic(results, ranks, sizes)
+    padded = sum(sizes) + len(sizes) * (ranks - 1)
+    sent = float(flows_of(results.trace).nbytes.sum()) / STEPS / ranks
+    enough = 2 * (ranks - 1) / ranks * 4 * padded
+    needed = 2 * (ranks - 1) / ranks * 4 * sum(sizes)
+    wrong_if(sent < needed * (1 - 1e-6), "the result is right, but the ranks have not exchanged what it "
+             "takes: every rank needs the gradients of all others for its shard, and the updated shards of "
+             "all others", "", f"sent per rank and step: {sent:.0f} B, needed: {needed:.0f} B")
+    wrong_if(sent > enough, f"the result is right, but each rank sends {sent / max(needed, 1):.2g} times the "
+             "bytes of data parallel: an all_reduce gives every rank the mean of all gradients, and it needs "
+             "only its shard's", "use dist.reduce_scatter",
+             f"sent per rank and step: {sent:.0f} B, enough: {enough:.0f} B")
 
 
 def _explain_failure(error: RankError, ranks: int) -> None:
@@ -224,23 +236,6 @@ def _judge_weights(
     compare(after, expected, subject="the parameters")
 
 
-def _judge_traffic(results: Results, ranks: int, sizes: Sequence[int]) -> None:
-    """Check that the ranks sent what a reduce-scatter and an all-gather of everything need, and no more."""
-    from labkit.plots.flows import flows_of
-
-    padded = sum(sizes) + len(sizes) * (ranks - 1)
-    sent = float(flows_of(results.trace).nbytes.sum()) / STEPS / ranks
-    enough = 2 * (ranks - 1) / ranks * 4 * padded
-    needed = 2 * (ranks - 1) / ranks * 4 * sum(sizes)
-    wrong_if(sent < needed * (1 - 1e-6), "the result is right, but the ranks have not exchanged what it "
-             "takes: every rank needs the gradients of all others for its shard, and the updated shards of "
-             "all others", "", f"sent per rank and step: {sent:.0f} B, needed: {needed:.0f} B")
-    wrong_if(sent > enough, f"the result is right, but each rank sends {sent / max(needed, 1):.2g} times the "
-             "bytes of data parallel: an all_reduce gives every rank the mean of all gradients, and it needs "
-             "only its shard's", "use dist.reduce_scatter",
-             f"sent per rank and step: {sent:.0f} B, enough: {enough:.0f} B")
-
-
 def _shards(rank: int, ranks: int) -> list[Tensor]:
     """The gradients of a rank's shards: sizes differ, and the last rank of several has an empty one."""
     random = torch.Generator().manual_seed(10 * ranks + rank)
@@ -265,18 +260,7 @@ def _norm_on_rank(answer: Callable[..., Any]) -> tuple[float | None, bool]:
 def global_norm(results: Results, ranks: int) -> None:
     """global_norm(gradients) takes the gradients of this rank's shards, a list of tensors, and returns on
     every rank the norm of the whole gradient. It leaves the gradients as they are and communicates once."""
-    _judge_norms([norm for norm, _ in results], ranks)
-    wrong_if(not all(same for _, same in results), "the norm is right, but the gradients have changed: "
-             "collectives and x.square_() work in place")
-    spans = results.trace.filter(rank=0, kind="communication")
-    calls = sum(span.nbytes > 0 for span in spans)  # not those to the store
-    wrong_if(ranks > 1 and calls > 1, f"the norm is right, with {calls} operations; one is enough",
-             "add up this rank's squares first, then all_reduce that one number")
-    wrong_if(ranks > 1 and not calls,
-             "the norm is right, but no operation was called: how can a rank know the shards of others?")
-
-
-def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
+    given = [norm for norm, _ in results]
     shards = [_shards(rank, ranks) for rank in range(ranks)]
     own = [math.sqrt(sum(float(s.square().sum()) for s in of_rank)) for of_rank in shards]
     square = sum(norm**2 for norm in own)
@@ -304,6 +288,14 @@ def _judge_norms(given: Sequence[float | None], ranks: int) -> None:
         ([max(own)] * ranks, "that is the largest norm of a rank; the whole gradient has a larger one"),
         ([sum(own) / ranks] * ranks, "these are averages of norms; squares add up, norms do not"),
     ], *otherwise, *shown, same=same)
+    wrong_if(not all(kept for _, kept in results), "the norm is right, but the gradients have changed: "
+             "collectives and x.square_() work in place")
+    spans = results.trace.filter(rank=0, kind="communication")
+    calls = sum(span.nbytes > 0 for span in spans)  # not those to the store
+    wrong_if(ranks > 1 and calls > 1, f"the norm is right, with {calls} operations; one is enough",
+             "add up this rank's squares first, then all_reduce that one number")
+    wrong_if(ranks > 1 and not calls,
+             "the norm is right, but no operation was called: how can a rank know the shards of others?")
 
 
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit.errors.lists import counted
 from labkit.recording.operations import type_of
-from labkit.teaching.exercises.comparisons import AnswerError, Hint, compare, expect, expect_numbers, factor, wrong_if
+from labkit.teaching.exercises.comparisons import AnswerError, Hint, compare, equal, expect, expect_numbers, factor, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 
 LESSON = "06_tensor_parallel"
@@ -27,10 +26,6 @@ def _numbers(*shape: int) -> Tensor:
 
 def _rank() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and bool(abs(a - b).max(initial=0.0) < 1e-9)
 
 
 # column_backward
@@ -86,7 +81,7 @@ def column_backward(results: Results, ranks: int) -> None:
     _judge_own("grad_bias", grad_biases, [g.sum(0).numpy() for g in parts])
     both = zip(parts, weight.tensor_split(ranks), strict=True)
     contributions = [(g @ w).numpy() for g, w in both]
-    wrong_if(ranks > 1 and all(map(_same, grad_xs, contributions)), "grad_x is only this rank's part: x went "
+    wrong_if(ranks > 1 and equal(grad_xs, contributions), "grad_x is only this rank's part: x went "
              "into the columns of every rank, and each contributes to its gradient",
              "the gradient of x is the sum of what the ranks contribute")
     compare([{"grad_x": grad_x} for grad_x in grad_xs], {"grad_x": (gradient @ weight).numpy()},
@@ -114,7 +109,7 @@ def _judge_own(name: str, given: Sequence[Any], own: Sequence[Any]) -> None:
         wrong_if(ranks > 1 and times is not None and abs(times - ranks) < 1e-6,
                  f"{name} is {ranks} times what it should be: each rank owns its part, nothing is added up")
         alike = [part for part in own if part.shape == right.shape]
-        wrong_if(ranks > 1 and len(alike) == ranks and _same(value, sum(alike)),
+        wrong_if(ranks > 1 and len(alike) == ranks and equal(value, sum(alike)),
                  f"{name} is the sum over the ranks: each rank owns its part, nothing is added up")
         try:
             compare([{name: value}], {name: right}, subject=f"rank {rank} of {ranks}: the gradients",
@@ -208,7 +203,7 @@ def row_linear(results: Results, ranks: int) -> None:
          "the output is the sum over the ranks"),
         ([total / ranks + bias] * ranks,
          "the products were averaged: each rank holds a part of the sum, so they must be added"),
-    ], same=lambda a, b: all(_same(np.asarray(x), y.numpy()) for x, y in zip(a, b, strict=True)))
+    ])
     compare([{"y": y} for y in given], {"y": (total + bias).numpy()}, subject="the outputs",
             oracle="one process")
     for rank, of_rank in enumerate(gradients):
@@ -221,7 +216,7 @@ def row_linear(results: Results, ranks: int) -> None:
     _judge_row_gradient("bias", grad_biases, [gradient.sum(0)] * ranks)
     columns = torch.arange(INPUTS).tensor_split(ranks)
     alone = [torch.zeros_like(x).index_add(-1, c, gradient @ w) for c, w in zip(columns, own, strict=True)]
-    wrong_if(ranks > 1 and all(_same(g, a.numpy()) for g, a in zip(grad_xs, alone, strict=True)),
+    wrong_if(ranks > 1 and equal(grad_xs, alone),
              "the output is right, but each rank's gradient of x is zero outside of its own columns: x is "
              "whole on every rank, so its gradient must be too", "pass x through f before you cut it")
     compare([{"x": g} for g in grad_xs], {"x": (gradient @ weight).numpy()}, subject="the gradients",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.teaching.exercises.comparisons import equal, expect, expect_numbers, wrong_if
+from labkit.teaching.exercises.comparisons import TOLERANCE, equal, expect, expect_numbers, wrong_if
 from labkit.teaching.exercises.exercise import Results, exercise
 
 LESSON = "10_tf_data_parallel"
@@ -107,7 +107,7 @@ def replica_loss(results: Results, uneven: bool) -> None:
         f"summed over {REPLICAS} replicas: {got:.4g}",
         f"mean over the whole batch: {mean:.4g}, penalty: {PENALTY:g}, expected {right:.4g}",
     )
-    wrong_if(uneven and not _equal(got, right),
+    wrong_if(uneven and not equal(got, right, TOLERANCE),
              "right for equal shares, wrong when one replica has 3 examples and the other 1",
              "divide the sum by the global batch, not a mean by the number of replicas", *shown)
     if uneven:
@@ -117,7 +117,7 @@ def replica_loss(results: Results, uneven: bool) -> None:
     otherwise = "the losses of the replicas do not add up to the mean over the whole batch and one penalty"
     for penalty in penalties:
         divisor = mean * 4 / (got - penalty) if got > penalty else 0.0
-        if divisor > 4.5 and _equal(divisor, round(divisor)):
+        if divisor > 4.5 and equal(divisor, round(divisor), TOLERANCE):
             otherwise = (f"the sum is divided by {divisor:.0f}, and the global batch is 4 here: divide by "
                          "the argument global_batch")
             break
@@ -133,11 +133,7 @@ def replica_loss(results: Results, uneven: bool) -> None:
          "added up afterwards", "divide the sum by the global batch"),
         ([mean * 4 + penalty for penalty in penalties], "the loss is a sum, not a mean",
          "divide by the global batch"),
-    ], otherwise, "", *shown, same=lambda a, b: any(_equal(x, y) for x in a for y in b))
-
-
-def _equal(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-4)
+    ], otherwise, "", *shown, same=lambda a, b: any(equal(x, y, TOLERANCE) for x in a for y in b))
 
 
 Steps = list[list[list[int]]]  # for each step and replica, the numbers of its examples

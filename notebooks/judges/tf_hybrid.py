@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-import random
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from labkit.teaching.exercises.comparisons import equal, expect, listing, whole_
 from labkit.teaching.exercises.exercise import NUMBER_FOR_LIST, Results, exercise
 
 LESSON = "12_tf_hybrid"
-TOLERANCE = 1e-9  # relative, in double precision
+_near = functools.partial(equal, within=1e-9)  # in double precision
 WORKERS, DEVICES = 2, 2
 PER_REPLICA, FEATURES, STEPS, RATE = 2, 3, 3, 0.1  # of hybrid_train
 BATCHES, EPOCHS = 4, 3  # of run_epochs
@@ -40,7 +40,7 @@ EXPLAINED = {
 }
 
 
-def _plans() -> list[tuple[int, int, list[int]]]:
+def _plans(random: Random) -> list[tuple[int, int, list[int]]]:
     cases = [(1000, 8, [2, 2]), (1536, 16, [1]), (1000, 8, [4, 1, 2]), (70, 16, [2, 2, 2])]
     for _ in range(5):
         devices = [random.randint(1, 4) for _ in range(3)]
@@ -152,16 +152,12 @@ def _serial(seed: int, factor: float = 1.0) -> tuple[list[float], Any]:
     return losses, weight
 
 
-def _near(a: Any, b: Any) -> bool:
-    return np.shape(a) == np.shape(b) and bool(np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE))
-
-
 QUARTERS = "each of the four replicas gets a quarter of it: distribute the dataset"
 
 
 @exercise(
     LESSON, "Four replicas in two processes train as one device with the whole batch would.",
-    lambda: [(random.randrange(10**6),)], on_ranks=_train_on_rank, ranks=WORKERS, runtime="tensorflow",
+    lambda random: [(random.getrandbits(30),)], on_ranks=_train_on_rank, ranks=WORKERS, runtime="tensorflow",
     devices_per_rank=DEVICES, errors=EXPLAINED,
     call=f"hybrid_train(strategy, weight, data, {PER_REPLICA * WORKERS * DEVICES}, {STEPS}, {RATE}) on "
          f"{WORKERS} workers with {DEVICES} devices each",
@@ -335,7 +331,7 @@ def _on_chief_only(answer: Callable[..., Any], losses: list[float]) -> Any:
 
 @exercise(
     LESSON, "All workers are busy within an epoch, and no epoch begins before the one before it is done.",
-    lambda: [([round(random.uniform(1, 9), 2) for _ in range(BATCHES)],)], on_ranks=_on_chief_only,
+    lambda random: [([round(random.uniform(1, 9), 2) for _ in range(BATCHES)],)], on_ranks=_on_chief_only,
     ranks={"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", errors=EXPLAINED,
     call=f"run_epochs(coordinator, step, batches, {EPOCHS}) with {BATCHES} batches",
 )

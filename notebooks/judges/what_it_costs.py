@@ -66,7 +66,13 @@ def break_even(
     bits, latency_s = 8 * nbytes, latency_us * 1e-6
     share, left_s = rounds / ranks, saved_s - rounds * latency_s
     if left_s <= 0:
-        _judge_hopeless(number_of(given))
+        number = number_of(given)
+        shown = "0.05 ms are saved, and two latencies of 50 µs cost 0.1 ms"
+        wrong_if(number < 0, f"{number:.3g} Gbit/s: a negative bandwidth means that no bandwidth is enough; "
+                 "return float('inf') there", "", shown)
+        wrong_if(not math.isinf(number),
+                 "no bandwidth is enough where latency alone costs more than is saved: return float('inf')",
+                 "", shown)
         return
     right = share * bits / left_s / 1e9
     expect_numbers(given, right, [
@@ -90,15 +96,6 @@ def break_even(
     ], "at the bandwidth in question, the all-reduce takes exactly what the ranks save by computing less",
        "set the all-reduce's time, 2(p−1)·α + 2(p−1)/p · 8n/B, equal to what is saved, and solve for B",
        same=partial(equal, within=1e-3))
-
-
-def _judge_hopeless(given: float) -> None:
-    shown = "0.05 ms are saved, and two latencies of 50 µs cost 0.1 ms"
-    wrong_if(given < 0, f"{given:.3g} Gbit/s: a negative bandwidth means that no bandwidth is enough; return "
-             "float('inf') there", "", shown)
-    wrong_if(not math.isinf(given),
-             "no bandwidth is enough where latency alone costs more than is saved: return float('inf')",
-             "", shown)
 
 
 class _Counter:

@@ -96,7 +96,7 @@ def test_each_public_function_explains_a_wrong_call_in_one_line(kernel_of_its_ow
         ("lab.Group('4')", "TypeError", "expected a number of ranks"),
         ("lab.Group(2, timeout=3)", "TypeError", "Did you mean 'timeout_s'"),
         ("group.run(work())", "TypeError", r"Pass f, not f\(\)"),
-        ("run.trace.filter(rank=7)", "ValueError", "this trace has ranks 0 to 1"),
+        ("run.trace.filter(rank=7)", "ValueError", "expected the number of a rank, 0 to 1"),
         ("run.trace.filter(rank='x')", "TypeError", "expected the number of a rank"),
         ("lab.profile(3)", "TypeError", r"profile\(3\): expected a group"),
         ("lab.check(work)", "TypeError", "expected an exercise's name first"),

@@ -19,9 +19,8 @@ from processes import kept
 import labkit.teaching.exercises
 from labkit.group.group import Group
 from labkit.teaching.exercises import comparisons
-from labkit.teaching.exercises.check import check, tries
+from labkit.teaching.exercises.check import check, wrong_tries
 from labkit.teaching.exercises.comparisons import AnswerError
-from labkit.teaching.exercises.exercise import Passed
 from labkit.worker.runtimes.registry import RUNTIMES
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "notebooks" / "solutions"
@@ -82,7 +81,7 @@ class Answers:
         different words."""
 
         def test() -> None:
-            for name in labkit.teaching.exercises.LESSONS[lesson]:
+            for name in labkit.teaching.exercises.exercise_names()[lesson]:
                 own = [a for a in self.all if a.exercise == name]
                 assert [a for a in own if not a.words], f"no right answer to {name}"
                 assert len({a.words for a in own if a.words}) >= 2, f"fewer than two kinds of wrong answers to {name}"
@@ -172,7 +171,7 @@ def first_try(exercise: str) -> Iterator[list[str]]:
     """Forget earlier wrong answers, and collect the cures that the judge gives and `check` does not show yet."""
     found, cures = labkit.teaching.exercises.find(exercise), list[str]()
 
-    def judge(*args: Any) -> Passed:
+    def judge(*args: Any) -> float | None:
         try:
             return found.judge(*args)
         except AnswerError as wrong:
@@ -180,7 +179,7 @@ def first_try(exercise: str) -> Iterator[list[str]]:
             raise
 
     with (
-        mock.patch.dict(tries.wrong, clear=True),
+        mock.patch.dict(wrong_tries, clear=True),
         mock.patch("labkit.teaching.exercises.check.find", return_value=replace(found, judge=judge)),
     ):
         yield cures

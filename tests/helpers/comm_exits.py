@@ -76,7 +76,7 @@ def join(way: Callable[[int], object], rank: int, store: Path) -> object:
     torch.set_num_threads(1)
     recorder = Recorder(RingWriter(mmap.mmap(-1, RING_BYTES)))
     here.start(recorder)
-    install.watch_torch(recorder)
+    install.watch(recorder)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     dist.all_reduce(torch.ones(1))
     return way(rank)

@@ -12,7 +12,7 @@ from labkit.recording.operations import Cost, Form, OperationType, Traffic
 GOSSIP = OperationType(
     "gossip", Traffic.RING, (Form("gossip", ("gossip",), alike=0), Form("gossip_coalesced", alike=0)),
     Cost(lambda p: 3 * p, lambda p: p / 4, r"3p\,\alpha + \frac{p}{4}\,\frac{n}{B}", "made up"),
-    "#123456", reduces=True, own_limit=True, name_in_messages="a round of gossip",
+    "#123456", reduces=True, own_limit=True,
 )  # fmt: skip
 operations.OPERATION_TYPES = (*operations.OPERATION_TYPES, GOSSIP)
 
@@ -36,13 +36,13 @@ from labkit.recording.ring_buffer import (  # noqa: E402
 )
 from labkit.recording.schema import COMMUNICATION, Pending, Span  # noqa: E402
 from labkit.tracing.trace import Trace  # noqa: E402
-from labkit.worker.comm.install import watch_torch  # noqa: E402
+from labkit.worker.comm.install import watch  # noqa: E402
 
 
 def recorded() -> dict[str, Any]:
     """What the record says of a call of torch's new method, on a group of one rank."""
     memory = bytearray(RING_BYTES)
-    watch_torch(Recorder(RingWriter(memory)))
+    watch(Recorder(RingWriter(memory)))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.group.WORLD.gossip([torch.ones(4, 2)], dist.AllreduceOptions()).wait()
     reader = RingReader(memory)

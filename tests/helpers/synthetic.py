@@ -93,7 +93,7 @@ def in_steps(count: int, *parts: Any, ranks: int = 2, **more: Any) -> Trace:
 
 def chrome(trace: Trace) -> list[dict[str, Any]]:
     """The events of the file that `Trace.save` writes."""
-    return list(trace._chrome()[0])
+    return list(trace._chrome())
 
 
 def run_of(*lengths_ms: float, load: float = 0.0) -> SimpleNamespace:

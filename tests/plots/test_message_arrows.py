@@ -11,6 +11,7 @@ from matplotlib.patches import FancyArrowPatch
 import labkit as lab
 from labkit.plots.flows import MessageArrow, messages
 from labkit.plots.timeline import timeline
+from labkit.recording.schema import Span
 from labkit.tracing.ideal_pipeline import schedule
 from labkit.tracing.trace import Trace
 
@@ -44,6 +45,18 @@ def test_a_call_arrives_when_it_is_served_and_its_result_at_the_end_of_the_call(
     ends = arrows(timeline(remote_calls()))
     assert (2.3, 0.75, 3.0, 1.35) in ends  # into the compute lane
     assert (7.3, 1.75, 8.2, 0.75) in ends
+
+
+def test_where_the_function_returned_a_future_it_is_not_known_which_span_served_a_call():
+    spans = [
+        call := Span(0, "rpc_async f", "communication", 0, 40, peer=2, nbytes=4, group="rpc 0>2", match=1),
+        dataclasses.replace(call, rank=1, group="rpc 1>2"),
+        Span(2, "serve f", "compute", 10, 20), Span(2, "serve f", "compute", 12, 22),
+        reply := Span(2, "reply f", "communication", 30, 31, peer=0, nbytes=4, group="rpc 0>2", match=1),
+        dataclasses.replace(reply, peer=1, group="rpc 1>2"),
+    ]  # fmt: skip
+    found = messages(Trace(spans, ranks=["a", "b", "c"]))
+    assert [(m.source, m.destination, m.call) for m in found] == [(2, 0, False), (2, 1, False)]
 
 
 def test_what_has_no_arrows():

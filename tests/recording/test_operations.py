@@ -179,7 +179,7 @@ def test_a_new_entry_needs_no_other_edit() -> None:
     assert found["rings"]
     assert found["colour"] == "#123456"
     assert found["seconds"] == found["predicted"] == pytest.approx(12e-3 + 8e-3)
-    for part in ("a round of gossip", "float32 [4]", "int32 [4]", "(cell 5, line 1)", "rank 0", "rank 1"):
+    for part in ("gossip", "float32 [4]", "int32 [4]", "(cell 5, line 1)", "rank 0", "rank 1"):
         assert part in found["mismatch"]
-    assert "a round of gossip (cell 5, line 1)" in found["deadlock"]
+    assert "gossip (cell 5, line 1)" in found["deadlock"]
     assert found["reduced"] == 2

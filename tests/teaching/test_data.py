@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from labkit.errors.exceptions import LabError
 from labkit.teaching import data
 from labkit.teaching.data import TOPICS, Vocabulary, digits, sentences
 
@@ -184,5 +185,5 @@ def test_without_scikit_learn_the_command_is_named(monkeypatch: pytest.MonkeyPat
     for name in [m for m in sys.modules if m.split(".")[0] == "sklearn"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r'not installed; this command installs it: pip install "labkit\[hosted\]"'):
+    with pytest.raises(LabError, match=r'scikit-learn is not installed; .*  pip install "labkit\[hosted\]"'):
         digits()

@@ -38,7 +38,7 @@ def stepping(*counts, after=(), passes=True, nbytes=MB, more=()):
 def test_ranks_that_step_differently(counts):
     (fault,) = faults_in(stepping(*counts))
     assert (fault.kind, fault.line, fault.ranks) == (FaultKind.OPTIMIZER_STEPS, "cell 3, line 9", tuple(range(len(counts))))
-    assert fault.certain
+    assert fault.kind.certain
     for rank, count in enumerate(counts):
         assert f"{count} times on rank {rank}" in fault.sentence
 
@@ -60,7 +60,7 @@ def test_what_makes_parameters_equal_later(after, found):
 
 def test_ranks_that_average_by_hand_may_train_one_model():
     (fault,) = faults_in(stepping(5, 4, passes=False))
-    assert (fault.kind, fault.certain) == (FaultKind.OPTIMIZER_STEPS_BY_HAND, False)
+    assert (fault.kind, fault.kind.certain) == (FaultKind.OPTIMIZER_STEPS_BY_HAND, False)
     assert str(fault).startswith("Perhaps: The optimizer")
     # They average only losses, as in a search for a learning rate.
     assert kinds(stepping(5, 4, passes=False, nbytes=8)) == []
@@ -101,7 +101,7 @@ def test_an_operation_that_nobody_waits_for():
     unwaited = ("all_gather", 6, 9, None, {"nbytes": MB, "line": "cell 2, line 7", "waited": False})
     reduced = [("all_reduce", 0, 5, None, {"nbytes": MB, "line": "cell 2, line 4", "waited": rank == 1}) for rank in range(3)]
     one, all_of_them = faults_in(made(*([own, unwaited, ("call", 0, 10)] for own in reduced)))
-    assert (one.kind, one.ranks, one.line, one.certain) == (FaultKind.NEVER_WAITED_FOR, (0, 2), "cell 2, line 4", True)
+    assert (one.kind, one.ranks, one.line, one.kind.certain) == (FaultKind.NEVER_WAITED_FOR, (0, 2), "cell 2, line 4", True)
     assert "on rank 0 and rank 2" in one.sentence
     assert (all_of_them.ranks, all_of_them.line) == ((0, 1, 2), "cell 2, line 7")
     assert " on rank" not in all_of_them.sentence
@@ -129,7 +129,7 @@ def rooted(*calls):
 
 def test_a_root_at_another_place_of_a_sibling_group():
     (fault,) = faults_in(rooted(((0, 2), 0, "cell 1, line 3"), ((1, 3), 3, "cell 1, line 3")))
-    assert (fault.kind, fault.line, fault.certain) == (FaultKind.OTHER_ROOT, "cell 1, line 3", False)
+    assert (fault.kind, fault.line, fault.kind.certain) == (FaultKind.OTHER_ROOT, "cell 1, line 3", False)
     assert "rank 0, number 0 of ranks 0 and 2" in fault.sentence
     assert "rank 3, number 1 of ranks 1 and 3" in fault.sentence
 

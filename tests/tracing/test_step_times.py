@@ -89,8 +89,8 @@ def test_several_calls_take_turns_and_each_has_its_best():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [
-        ((print, 5), {}, TypeError, r"expected the number of tries first, as in lab\.best_of\(5, group\.run, train\)"),
-        ((0, print), {}, ValueError, "expected at least one try"),
+        ((print, 5), {}, TypeError, r"expected the number of tries first, from 1, as in lab\.best_of\(5, group\.run, train\)"),
+        ((0, print), {}, ValueError, "expected the number of tries first, from 1"),
         ((1, None), {}, TypeError, r"best_of\(call=None\): expected a function"),
         ((1, {"fast": print, "slow": None}, 100), {}, TypeError, r"best_of\(call=None\): expected a function"),
         ((1, {}), {}, ValueError, "expected at least one function"),

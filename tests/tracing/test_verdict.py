@@ -275,7 +275,7 @@ def optimizes_what_was_sharded_later() -> None:
 def test_a_fault(program: Callable[[], None], kind: FaultKind, certain: bool, words: list[str], two: lab.Group) -> None:
     run = two.run(program, check=True)
     (fault,) = verdict(run).faults
-    assert (fault.kind, fault.certain) == (kind, certain)
+    assert (fault.kind, fault.kind.certain) == (kind, certain)
     for word in words:
         assert word in str(fault)
     (file, _, number) = fault.line.partition(", line ")
@@ -287,7 +287,7 @@ def test_a_fault(program: Callable[[], None], kind: FaultKind, certain: bool, wo
 
 def test_a_global_rank_in_a_group(four: lab.Group) -> None:
     (fault,) = verdict(four.run(global_rank_in_a_group)).faults
-    assert (fault.kind, fault.certain) == (FaultKind.OTHER_ROOT, False)
+    assert (fault.kind, fault.kind.certain) == (FaultKind.OTHER_ROOT, False)
 
 
 # Healthy programs.

@@ -172,7 +172,7 @@ plt.figure();
     assert all(d["image/png"].startswith("iVBORw0KGgo") for d in page.shown[1:])
     page.shown.clear()
     run_cell(cells, "matplotlib.get_backend(), plt.get_fignums()", [0])
-    assert page.shown == ["[a] ('module://labkit.worker.figure_backend', [])"]
+    assert page.shown == ["[a] ('agg', [])"]
     page.shown.clear()
     run_cell(cells, "display(fig); fig", [0])
     assert [d["text/plain"] for d in page.shown[1:]] == ["<Figure size 200x100 with 1 Axes>"] * 2
@@ -271,6 +271,7 @@ def test_ipythons_functions_are_replaced_where_its_version_has_them(home: str, m
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     vars(sys.modules[home]).update(display=print, publish_display_data=print)
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr("labkit.worker.display.when_imported", lambda name, then: name in IPYTHONS and then(sys.modules[name]))
     monkeypatch.setattr("builtins.display", None, raising=False)
     rank = RankDisplay(lambda _: None, rich=True, size=1)
     rank.install()

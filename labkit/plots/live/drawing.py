@@ -14,7 +14,6 @@ of the drawings. So the drawing is hidden unless the style is there, and instead
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
@@ -22,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.errors.units import bytes_in_words, clock_time, unit_of
+from labkit.errors.units import bytes_in_words, clock_time, round_stride, unit_of
 from labkit.launch.resource_usage import Load
 from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
 from labkit.plots.image import STAYS
@@ -444,9 +443,7 @@ def _hatch(name: str) -> str:
 
 def _ticks(extent: float) -> list[float]:
     """Return about six round numbers from 0 to `extent`."""
-    rough = extent / 6
-    power = 10.0 ** math.floor(math.log10(rough))
-    stride = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
+    stride = round_stride(extent, 6)
     return [round(i * stride, 9) for i in range(int(extent / stride + 1e-9) + 1)]
 
 

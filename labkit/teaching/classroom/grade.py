@@ -21,7 +21,7 @@ from labkit.teaching.classroom.confined_process import why_unconfined
 from labkit.teaching.classroom.grade_submission import Graded, GradeSettings, grade, hidden_for, judges_in
 from labkit.teaching.classroom.results import FORMS, ClassResults
 from labkit.teaching.classroom.submissions import Submission, exercises_of, printable, submissions
-from labkit.teaching.exercises import LESSONS
+from labkit.teaching.exercises import exercise_names
 from labkit.teaching.lessons import lessons_named
 
 UNCONFINED: Final = (
@@ -97,7 +97,7 @@ def _check(options: argparse.Namespace, points: dict[str, float]) -> None:
     for option in ("limit-s", "memory-mb", "jobs"):
         if not 0 < (number := getattr(options, option.replace("-", "_"))) < math.inf:
             raise LabError(f"--{option} {number}: expected a number above 0")
-    known = {*points} & {name for names in LESSONS.values() for name in names}
+    known = {*points} & {name for names in exercise_names().values() for name in names}
     if not options.modules and (unknown := [name for name in points_given(options.points) if name not in known]):
         raise LabError(f"--points {unknown[0]}: no submission should answer it; there are {', '.join(sorted(known))}")
     for form in (*FORMS, "figure", "feedback"):

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from labkit.ipc.code_names import names_read
 from labkit.teaching.classroom.statements import SubmittedProgram, parsed
-from labkit.teaching.exercises import LESSONS
+from labkit.teaching.exercises import exercise_names
 
 SKIP: Final = "skip-execution"
 DONE: Final = "labkit_only_answers"  # in the notebook's metadata: nbgrader reads its configuration more than once
@@ -70,7 +70,7 @@ def _needed_cells(program: SubmittedProgram) -> set[int]:
         answer = ast.Expression(program.statements[position].answers[name])
         names = names_read(compile(answer, "answer", "eval"))
         needed |= {position} | program.needed(position, names)
-    every = [name for names in LESSONS.values() for name in names]
+    every = [name for names in exercise_names().values() for name in names]
     for position in program.submitted_by_name(every).values():  # the check was deleted
         needed |= {position} | program.needed(position, program.statements[position].reads)
     return {program.statements[position].cell for position in needed}

@@ -134,7 +134,7 @@ class ClassResults:
         from matplotlib.ticker import MaxNLocator
 
         from labkit.plots.image import WIDTH_IN
-        from labkit.plots.style import INK, describe, labkit_style, new_axes
+        from labkit.plots.style import INK, describe, labkit_style, new_figure
 
         shown = self.mistakes()[:MOST_DRAWN]
         labels = [
@@ -145,7 +145,7 @@ class ClassResults:
         places = [sum(lines[:i]) + n / 2 for i, n in enumerate(lines)]
         counts = [count for *_, count in shown]
         with labkit_style():
-            ax = new_axes(figsize=(WIDTH_IN, 0.8 + 0.155 * sum(lines)), layout="constrained")
+            ax = new_figure(figsize=(WIDTH_IN, 0.8 + 0.155 * sum(lines)), layout="constrained").subplots()
             ax.barh(places, counts, height=1.0, color=COLOUR)
             for place, count in zip(places, counts, strict=True):
                 ax.annotate(str(count), (count, place), (4, 0), textcoords="offset points", va="center")

@@ -3,9 +3,9 @@
 The file of a lesson is imported as a module of this package when one of its exercises is checked.
 
 What to open for which change:
-- another exercise: a function with `@exercise` (exercise.py) in notebooks/judges/, its name in `LESSONS` below, its
-  stub, its solution; another argument of `exercise`: exercise.py. Tests: test_exercises_*.py, with right and wrong
-  answers, judged by helpers/answers.py
+- another exercise: a function with `@exercise` (exercise.py) in notebooks/judges/, its stub, its solution; another
+  argument of `exercise`: exercise.py. Tests: test_exercises_*.py, with right and wrong answers, judged by
+  helpers/answers.py
 - a mistake that an exercise knows: in its judge, one more result in the list for `expect` or `expect_numbers`, or
   `wrong_if` (comparisons.py); a second hint after another wrong answer: `cure=`; a leaderboard: the check returns a
   score, as in notebooks/judges/fast_step.py
@@ -19,7 +19,9 @@ What to open for which change:
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import re
 import sys
 from typing import Final
 
@@ -30,28 +32,17 @@ from labkit.teaching.lessons import JUDGES
 
 MOST_NAMED: Final = 12  # exercises in an error: all of them would fill half a page
 
-# The exercises of each file, so that a check imports only its own lesson's file. A test compares them with the files.
-LESSONS: dict[str, tuple[str, ...]] = {
-    "start_here": ("introduce", "my_share", "waiting_share"),
-    "messages": ("link_from_times", "ring_all_reduce", "tree_broadcast"),
-    "data_parallel": ("average_gradients", "average_in_buckets", "draw_indices", "scaled_learning_rate"),
-    "what_it_costs": ("break_even", "accumulate"),
-    "fast_step": ("fast_step",),
-    "sharded_data_parallel": ("shard_range", "memory_per_rank", "zero1", "global_norm"),
-    "model_parallel": ("idle_shares", "best_cut", "TwoDevices", "middle_step"),
-    "pipeline_parallel": ("bubble", "balanced_stages", "gpipe_step", "one_f_one_b_step"),
-    "tensor_parallel": ("column_backward", "row_linear", "my_heads", "bytes_per_step"),
-    "calls_and_references": ("ask_all", "remote_tallies"),
-    "parameter_server": ("WeightedServer", "push_less"),
-    "rpc_hybrid": ("overlapped_time", "both_workers", "distributed_step", "hybrid_master"),
-    "hybrid_mesh": ("coordinates", "build_mesh", "average_over_dp", "bytes_per_axis"),
-    "several_machines": ("crossing_bytes", "once_per_machine", "hierarchical_all_reduce"),
-    "tf_data_parallel": ("replica_loss", "global_batches", "clipped_sum", "waited_ms"),
-    "tf_model_parallel": ("idle_devices", "place_layers", "pair_layouts", "weights_per_device"),
-    "tf_hybrid": ("plan_epoch", "hybrid_train", "run_epochs", "train_safely"),
-    "find_the_bottleneck": ("longest_path", "straggler", "virtual_speedup", "which_pays", "exchange"),
-    "choose_a_strategy": ("strategy_memory", "mesh_for", "cheapest", "slow_part", "tensorflow_choices"),
-}
+
+@functools.cache
+def exercise_names() -> dict[str, tuple[str, ...]]:
+    """Return the names of the exercises in each file, in the order of the lessons; no file is imported for it.
+
+    Ranks import this package, too: they do not call this.
+    """
+    texts = {path.stem: path.read_text("utf-8") for path in sorted(JUDGES.glob("*.py"))}
+    lessons = {file: re.findall(r'^LESSON.* = "(.*)"', text, re.MULTILINE) for file, text in texts.items()}
+    exercise = re.compile(r"^@exercise\(.*?^def (\w+)", re.DOTALL | re.MULTILINE)
+    return {file: tuple(exercise.findall(texts[file])) for file in sorted(texts, key=lessons.__getitem__)}
 
 
 def find(name: str) -> Exercise:
@@ -62,14 +53,14 @@ def find(name: str) -> Exercise:
     Raises:
         LabError: there is none; the message lists similar names, or the first of all names.
     """
-    for file, names in LESSONS.items():
+    for file, names in exercise_names().items():
         if name in names:
             module = importlib.import_module(f"labkit.teaching.exercises.{file}")
             return next(e for e in vars(module).values() if isinstance(e, Exercise) and e.name == name)
     own = {exercise.name: exercise for exercises in own_exercises().values() for exercise in exercises}
     if name in own:
         return own[name]
-    every = [*own, *(n for names in LESSONS.values() for n in names)]
+    every = [*own, *(n for names in exercise_names().values() for n in names)]
     folded = {n.casefold(): n for n in every}
     close = [folded[n] for n in difflib.get_close_matches(str(name).casefold(), folded, n=3)]
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are: {listed(every, most=MOST_NAMED)}"

@@ -37,6 +37,10 @@ _CODE = re.compile(r"`|\w+[(._\[]\w|(?!a\b)[a-z]\b|[a-z]+\d")
 _SYMBOL_AND_COLOUR = {"passed": ("✓", "#12885c"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 
 
+# Wrong answers since the last right one, by exercise: a verdict's first hint is shorter than the next.
+wrong_tries: Final = Counter[str]()
+
+
 @dataclass(frozen=True, repr=False)
 class Verdict:
     """The result of `check`. A notebook shows it below the cell; `print` shows the same as text.
@@ -81,16 +85,6 @@ class Verdict:
         )
 
 
-class _Tries:
-    """Counts wrong answers since the last right one, by exercise: a verdict's first hint is shorter than the next."""
-
-    def __init__(self) -> None:
-        self.wrong = Counter[str]()
-
-
-tries: Final = _Tries()
-
-
 @public_api
 def check(name: str, answer: Any = ..., *, seed: int = 0) -> Verdict:
     """Judge the answer to an exercise of the course.
@@ -122,7 +116,7 @@ def check(name: str, answer: Any = ..., *, seed: int = 0) -> Verdict:
     if (refusal := refused(answer)) is not None:
         return Verdict(name, False, refusal)
     verdict = judged(exercise, answer, seed)
-    tries.wrong[name] = tries.wrong[name] + verdict.written if not verdict.passed else 0
+    wrong_tries[name] = wrong_tries[name] + verdict.written if not verdict.passed else 0
     return verdict
 
 
@@ -140,13 +134,13 @@ def _judged_on(exercise: Exercise, answer: Any, ranks: AnswerRanks) -> Verdict:
     try:
         if exercise.number:
             require_data(answer)
-        passed = exercise.judge(answer if exercise.number else ranks)
-        return Verdict(name, True, passed.message, score=passed.score)
+        score = exercise.judge(answer if exercise.number else ranks)
+        return Verdict(name, True, exercise.passed if score is None else exercise.passed.format(score=score), score=score)
     except Stopped as stopped:  # it names a function of the judge
         raise Stopped(f'lab.check("{name}")', stopped.doings) from None
     except AnswerError as wrong:
         message, details = _sentence(wrong.message), wrong.details
-        if wrong.cure and tries.wrong[name]:
+        if wrong.cure and wrong_tries[name]:
             message = f"{message}{'' if message.endswith('?') else '.'} {_sentence(wrong.cure)}"
         elif wrong.cure:
             details = (*details, MORE_LATER)

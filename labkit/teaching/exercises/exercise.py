@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from labkit.errors.exceptions import RankError
 from labkit.recording.operations import SEND, type_of
 from labkit.teaching.exercises.comparisons import AnswerError, Hint, shown
-from labkit.teaching.exercises.random_state import other_cases
+from labkit.teaching.exercises.random_state import case_random, other_cases
 
 if TYPE_CHECKING:  # ranks import this file, too, and do not need it
     from labkit.group.run import Run
@@ -38,18 +38,6 @@ class Results(list[Any]):
         self.trace = run.trace
 
 
-class Passed(NamedTuple):
-    """The judgement on a right answer.
-
-    Args:
-        message: what the answer achieves.
-        score: its place on a leaderboard, where lower is better; None for an exercise without one.
-    """
-
-    message: str
-    score: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Exercise:
     """An exercise, and the function that judges answers to it.
@@ -58,29 +46,30 @@ class Exercise:
         name: its name in `lab.check`.
         lesson: the notebook that contains it, such as "02_data_parallel".
         target: the task, in one or two sentences.
-        judge: called with the answer as `AnswerRanks`, or with the number; returns the judgement on a right answer, or
-            raises `AnswerError`.
+        passed: what a right answer achieves; a format for its score, if it has one.
+        judge: called with the answer as `AnswerRanks`, or with the number; returns the score of a right answer, where
+            lower is better, or None in an exercise without a leaderboard; of a wrong one, raises `AnswerError`.
         number: whether the answer is a number rather than a function or a class.
     """
 
     name: str
     lesson: str
     target: str
-    judge: Callable[[Any], Passed]
+    passed: str
+    judge: Callable[[Any], float | None]
     number: bool = False
 
 
 def exercise(
     lesson: str,
     passed: str,
-    cases: Cases | Callable[[], Cases] = WITHOUT_ARGUMENTS,
+    cases: Cases | Callable[[Random], Cases] = WITHOUT_ARGUMENTS,
     *,
     on_ranks: Callable[..., Any] | None = None,
     ranks: Any = None,
     call: str | Callable[..., str] = "",
     errors: Mapping[str, Hint] | Callable[..., Mapping[str, Hint]] = MappingProxyType({}),
     other: Callable[[Random], tuple[Any, ...]] | None = None,
-    name: str = "",
     number: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., float | None]], Exercise]:
@@ -93,8 +82,9 @@ def exercise(
     Args:
         lesson: the notebook that contains it, such as "02_data_parallel".
         passed: the message for a right answer; with a score, a format for it, such as "{score:.1f} ms".
-        cases: the arguments of each judgement; or a function that returns them, if some are drawn at random. The first
-            case tells the known mistakes apart.
+        cases: the arguments of each judgement; or a function that draws some at random, from the generator that it
+            gets: others in each check, but for a grader's seed always the same. The first case tells the known mistakes
+            apart.
         on_ranks: what each rank does: a function of the answer and the case.
         ranks: the number of ranks, or their names; by default the first in the case, which `on_ranks` does not get.
         call: the call in words, as verdicts show it: a format for the case with the names of the check's parameters,
@@ -105,13 +95,11 @@ def exercise(
             of the case that returns them.
         other: makes one more case, with which graders judge: an answer that knows only the results of `cases`, which
             verdicts show, fails.
-        name: its name in `lab.check`, if it is not the check's.
         number: whether the answer is a number rather than a function or a class.
         options: options of the group. `ranks` and options may be functions of the case, too.
     """
 
     def made(check: Callable[..., float | None]) -> Exercise:
-        title = name or check.__name__
         parameters = [*inspect.signature(check).parameters][1:]
 
         def in_words(case: tuple[Any, ...]) -> str:
@@ -119,7 +107,7 @@ def exercise(
                 return call(*case)
             if call:
                 return call.format(**dict(zip(parameters, case, strict=False)))
-            return f"{title}({', '.join(map(shown, case))})" if case and on_ranks is None else ""
+            return f"{check.__name__}({', '.join(map(shown, case))})" if case and on_ranks is None else ""
 
         def observed(answer: Any, case: tuple[Any, ...]) -> Any:
             if on_ranks is None:
@@ -129,15 +117,15 @@ def exercise(
                 return answer.on(case[0], on_ranks, answer, *case[1:], **of_group)
             return answer.on(ranks(*case) if callable(ranks) else ranks, on_ranks, answer, *case, **of_group)
 
-        def judge(answer: Any) -> Passed:
+        def judge(answer: Any) -> float | None:
             score = None
-            drawn = cases() if callable(cases) else cases
+            drawn = cases(case_random()) if callable(cases) else cases
             for case in (*drawn, *(other_cases(other) if other is not None else ())):
                 with showing(in_words(case)), explaining(errors(*case) if callable(errors) else errors):
                     score = check(observed(answer, case), *case)
-            return Passed(passed if score is None else passed.format(score=score), score)
+            return score
 
-        return Exercise(title, lesson, " ".join((check.__doc__ or "").split()), judge, number)
+        return Exercise(check.__name__, lesson, " ".join((check.__doc__ or "").split()), passed, judge, number)
 
     return made
 
@@ -186,13 +174,12 @@ def explaining(errors: Mapping[str, Hint]) -> Iterator[None]:
         raise AnswerError(errors[known], wrong.message, *wrong.details) from None
 
 
-def judge_exchange(results: Results, least: int, subject: str) -> None:
-    """Check that every rank took part in the exchange, whose result is right.
+def judge_exchange(results: Results, least: int) -> None:
+    """Check that every rank took part in the exchange of the gradients, which are right.
 
     Args:
         results: the run.
         least: bytes that each rank must have exchanged.
-        subject: "the gradients".
 
     Raises:
         AnswerError: a rank exchanged fewer.
@@ -201,8 +188,8 @@ def judge_exchange(results: Results, least: int, subject: str) -> None:
         spans = results.trace.filter(rank=rank, kind="communication").spans
         if all(span.sized for span in spans) and (exchanged := sum(span.nbytes for span in spans)) < least:
             raise AnswerError(
-                f"{subject} are right, but the ranks have not exchanged them: how can a rank know those of the others?",
-                f"rank {rank} took part in operations on {exchanged} bytes; {subject} have {least}",
+                "the gradients are right, but the ranks have not exchanged them: how can a rank know those of the others?",
+                f"rank {rank} took part in operations on {exchanged} bytes; the gradients have {least}",
             )
 
 

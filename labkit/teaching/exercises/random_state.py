@@ -58,6 +58,11 @@ def other_cases(make: Callable[[Random], Case]) -> list[Case]:
     return [make(Random(OTHER_CASES * seed + i)) for i in range(OTHER_CASES)] if seed else []
 
 
+def case_random() -> Random:
+    """Return the generator of cases that are drawn at random: another one each time for the seed of the lesson."""
+    return Random(case_seed(0) or None)
+
+
 def case_seed(seed: int) -> int:
     """Return the seed for a judge's generator, which depends on the seed of `check`.
 

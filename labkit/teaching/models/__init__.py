@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from labkit.errors.exceptions import missing
+
 if TYPE_CHECKING:
     from labkit.teaching.models.in_keras import keras_cnn
     from labkit.teaching.models.in_torch import CNN, TextClassifier
@@ -24,9 +26,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"labkit.teaching.models.in_{framework}")
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f'{name} needs {error.name}, which is not installed; this command installs it: pip install "labkit[{extra}]"'
-        ) from error
+        raise missing(str(error.name), extra) from None
     return getattr(module, name)
 
 

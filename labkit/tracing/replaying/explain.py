@@ -13,7 +13,7 @@ from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
 from labkit.errors.units import bytes_in_words, percent, time_in_words
 from labkit.errors.wrong_calls import public_api
-from labkit.recording.cores import load_of_others, usable_cores
+from labkit.recording.cores import usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION
 from labkit.tracing.ideal_pipeline import schedule
@@ -30,7 +30,7 @@ from labkit.tracing.replaying.gains import (
     twice_as_fast,
 )
 from labkit.tracing.silent_faults import faults_in
-from labkit.tracing.step_times import HasTrace, lacking_cores, trace_of
+from labkit.tracing.step_times import HasTrace, lacking_cores, threads_and_load, trace_of
 from labkit.tracing.trace import Trace
 
 NOTICED = 0.02  # a smaller share of the time is not worth a sentence
@@ -102,8 +102,8 @@ def explain(run: HasTrace | Trace) -> Explanation:
     trace = trace_of(run, "explain")
     finding = limit_of(trace)
     conditions = _Conditions() if isinstance(run, Trace) or trace.origin else _conditions(run, trace)
-    faults = [fault for fault in faults_in(trace) if fault.certain]
-    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.cure for fault in faults)])
+    faults = [fault for fault in faults_in(trace) if fault.kind.certain]
+    wrong = dict.fromkeys([*(fault.sentence for fault in faults), *(fault.kind.cure for fault in faults)])
     pipeline = pipeline_of(trace) if finding.limit in WAITING else None
     gains = _gains(trace, finding, pipeline)
     if finding.limit in COMMUNICATES and gains is not None and _is_straggler(trace, finding, gains):
@@ -210,12 +210,10 @@ def _bubble(trace: Trace, f: LimitFinding, pipeline: Pipeline) -> str:
 
 def _conditions(run: HasTrace, trace: Trace) -> _Conditions:
     facts = [fact for own in getattr(run, "facts", {}).values() for fact in own]
-    threads = sum(fact.values["threads"] for fact in facts if fact.kind is FactKind.RUN)
     loaders = {(fact.line, fact.values["workers"]): None for fact in facts if fact.kind is FactKind.LOADER}
-    cores = trace.cores or usable_cores()
-    load = load_of_others(getattr(run, "load", 0.0), cores, max(threads, len(trace.ranks)))
+    threads, load = threads_and_load(run, trace)
     lacking = lacking_cores(trace) if trace.columns.data["issue_delay_ns"].any() else None
-    return _Conditions(cores, load, threads, tuple(loaders), lacking)
+    return _Conditions(trace.cores or usable_cores(), load, threads, tuple(loaders), lacking)
 
 
 def _sentences(f: LimitFinding, ranks: Sequence[str], advice: str) -> list[str]:
@@ -366,7 +364,7 @@ def _machine(ranks: int, conditions: _Conditions) -> str:
     if cores is None or (not conditions.load and cores >= ranks):
         return ""
     if conditions.load:
-        busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(cores, 'core')})"
+        busy = f"Other programs keep this machine busy (load {conditions.load:.0f} on {counted(usable_cores(), 'core')})"
         return f"{busy}, so all times are longer than usual."
     share = f"{ranks} ranks share {counted(cores, 'core')}"
     if lacking is None:

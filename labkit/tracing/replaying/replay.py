@@ -114,7 +114,7 @@ def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
     data["nbytes"] = rules.nbytes
     kept = np.ones(len(data), bool)
     kept[list(rules.instead)] = False
-    facts = trace.info.arguments() | {
+    facts = trace.info | {
         "link": link,
         "replayed": True,
         "nodes": nodes_over(link, len(trace.ranks)),

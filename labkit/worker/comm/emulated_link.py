@@ -84,10 +84,15 @@ class Booking:
 
 
 class SlowLink:
-    """The emulated link of one rank, or its links in a network; all ranks of the group share the schedule."""
+    """The emulated link of one rank, or its links in a network; all ranks of the group share the schedule.
 
-    def __init__(self, link: Link | Network, rank: int, ranks: int, shared_link: SharedLink) -> None:
-        self.link, self.rank, self.shared_link = link, rank, shared_link
+    `fd` is the shared memory with that schedule, which passes to the link.
+    """
+
+    def __init__(self, link: Link | Network, rank: int, ranks: int, fd: int) -> None:
+        wake_in_time()
+        self.link, self.rank, self.shared_link = link, rank, SharedLink(fd)
+        self.shared_link.keep_from_forks()
         self._network = as_network(link, ranks)
         self._cost = lru_cache(maxsize=1 << 10)(partial(collective_cost, self._network))  # programs repeat their collectives
         self._due: list[tuple[int, int, Callable[[], None]]] = []

@@ -9,23 +9,18 @@ operations on an emulated link.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Final
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import rpc
 
-from labkit.costs.link import Link
-from labkit.costs.network import Network
-from labkit.costs.shared_link import SharedLink
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, here
 from labkit.worker.comm import phases
 from labkit.worker.comm.backward import in_backward
 from labkit.worker.comm.cuda_timing import DeviceClock
-from labkit.worker.comm.emulated_link import SlowLink, wake_in_time
+from labkit.worker.comm.emulated_link import SlowLink
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.members import Numbering, watch_creation
 from labkit.worker.comm.process_group import recorded_process_group
@@ -35,32 +30,23 @@ from labkit.worker.comm.work import keep_for_reducers
 UNTRACED: Final = ("labkit.worker.comm", "labkit.recording")
 
 
-def slow_link(link: Link | Network, rank: int, ranks: int, fd: int) -> SlowLink:
-    """Create the emulated link of a rank; `fd` is the shared memory of the group's links, which passes to the link."""
-    wake_in_time()
-    shared_link = SharedLink(fd)
-    shared_link.keep_from_forks()
-    return SlowLink(link, rank, ranks, shared_link)
+def watch(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = True) -> None:
+    """Record the operations of all process groups that are created from now on, and remote calls, delayed by `slow`.
 
-
-def watch_torch(recorder: Recorder, slow: SlowLink | None = None) -> Callable[[], None]:
-    """Record the operations of all process groups that are created from now on, delayed by `slow`.
-
-    To be called before `init_process_group`. The function that it returns starts recording remote calls, too; it is to
-    be called before `init_rpc`.
+    To be called before `init_process_group`, and before `init_rpc`, when C++ looks up the functions that it calls.
+    `given` is as in `Numbering`.
     """
-    futures = _watch_groups(recorder, slow, given=True)
-    return lambda: _watch_calls(recorder, futures, slow)
+    futures = prepare()
+    recorder.ring.in_backward = lambda: in_backward() != -1
+    recorder.facts = phases.install().facts
+    if PROCESS_GROUPS.found:
+        numbering = Numbering(recorder.rank, recorder.size, given=given)
+        c10d.ProcessGroup = recorded_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
+        watch_creation(recorder)
+    if REMOTE_CALLS.found:
+        from labkit.worker.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
 
-
-def watch_rpc(recorder: Recorder, slow: SlowLink | None = None, *, given: bool = False) -> Callable[[], None]:
-    """Record the calls of `torch.distributed.rpc`, on both ends, and the operations of process groups.
-
-    To be called before `init_rpc`, when C++ looks up the functions that it calls. `given` is as in `Numbering`. The
-    returned function does nothing: it stands for that of `watch_torch`.
-    """
-    _watch_calls(recorder, _watch_groups(recorder, slow, given=given), slow)
-    return lambda: None
+        RpcCalls(recorder, futures, slow).install()
 
 
 def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
@@ -70,23 +56,12 @@ def watch_script(recorder: Recorder, *, given: bool = True) -> bool:
     group, whose operations are not recorded.
     """
     late = c10d.GroupMember.WORLD is not None
-    if rpc.is_available():
-        watch_rpc(recorder, given=given)
-    else:
-        _watch_groups(recorder, None, given=given)
+    watch(recorder, given=given)
     if torch.version.cuda is not None and GPU_START.found:
         # Called when torch initializes CUDA. Before that there is nothing to time, and a query for GPUs could
         # initialize CUDA.
         GPU_START["_lazy_call"](lambda: watch_device(recorder, torch.device("cuda")))
     return late
-
-
-def _watch_calls(recorder: Recorder, futures: Futures, slow: SlowLink | None) -> None:
-    if not REMOTE_CALLS.found:
-        return
-    from labkit.worker.comm.rpc_calls import RpcCalls  # not every build of torch has RPC
-
-    RpcCalls(recorder, futures, slow).install()
 
 
 @functools.cache
@@ -100,18 +75,6 @@ def prepare() -> Futures:
     phases.install()
     when_imported("torch._dynamo.trace_rules", _run_untraced)
     keep_for_reducers()
-    return futures
-
-
-def _watch_groups(recorder: Recorder, slow: SlowLink | None, *, given: bool) -> Futures:
-    futures = prepare()
-    recorder.ring.in_backward = lambda: in_backward() != -1
-    recorder.facts = phases.install().facts
-    if not PROCESS_GROUPS.found:
-        return futures
-    numbering = Numbering(recorder.rank, recorder.size, given=given)
-    c10d.ProcessGroup = recorded_process_group(recorder, futures, numbering, slow)  # type: ignore[misc]
-    watch_creation(recorder)
     return futures
 
 

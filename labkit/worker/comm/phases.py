@@ -251,8 +251,7 @@ def _wrap_stages(phases: Phases, module: ModuleType) -> None:
         for stage in module.PipelineStage.__mro__:
             if method in vars(stage):  # in the base class that all stages share
                 setattr(stage, method, in_place_of(getattr(stage, method), partial(passed, phase, part)))
-    if PIPELINE_STARTS.found:
-        PIPELINE_STARTS.replace("_get_init_p2p_neighbors_ops", _to_others)
+    PIPELINE_STARTS.apply(_get_init_p2p_neighbors_ops=_to_others)
 
 
 def _to_others(torchs: Callable[..., Any], stage: Any) -> Any:

@@ -18,49 +18,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
+from labkit.ipc.options import RPC_OPTIONS
 from labkit.recording.record import Recorder
 from labkit.worker.comm.operation import ends_by_itself
 from labkit.worker.comm.rendezvous import Address, Rendezvous
 from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
-
-
-class Initialization:
-    """Replaces the functions by which a rank's program starts and ends communication.
-
-    The arguments are those of `Rendezvous` and `RpcInitialization`.
-    """
-
-    def __init__(
-        self, recorder: Recorder, watch_rpc: Callable[[], None], machines: Collection[str] = (),
-        connect: Callable[[], Any] | None = None, rpc_options: Any = None, rpc_name: str = "",
-    ) -> None:  # fmt: skip
-        self._notes: list[str] = []
-        rendezvous = Rendezvous(recorder, connect, machines)
-        if connect is not None:
-            rendezvous.install()
-        self._process_group = ProcessGroupInitialization((recorder.rank, recorder.size), rendezvous, self._notes.append)
-        self._process_group.install()
-        self._rpc = None
-        if rpc.is_available():
-            from labkit.worker.comm.rpc_initialization import RpcInitialization  # not every build of torch has RPC
-
-            self._rpc = RpcInitialization(recorder, rendezvous, self._notes.append, watch_rpc, rpc_options, rpc_name)
-            self._rpc.install()
-
-    def begin_run(self, *, keep: bool) -> None:
-        """Prepare for a run of a function or a cell; see `worker.runtimes.base.Runtime.begin_run`."""
-        self._process_group.begin_run(keep=keep)
-
-    @property
-    def spent(self) -> bool:
-        """Whether another program would need new processes."""
-        return self._process_group.spent or (self._rpc is not None and self._rpc.spent)
-
-    def notes(self) -> list[str]:
-        """Return the notes for the student since the last call."""
-        notes, self._notes[:] = list(self._notes), []
-        return notes
-
 
 HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 NOTHING_TO_DO: Final = (
@@ -70,12 +32,24 @@ INSTEAD: Final = "init_process_group({!r}): there is no GPU for each rank here, 
 ENVIRONMENT: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ProcessGroupInitialization:
-    """Replaces the functions by which a rank's program initializes and destroys the default process group."""
+class Initialization:
+    """Replaces the functions by which a rank's program starts and ends communication.
 
-    def __init__(self, place: tuple[int, int], rendezvous: Rendezvous, tell: Callable[[str], None]) -> None:
-        self._place = place  # the rank and the size of its group
-        self._rendezvous, self._tell = rendezvous, tell
+    The arguments are those of `Rendezvous` and `RpcInitialization`.
+    """
+
+    def __init__(
+        self, recorder: Recorder, machines: Collection[str] = (), connect: Callable[[], Any] | None = None,
+        rpc_options: tuple[int, float] = RPC_OPTIONS, rpc_name: str = "",
+    ) -> None:  # fmt: skip
+        self._place = recorder.rank, recorder.size
+        self._notes: list[str] = []
+        self._rendezvous = Rendezvous(recorder, connect, machines)
+        self._rpc = None
+        if rpc.is_available():
+            from labkit.worker.comm.rpc_initialization import RpcInitialization  # not every build of torch has RPC
+
+            self._rpc = RpcInitialization(recorder, self._rendezvous, self._notes.append, rpc_options, rpc_name)
         self._given: Any = c10d.GroupMember.WORLD  # the group's default group; None in a rank of RPC or a bare rank
         # Whether NCCL transfers GPU tensors of this group, since each rank has its own GPU.
         self._nccl = self._given is not None and "nccl" in c10d.get_backend_config(self._given)
@@ -85,6 +59,10 @@ class ProcessGroupInitialization:
 
     def install(self) -> None:
         """Replace torch's functions."""
+        if self._rendezvous.in_groups_store:
+            self._rendezvous.install()
+        if self._rpc is not None:
+            self._rpc.install()
         ours = (
             in_place_of(c10d.init_process_group, self._init),
             in_place_of(c10d.destroy_process_group, self._destroyed),
@@ -105,8 +83,13 @@ class ProcessGroupInitialization:
 
     @property
     def spent(self) -> bool:
-        """Whether the default group is no longer that with which the rank started."""
-        return c10d.GroupMember.WORLD is not self._given
+        """Whether another program would need new processes, since the default group or RPC is not that of the start."""
+        return c10d.GroupMember.WORLD is not self._given or (self._rpc is not None and self._rpc.spent)
+
+    def notes(self) -> list[str]:
+        """Return the notes for the student since the last call."""
+        notes, self._notes[:] = list(self._notes), []
+        return notes
 
     def _init(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Replace torch's `init_process_group`."""
@@ -125,7 +108,7 @@ class ProcessGroupInitialization:
         if suits and world is not None and (world.rank(), world.size()) == (asked.rank, asked.size):
             if given.get("timeout") is not None:
                 world.set_timeout(given["timeout"])
-            self._tell(NOTHING_TO_DO)
+            self._notes.append(NOTHING_TO_DO)
         else:
             limit = given.get("timeout")
             whole = (asked.rank, asked.size) == self._place and self._rendezvous.in_groups_store
@@ -153,7 +136,7 @@ class ProcessGroupInitialization:
         if not set(wanted.values()) <= {"gloo", "nccl", "xccl"} or wanted.get("cpu", "gloo") != "gloo":
             return False
         if "cpu" not in wanted:
-            self._tell(INSTEAD.format(str(given["backend"])))
+            self._notes.append(INSTEAD.format(str(given["backend"])))
         if set(wanted.values()) != {"gloo"}:
             given["backend"] = "gloo"
             for name in ("pg_options", "device_id"):  # they are NCCL's

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch.distributed import rpc
 
@@ -27,18 +27,12 @@ TRANSPORTS: Final = ["uv"]
 NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are initialised already, under these names."
 
 
-class RpcOptions(NamedTuple):
-    """The options of TensorPipe that a program can choose; the defaults are torch's."""
-
-    num_worker_threads: int = 16
-    rpc_timeout: float = 60.0
-
-    def for_torch(self, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
-        """Return torch's `TensorPipeRpcBackendOptions` with these options."""
-        return rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=self.num_worker_threads, rpc_timeout=self.rpc_timeout, init_method=init_method,
-            device_maps=device_maps, devices=devices, **({"_transports": TRANSPORTS} if RPC_TRANSPORTS.found else {}),
-        )  # fmt: skip
+def torchs_options(threads: int, timeout_s: float, init_method: str, device_maps: Any = None, devices: Any = None) -> Any:
+    """Return torch's `TensorPipeRpcBackendOptions`."""
+    return rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads, rpc_timeout=timeout_s, init_method=init_method, device_maps=device_maps, devices=devices,
+        **({"_transports": TRANSPORTS} if RPC_TRANSPORTS.found else {}),
+    )  # fmt: skip
 
 
 class RpcInitialization:
@@ -46,20 +40,20 @@ class RpcInitialization:
 
     Args:
         tell: prints a note for the student, once per group.
-        watch: starts recording calls; called before the program starts RPC.
-        options: those of a program that gives none; None: torch's.
+        options: those of a program that gives none, as in `Options.rpc_options`.
         name: the name under which the group has initialized RPC; "" if it has not.
     """
 
     def __init__(
-        self, recorder: Recorder, rendezvous: Rendezvous, tell: Callable[[str], None], watch: Callable[[], None],
-        options: RpcOptions | None, name: str,
-    ) -> None:  # fmt: skip
+        self, recorder: Recorder, rendezvous: Rendezvous, tell: Callable[[str], None], options: tuple[int, float], name: str
+    ) -> None:
         self._ring, self._rank, self._size = recorder.ring, recorder.rank, recorder.size
-        self._rendezvous, self._tell, self._watch = rendezvous, tell, watch
-        self._options, self._name = options or RpcOptions(), name
+        self._rendezvous, self._tell = rendezvous, tell
+        self._options, self._name = options, name
         self._workers = recorder.size  # of RPC; -1 if the program does not say how many
         self.spent = False  # whether the program has started or ended RPC
+        if name:
+            self._ring.serving(options[0])
 
     def install(self) -> None:
         """Replace torch's functions."""
@@ -88,8 +82,8 @@ class RpcInitialization:
                 self._start(init, given, options)
             self._workers = address.size
 
-    def _wanted(self, given: Any) -> RpcOptions:
-        return self._options if given is None else RpcOptions(given.num_worker_threads, given.rpc_timeout)
+    def _wanted(self, given: Any) -> tuple[int, float]:
+        return self._options if given is None else (given.num_worker_threads, given.rpc_timeout)
 
     def _check_same(self, name: str, options: Any, asked: Address) -> None:
         """Check that the group has initialized RPC as the program asks for.
@@ -107,20 +101,19 @@ class RpcInitialization:
             )
 
     def _start(self, init: Callable[..., None], given: dict[str, Any], options: Any) -> None:
-        """Let torch start RPC with the program's options, and record the calls."""
-        if not self.spent:
-            self._watch()
+        """Let torch start RPC with the program's options."""
         self.spent = True
         wanted = self._wanted(options)
         if options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions):
-            given["rpc_backend_options"] = wanted.for_torch(
+            given["rpc_backend_options"] = torchs_options(
+                *wanted,
                 getattr(options, "init_method", "env://"),
                 getattr(options, "device_maps", None),
                 getattr(options, "devices", None) or None,
             )
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns of a constructor that it calls itself
             init(**given)
-        self._ring.serving(wanted.num_worker_threads)
+        self._ring.serving(wanted[0])
 
     def _shut_down(self, shutdown: Callable[..., None], graceful: bool = True, *args: Any, **kwargs: Any) -> None:
         """Replace torch's `shutdown`."""

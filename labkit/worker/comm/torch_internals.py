@@ -67,6 +67,13 @@ class PrivateNames:
         """Replace a function by one that calls `ours` with the original as first argument; see `in_place_of`."""
         self.set(name, in_place_of(self[name], ours))
 
+    def apply(self, **ours: Callable[..., Any]) -> bool:
+        """Replace functions, by their names, as `replace` does; none, and return False, if a name is missing."""
+        if self.found:
+            for name, function in ours.items():
+                self.replace(name, function)
+        return self.found
+
     def set(self, name: str, value: Any) -> None:
         """Give another value to a name, in its module or class."""
         module, _, inner = self.paths[name].partition("(")[0].partition(":")

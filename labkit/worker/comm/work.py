@@ -258,7 +258,9 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.host = pinned_like(tensor)
+        self.host = torch.empty_strided(  # of the same layout, so that gloo still rejects one that is not contiguous
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True
+        )
         self._tensor = tensor
         self._stream = torch.cuda.Stream(tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
@@ -270,11 +272,6 @@ class HostCopy:
         # `device`: a thread that works on GPU 0 otherwise, and returns to it, would open a context there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream), torch.inference_mode():
             target.data.copy_(source)
-
-
-def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same layout in pinned memory, so that gloo still rejects one that is not contiguous."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def keep_for_reducers() -> None:
@@ -289,8 +286,7 @@ def keep_for_reducers() -> None:
         kept[reducer] = work
         set_handle(reducer, work, *how)
 
-    if JOIN.found:
-        JOIN.replace("_set_forward_pass_work_handle", hand_over)
+    JOIN.apply(_set_forward_pass_work_handle=hand_over)
 
 
 def _delegate(name: str) -> None:

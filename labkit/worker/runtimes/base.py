@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from labkit.ipc.protocol import Offer, RankConfig
 from labkit.recording.import_hook import when_imported
-from labkit.recording.record import Recorder
+from labkit.recording.record import here
 from labkit.worker.network_namespace import INTERFACES, PrivateNetwork
 
 if TYPE_CHECKING:
@@ -80,33 +80,24 @@ class Runtime:
             probe.bind((self.place.listening, 0))
             return Offer(self.place.listening, probe.getsockname()[1])
 
-    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:  # noqa: ARG002  # has none
-        """In the rank, before `set_up`: have the framework's operations recorded.
-
-        Returns what starts the recording of remote calls, for `adapt_initialization`. `shared_link` is the file
-        descriptor of the memory of an emulated link that ranks share; -1 without one.
-        """
-        return lambda: None
-
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
-        """In the rank: prepare it for the student's function; return remarks for the student, each shown once."""
+        """In the rank: prepare it for the student's function, and have what the framework does recorded.
+
+        Returns remarks for the student, each shown once.
+        """
         self._torchrun_environment(offers[0])
+        when_imported("torch", lambda _: self._watch_torch())
         return []
 
-    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
-        """In the rank, after `set_up`: make the calls with which a program sets up and ends torch itself harmless.
+    def _watch_torch(self) -> None:
+        """Record what a program does with torch, and let it set torch up and end it itself."""
+        from labkit.worker.comm import install
+        from labkit.worker.comm.process_group_initialization import Initialization
 
-        `record_rpc` starts the recording of remote calls; it must be called before RPC starts.
-        """
-
-        def watch() -> None:
-            from labkit.worker.comm import install
-            from labkit.worker.comm.process_group_initialization import Initialization
-
-            install.watch_script(recorder, given=False)
-            self._initialization = Initialization(recorder, record_rpc, self.place.names)
-
-        when_imported("torch", lambda _: watch())
+        assert here.recorder is not None
+        install.watch_script(here.recorder, given=False)
+        self._initialization = Initialization(here.recorder, self.place.names)
+        self._initialization.install()
 
     def begin_run(self, *, keep: bool, all_called: bool) -> None:  # noqa: ARG002  # TensorFlow needs it
         """In the rank: called before a function or a cell runs; `all_called`: whether all ranks of the group run it.

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import counted, listed
 from labkit.ipc.protocol import Offer
 from labkit.ipc.stdio import quiet_stderr
-from labkit.recording.record import Recorder
+from labkit.recording.record import here
 from labkit.worker.network_namespace import INTERFACES, LOOPBACK_INTERFACE
 from labkit.worker.runtimes.base import MIB, Runtime
 from labkit.worker.runtimes.devices import devices, share_of_devices
-
-if TYPE_CHECKING:
-    from labkit.worker.comm.emulated_link import SlowLink
-    from labkit.worker.comm.rpc_initialization import RpcOptions
 
 THROUGH_HOST: Final = "All communication goes through gloo and the host's memory."
 
@@ -42,8 +38,6 @@ class Torch(Runtime):
     emulates_links = True
     has_torch_profiler = True
     _master = Offer(port=-1)  # where the group's store is, once it is known
-    _rpc_options: RpcOptions | None = None
-    _rpc_name = ""  # under which this rank has initialised RPC
 
     def offer(self) -> Offer:
         """On rank 0: start a store. Return where it is, and this rank's GPUs."""
@@ -83,20 +77,27 @@ class Torch(Runtime):
         gpus = torch.cuda.device_count() if self.options.devices != "cpu" else 0
         return share_of_devices(self.place.local_rank, self.place.local_size, gpus)
 
-    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
-        """Record what goes through process groups; RPC only once the returned function is called."""
-        from labkit.worker.comm.install import watch_torch
-
-        return watch_torch(recorder, self._slow_link(shared_link))
-
-    def _slow_link(self, shared_link: int) -> SlowLink | None:
-        from labkit.worker.comm.install import slow_link
-
-        link = self.options.link
-        return None if link is None else slow_link(link, self.rank_config.rank, self.rank_config.size, shared_link)
-
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
-        """Join the process group."""
+        """Join the group, recorded from the start; then let a program that sets up torch itself use this group."""
+        from labkit.worker.comm import install
+        from labkit.worker.comm.emulated_link import SlowLink
+        from labkit.worker.comm.process_group_initialization import Initialization
+
+        recorder, config, slow = here.recorder, self.rank_config, None
+        assert recorder is not None
+        if self.options.link is not None:
+            assert config.payload is not None
+            slow = SlowLink(self.options.link, config.rank, config.size, config.payload.fd)
+        install.watch(recorder, slow, given=not self.has_rpc)
+        notes = self._join(offers)
+        rpc_name = config.name if self.has_rpc and not config.starts_rpc else ""
+        self._initialization = Initialization(recorder, self.place.names, self._connect, self.options.rpc_options, rpc_name)
+        self._initialization.install()
+        install.watch_device(recorder, devices()[0])
+        return notes
+
+    def _join(self, offers: Sequence[Offer]) -> list[str]:
+        """Join the process group; return remarks for the student."""
         import torch.distributed as dist
 
         device, notes = self._prepare(offers)
@@ -114,15 +115,6 @@ class Torch(Runtime):
             world: Any = dist.group.WORLD
             world.bound_device_id = device  # otherwise `barrier` warns that it had to guess
         return notes
-
-    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
-        """Let a program that sets up torch itself use the group's store and the existing process group."""
-        from labkit.worker.comm.install import watch_device
-        from labkit.worker.comm.process_group_initialization import Initialization
-
-        rpc = self._rpc_options, self._rpc_name
-        self._initialization = Initialization(recorder, record_rpc, self.place.names, self._connect, *rpc)
-        watch_device(recorder, devices()[0])
 
     def _connect(self) -> Any:
         from torch.distributed import TCPStore
@@ -177,26 +169,18 @@ class Rpc(Torch):
     valid_name = re.compile(r"[A-Za-z0-9_:-]{1,127}")  # what torch.distributed.rpc accepts
     name_error = "{!r} is not a valid RPC name; expected at most 127 letters, digits and _ : - characters"
 
-    def record_operations(self, recorder: Recorder, shared_link: int) -> Callable[[], None]:
-        """Record remote calls, and what goes through process groups."""
-        from labkit.worker.comm.install import watch_rpc
-
-        return watch_rpc(recorder, self._slow_link(shared_link))
-
-    def set_up(self, offers: Sequence[Offer]) -> list[str]:
+    def _join(self, offers: Sequence[Offer]) -> list[str]:
         """Join the RPC group, unless the program starts RPC: torch can do so only once in a process."""
         import torch.distributed as dist
         from torch.distributed import rpc
 
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
-        from labkit.worker.comm.rpc_initialization import RpcOptions
+        from labkit.worker.comm.rpc_initialization import torchs_options
 
         _, notes = self._prepare(offers)
-        self._rpc_options = options = RpcOptions(*self.options.rpc_options)
         if self.rank_config.starts_rpc:
             return notes
-        self._rpc_name = self.rank_config.name
         place = dist.PrefixStore("labkit", self._joined_store()), self.rank_config.rank, self.rank_config.size
         dist.register_rendezvous_handler("labkit", lambda *_, **__: iter([place]))
         with quiet_stderr():  # torch calls a constructor that it has deprecated (pytorch/pytorch#149393)
@@ -204,19 +188,13 @@ class Rpc(Torch):
                 self.rank_config.name,
                 rank=self.rank_config.rank,
                 world_size=self.rank_config.size,
-                rpc_backend_options=options.for_torch("labkit://"),
+                rpc_backend_options=torchs_options(*self.options.rpc_options, "labkit://"),
             )
         return notes
 
     def _about_gpus(self, offers: Sequence[Offer]) -> str:
         """Return that ranks share GPUs; "" if none do. Remote calls carry tensors of the CPU in any case."""
         return f"{shared}." if (shared := sharing(offers)) else ""
-
-    def adapt_initialization(self, recorder: Recorder, record_rpc: Callable[[], None]) -> None:
-        """As for torch; and record how many threads serve, if RPC runs."""
-        super().adapt_initialization(recorder, record_rpc)
-        if self._rpc_name and self._rpc_options is not None:
-            recorder.ring.serving(self._rpc_options.num_worker_threads)
 
 
 def sharing(offers: Sequence[Offer]) -> str:

@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
@@ -29,10 +30,10 @@ from torch import nn
 import labkit.teaching.exercises.data_parallel
 from labkit import LabError
 from labkit.errors.exceptions import Stopped
-from labkit.teaching.exercises import answer_ranks, find
+from labkit.teaching.exercises import answer_ranks, exercise_names, find
 from labkit.teaching.exercises.check import Verdict, check, is_unwritten
 from labkit.teaching.exercises.comparisons import AnswerError, compare, factor, listing
-from labkit.teaching.exercises.exercise import Exercise, Passed
+from labkit.teaching.exercises.exercise import Exercise
 from labkit.teaching.guesses import Note
 
 MODULE = sys.modules[check.__module__]  # `labkit.check` is the function: the public name wins over the file's
@@ -198,7 +199,7 @@ def test_not_implemented_counts_as_not_written_wherever_it_runs(name: str) -> No
 VALUES = ("waiting_share", "which_pays")  # exercises whose answers are no functions
 
 
-@pytest.mark.parametrize("name", [e for names in labkit.teaching.exercises.LESSONS.values() for e in names if e not in VALUES])
+@pytest.mark.parametrize("name", [e for names in exercise_names().values() for e in names if e not in VALUES])
 def test_a_result_instead_of_the_function_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_ranks, "Group", None)
     verdict = check(name, [0, 4, 8])
@@ -541,13 +542,12 @@ def test_the_random_numbers_of_the_notebook_go_on_as_if_nothing_was_judged(monke
 
 @pytest.mark.parametrize(("hint", "more"), [("x is off by a factor", ". Divide by p"), ("by which factor?", " Divide by p")])
 def test_the_second_wrong_answer_is_told_more(hint: str, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def judge(*_: object) -> Passed:
-        if right:
-            return Passed("Right.")
-        raise AnswerError(hint, cure="divide by p")
+    def judge(*_: object) -> None:
+        if not right:
+            raise AnswerError(hint, cure="divide by p")
 
     judges_best_cut(judge, monkeypatch)
-    monkeypatch.setattr(MODULE, "tries", MODULE._Tries())
+    monkeypatch.setattr(MODULE, "wrong_tries", Counter())
     right = False
     pointing = check("best_cut", written)
     assert pointing.message.casefold() == hint
@@ -579,15 +579,15 @@ def exercises_of(file: str) -> list[Exercise]:
     return [value for value in vars(module).values() if isinstance(value, Exercise)]
 
 
-@pytest.mark.parametrize("file", labkit.teaching.exercises.LESSONS)
-def test_the_table_and_the_files_have_the_same_exercises(file: str) -> None:
+@pytest.mark.parametrize("file", exercise_names())
+def test_the_exercises_of_a_file_are_known_without_importing_it(file: str) -> None:
     exercises = exercises_of(file)
-    assert tuple(e.name for e in exercises) == labkit.teaching.exercises.LESSONS[file]
+    assert tuple(e.name for e in exercises) == exercise_names()[file]
     assert all((NOTEBOOKS / f"{e.lesson}.ipynb").is_file() for e in exercises)
     assert all(e.target.endswith((".", "?")) for e in exercises)
 
 
-@pytest.mark.parametrize("file", labkit.teaching.exercises.LESSONS)
+@pytest.mark.parametrize("file", exercise_names())
 def test_every_exercise_is_in_its_lesson_and_in_its_solutions(file: str) -> None:
     exercises = exercises_of(file)
     for folder in (NOTEBOOKS, NOTEBOOKS / "solutions"):

@@ -10,7 +10,7 @@ import pytest
 
 from labkit.errors.exceptions import RankError
 from labkit.teaching.exercises.comparisons import AnswerError, expect_numbers, wrong_if
-from labkit.teaching.exercises.exercise import Exercise, Passed, exercise
+from labkit.teaching.exercises.exercise import Exercise, exercise
 from labkit.teaching.exercises.random_state import OTHER_CASES, other_inputs
 
 
@@ -62,7 +62,8 @@ def test_a_check_without_ranks_calls_the_answer_for_each_case(product: Exercise)
         calls.append((a, b))
         return a * b
 
-    assert product.judge(answer) == Passed("Twice, each time.")
+    assert product.judge(answer) is None
+    assert product.passed == "Twice, each time."
     assert calls == [(1, 2), (5, 4)]
     error = wrong(product, lambda a, b: a + b)
     assert (error.message, error.cure) == ("that is the sum", "use *")
@@ -71,10 +72,10 @@ def test_a_check_without_ranks_calls_the_answer_for_each_case(product: Exercise)
 
 def test_a_grader_judges_with_other_cases_too(product: Exercise) -> None:
     known = {(1, 2): 2, (5, 4): 20}
-    assert product.judge(lambda *case: known[case])
+    assert product.judge(lambda *case: known[case]) is None
     calls: list[tuple[int, int]] = []
     with other_inputs(1):
-        assert product.judge(lambda a, b: calls.append((a, b)) or a * b)
+        assert product.judge(lambda a, b: calls.append((a, b)) or a * b) is None
     assert len(calls) == 2 + OTHER_CASES
     with other_inputs(1):
         assert wrong(product, lambda *case: known.get(case, 0)).message == "not the product"
@@ -104,7 +105,7 @@ def test_the_ranks_get_the_case_without_their_number_and_the_check_gets_all_of_i
         return ["a"] * ranks
 
     answer = Runs(on)
-    assert share.judge(answer)
+    assert share.judge(answer) is None
     assert ran == [
         (3, each_rank, (answer, 10), {"runtime": "bare", "devices_per_rank": 13}),
         (2, each_rank, (answer, 20), {"runtime": "bare", "devices_per_rank": 22}),
@@ -193,7 +194,7 @@ def test_cases_can_be_drawn_at_each_judgement() -> None:
     drawn = iter([(1,), (2,)])
     seen = []
 
-    @exercise("w1", "Right.", lambda: [next(drawn)])
+    @exercise("w1", "Right.", lambda _: [next(drawn)])
     def any_case(answer: Any, number: int) -> None:
         """Any case."""
         seen.append(number)
@@ -204,10 +205,9 @@ def test_cases_can_be_drawn_at_each_judgement() -> None:
 
 
 def test_a_check_can_give_a_score() -> None:
-    @exercise("w1", "It takes {score:.1f} ms.", name="Fast")
+    @exercise("w1", "It takes {score:.1f} ms.")
     def fast(answer: Any) -> float:
         """As fast as you can."""
         return answer()
 
-    assert fast.name == "Fast"
-    assert fast.judge(lambda: 2.25) == Passed("It takes 2.2 ms.", 2.25)
+    assert fast.judge(lambda: 2.25) == 2.25

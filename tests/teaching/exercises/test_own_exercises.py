@@ -122,6 +122,6 @@ def test_an_exercise_of_a_notebook_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_module_replaces_an_exercise_of_labkit(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = find("introduce")
-    other = type(ours)("introduce", "w3", "Anything.", ours.judge)
+    other = type(ours)("introduce", "w3", "Anything.", "Right.", ours.judge)
     monkeypatch.setattr(sys.modules["__main__"], "_introduce", other, raising=False)
     assert find("introduce") is ours

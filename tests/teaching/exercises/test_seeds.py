@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
 
-from labkit.teaching.exercises import LESSONS, exercise, find, random_state
+from labkit.teaching.exercises import exercise, exercise_names, find, random_state
 from labkit.teaching.exercises.check import check
+from labkit.teaching.exercises.comparisons import AnswerError
 from labkit.teaching.exercises.exercise import Exercise
 
 TENSORFLOW = ("tf_data_parallel", "tf_model_parallel", "tf_hybrid")
-FILES = [pytest.param(name, marks=pytest.mark.tf) if name in TENSORFLOW else name for name in LESSONS]
+FILES = [pytest.param(name, marks=pytest.mark.tf) if name in TENSORFLOW else name for name in exercise_names()]
 
 
 def makers(judged: Exercise) -> list[Callable[[Random], Any]]:
@@ -29,7 +30,7 @@ def makers(judged: Exercise) -> list[Callable[[Random], Any]]:
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_calculation_has_other_cases_for_another_seed(file: str) -> None:
-    for make in (make for name in LESSONS[file] for make in makers(find(name))):
+    for make in (make for name in exercise_names()[file] for make in makers(find(name))):
         of_seed = []
         for seed in (0, 1, 1, 2):
             with random_state.other_inputs(seed):
@@ -41,7 +42,52 @@ def test_each_calculation_has_other_cases_for_another_seed(file: str) -> None:
 
 
 def test_the_calculations_are_found() -> None:
-    assert [name for name in LESSONS["data_parallel"] if makers(find(name))] == ["scaled_learning_rate"]
+    assert [name for name in exercise_names()["data_parallel"] if makers(find(name))] == ["scaled_learning_rate"]
+
+
+class Notes:
+    """An answer that notes its arguments, and is wrong in each case."""
+
+    is_class = True
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.given.append(str(args))
+        raise AnswerError("wrong")
+
+    def on(self, _ranks: Any, _function: Any, *args: Any, **_options: Any) -> Any:
+        self(*(arg for arg in args if arg is not self and not isinstance(arg, str)))  # a text: a folder
+
+
+@contextlib.contextmanager
+def going_on(*_: Any) -> Iterator[None]:
+    """Judge the next case, too."""
+    with contextlib.suppress(Exception):
+        yield
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_graded_twice_with_the_same_seed_every_exercise_has_the_same_inputs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exercise, "explaining", going_on)
+    for name in exercise_names()[file]:
+        inputs = []
+        for seed in (1, 1):
+            answer = Notes()
+            with random_state.other_inputs(seed):
+                find(name).judge(answer)
+            inputs.append(answer.given)
+        assert inputs[0] == inputs[1]
+
+
+def test_cases_are_drawn_anew_in_each_check_of_a_notebook() -> None:
+    def drawn(seed: int) -> float:
+        with random_state.other_inputs(seed):
+            return random_state.case_random().random()
+
+    assert drawn(0) != drawn(0)
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_the_seed_reaches_the_generators_and_leaves_nothing_behind() -> None:

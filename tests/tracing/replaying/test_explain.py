@@ -10,6 +10,7 @@ import labkit as lab
 from labkit.costs.link import Link
 from labkit.errors.units import time_in_words
 from labkit.recording.rank_facts import Fact, FactKind
+from labkit.tracing import step_times
 from labkit.tracing.limits import Limit, limit_of
 from labkit.tracing.replaying import explain as module
 from labkit.tracing.replaying.explain import explain
@@ -21,6 +22,11 @@ class Run:
 
     def __init__(self, trace: Trace, *facts: Fact, load: float = 0.0) -> None:
         self.trace, self.facts, self.load = trace, dict.fromkeys(range(len(trace.ranks)), facts), load
+
+
+def cores_are(cores, monkeypatch):
+    for user in (module, step_times):
+        monkeypatch.setattr(user, "usable_cores", lambda: cores)
 
 
 def found_with(**values):
@@ -183,14 +189,17 @@ def test_the_size_of_large_calls_is_given(nbytes, words):
     ],
 )
 def test_a_busy_machine_is_named_for_a_run_but_not_for_a_trace(monkeypatch, cores, load, words):
-    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    cores_are(cores, monkeypatch)
     trace = data_parallel()
     alone = explain(trace).text
     text = explain(Run(trace, load=load)).text
     assert text.startswith(words) if load > 9 else text[len(alone) :].strip().startswith(words)
     assert bool(words) == (text != alone)
-    simulated = Trace(trace.columns, trace.scalars, **trace.info.arguments() | {"simulated": 8})
+    simulated = Trace(trace.columns, trace.scalars, **trace.info | {"simulated": 8})
     assert explain(Run(simulated, load=load)).text == explain(simulated).text
+    emulated = Trace(trace.columns, trace.scalars, **trace.info | {"cores": 64})  # those of all its machines
+    busy = explain(Run(emulated, load=load)).text.startswith("Other programs")
+    assert busy == words.startswith("Other programs"), "the load is this machine's"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def test_ranks_that_sleep_do_not_share_cores(monkeypatch, lacked_ms, words):
     ],
 )
 def test_threads_are_compared_with_cores_before_more_cores_are_advised(monkeypatch, threads, cores, load, words):
-    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    cores_are(cores, monkeypatch)
     trace = data_parallel()
     monkeypatch.setattr(module, "limit_of", lambda _: dataclasses.replace(limit_of(trace), limit=Limit.COMPUTE))
     text = explain(Run(trace, Fact(FactKind.RUN, 0, "", values={"threads": threads}), load=load)).text

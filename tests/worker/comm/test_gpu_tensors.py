@@ -230,12 +230,11 @@ def messages_through_the_host(how: str) -> tuple[list[float], list[float], str]:
     Returns:
         the values sent or received, what that kernel read, and the error for memory that is not contiguous.
     """
-    from labkit.worker.comm import work as module
-
     recorder, host, group = recorder_of_this_rank(), Host(), cast("Any", dist.new_group())
     group.gpu_backend = "gloo"
     recorder.device_clock = DeviceClock(recorder.ring, Prompt())
-    module.pinned_like = lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    empty = torch.empty_strided
+    torch.empty_strided = lambda *layout, dtype, **_: empty(*layout, dtype=dtype)
     torch.cuda.Stream, torch.cuda.current_stream, torch.cuda.stream = host.Stream, host.current_stream, host.stream
     torch.cuda.device = contextlib.nullcontext
     memory, seen = torch.zeros(2, 3), torch.zeros(2, 3)

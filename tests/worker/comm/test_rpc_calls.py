@@ -294,7 +294,7 @@ rank = 0 if (child := os.fork()) else 1
 memory = mmap.mmap(-1, RING_BYTES)
 recorder = Recorder(RingWriter(memory))
 here.start(recorder)
-install.watch_rpc(recorder)
+install.watch(recorder, given=False)
 options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + sys.argv[1])
 rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 lengths = [rpc.rpc_sync("worker1", len, args=([1, 2],))] if rank == 0 else []

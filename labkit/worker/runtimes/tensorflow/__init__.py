@@ -3,7 +3,7 @@
 What to open for which change (tests in tests/worker/tensorflow/):
 - TF_CONFIG, devices and threads: runtime.py; programs that set TF_CONFIG themselves, checks of strategies: patches.py;
   tests test_tensorflow.py, test_tf_careless.py
-- patch TensorFlow or Keras: a `Patch` in tensorflow_internals.py, and its row in docs/programs.md; the code is in
+- patch TensorFlow or Keras: its names in tensorflow_internals.py, and a row in docs/programs.md; the code is in
   servers.py (ports), profiler_defect.py (a crash), or else patches.py; tests
   test_tensorflow_internals.py, test_tf_careless.py, test_tf_servers.py, test_tf_profiler_defect.py
 - the timeline: profiler_timeline.py (runs the profiler, writes spans), profiler_events.py (phases,

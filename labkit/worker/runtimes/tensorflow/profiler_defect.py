@@ -11,9 +11,8 @@ function of labkit that only keeps the deque. Afterwards the entry is restored a
 leaks, and TensorFlow is changed only during the stop.
 
 The entry is changed only if all of these hold: the version is known to have the bug; the system is Linux on x86-64; the
-libraries are those of TensorFlow's own package; the code of the vector's growth calls the destructor through an entry
-that the library's relocation table names; the entry is writable and has the value that the loader sets. Otherwise
-labkit does not profile at all.
+library is that of TensorFlow's own package; its relocation table names one entry for the destructor, which is writable
+and leads to code. Otherwise labkit does not profile at all.
 
 Remove this when TensorFlow reserves the vector's memory, or completes the events before they move.
 """
@@ -31,22 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 KNOWN_VERSIONS: Final = ("2.21.",)  # prefixes of version numbers
-LIBRARIES: Final = ("libtensorflow_framework.so.2", "libtensorflow_cc.so.2")  # the entry is in the first, the destructor in both
+LIBRARY: Final = "libtensorflow_framework.so.2"
 DESTRUCTOR: Final = "_ZNSt5dequeIN3tsl8profiler15TraceMeRecorder5EventESaIS3_EED2Ev"
-GROWTH: Final = (
-    "_ZNSt6vectorIN3tsl8profiler15TraceMeRecorder12ThreadEventsESaIS3_EE17_M_realloc_insertIJS3_EEEv"
-    "N9__gnu_cxx17__normal_iteratorIPS3_S5_EEDpOT_"
-)
 DEQUE_WORDS: Final = 10  # libstdc++'s std::deque: address and size of its map, and two iterators of four addresses
 DYNAMIC: Final = struct.Struct("<QQ")  # a tag and its value
-DT_NULL, DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_JMPREL = 0, 2, 5, 6, 10, 23
-RELOCATION: Final = struct.Struct("<QIIq")  # of an entry: offset, type, symbol, 0
+DT_NULL, DT_PLTRELSZ, DT_SYMTAB, DT_JMPREL = 0, 2, 6, 23
 JUMP_SLOT: Final = 7  # R_X86_64_JUMP_SLOT
-CALL: Final = 0xE8  # x86-64: call with an offset of four bytes
-JUMP: Final = struct.Struct("<2sicI")  # x86-64: indirect jmp relative to rip; push of the relocation's number
-JUMP_THROUGH: Final = b"\xff\x25"
-JUMP_BYTES: Final = 6
-PUSH: Final = b"\x68"
+SYMBOL_BYTES: Final = 24  # of `Elf64_Sym`
 RTLD_DL_SYMENT: Final = 1
 RTLD_DI_LINKMAP: Final = 2
 
@@ -94,30 +84,36 @@ def safe_stop() -> SafeStop | None:
     if sys.platform != "linux" or platform.machine() != "x86_64" or not tf.__version__.startswith(KNOWN_VERSIONS):
         return None
     try:
-        # RTLD_NOLOAD: only if they are already loaded.
-        ours, other = (
-            ctypes.CDLL(str(Path(tf.__file__).with_name(name)), mode=os.RTLD_NOLOAD | os.RTLD_LAZY) for name in LIBRARIES
-        )
-        growth = _address(getattr(ours, GROWTH))
-        destructors = [_address(getattr(library, DESTRUCTOR)) for library in (ours, other)]
-        code = _code(growth, GROWTH)
+        # RTLD_NOLOAD: only if it is already loaded.
+        library = ctypes.CDLL(str(Path(tf.__file__).with_name(LIBRARY)), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        destructor = ctypes.cast(getattr(library, DESTRUCTOR), ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return None
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    jump, entry = _jump_called(_linked(ours), _region(maps, growth), growth, code)
-    if not entry or entry % 8 or "w" not in _region(maps, entry)[2]:
+    entry = _entry(library, destructor)
+    if not entry or entry % 8 or "w" not in _permissions(maps, entry):
         return None
-    # The loader sets the function's address on the first call; until then the entry points to the jump's second half.
-    if ctypes.c_uint64.from_address(entry).value not in (jump + JUMP_BYTES, *destructors):
+    # The loader sets the function's address on the first call; until then the entry points to the PLT's own code.
+    if "x" not in _permissions(maps, ctypes.c_uint64.from_address(entry).value):
         return None
     try:
-        return SafeStop(entry, destructors[0])
+        return SafeStop(entry, destructor)
     except (OSError, MemoryError):  # a system that allows no code generated at run time
         return None
 
 
+def _permissions(maps: Sequence[str], address: int) -> str:
+    """Return the permissions of the region of this process's memory that contains an address."""
+    for line in maps:
+        ends, permissions, _ = line.split(maxsplit=2)
+        start, _, end = ends.partition("-")
+        if int(start, 16) <= address < int(end, 16):
+            return permissions
+    return ""
+
+
 class _Linked(ctypes.Structure):
-    """`link_map`: the address at which the loader has loaded a library."""
+    """`link_map`: the address at which the loader has loaded a library, and its dynamic section."""
 
     _fields_ = (("l_addr", ctypes.c_size_t), ("l_name", ctypes.c_char_p), ("l_ld", ctypes.c_size_t))
 
@@ -131,78 +127,28 @@ class _Found(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Symbol(ctypes.Structure):
-    """`Elf64_Sym`."""
-
-    _fields_ = (
-        ("st_name", ctypes.c_uint32), ("st_info", ctypes.c_uint8), ("st_other", ctypes.c_uint8), ("st_shndx", ctypes.c_uint16),
-        ("st_value", ctypes.c_uint64), ("st_size", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _code(address: int, name: str) -> bytes:
-    """Return the machine code of a function; an `OSError` if the loader knows none of this name at this address."""
-    found, symbol = _Found(), ctypes.POINTER(_Symbol)()
-    look = ctypes.CDLL(None).dladdr1
-    known = look(ctypes.c_void_p(address), ctypes.byref(found), ctypes.byref(symbol), RTLD_DL_SYMENT)
-    if not known or _address(symbol) == 0 or found.dli_sname != name.encode() or found.dli_saddr != address:
-        raise OSError(f"no {name} at {address:#x}")
-    return ctypes.string_at(address, symbol.contents.st_size)
-
-
-def _linked(library: ctypes.CDLL) -> _Linked:
-    linked = ctypes.POINTER(_Linked)()
-    failed = ctypes.CDLL(None).dlinfo(ctypes.c_void_p(library._handle), RTLD_DI_LINKMAP, ctypes.byref(linked))
-    return _Linked() if failed else linked.contents
-
-
-def _region(maps: Sequence[str], address: int) -> tuple[int, int, str]:
-    """Return start, end and permissions of the region of this process's memory that contains an address."""
-    for line in maps:
-        ends, permissions, _ = line.split(maxsplit=2)
-        start, _, end = ends.partition("-")
-        if int(start, 16) <= address < int(end, 16):
-            return int(start, 16), int(end, 16), permissions
-    return 0, 0, ""
-
-
-def _jump_called(linked: _Linked, text: tuple[int, int, str], growth: int, code: bytes) -> tuple[int, int]:
-    """Find where the code of the vector's growth calls the destructor: the jump, and the entry through which it jumps.
-
-    Zeros if there is no such call.
+def _entry(library: ctypes.CDLL, function: int) -> int:
+    """Return the address of the entry through which a library calls a function of its own; 0 if there is not one.
 
     Source: "System V Application Binary Interface", chapter 5, "Dynamic Linking", and its supplement for AMD64.
     """
-    start, end, permissions = text
-    if not linked.l_ld or "x" not in permissions:
-        return 0, 0
-    dynamic: dict[int, int] = {}
+    import numpy as np
+
+    loader, pointer = ctypes.CDLL(None), ctypes.POINTER(_Linked)()
+    found, symbol = _Found(), ctypes.c_size_t()
+    failed = loader.dlinfo(ctypes.c_void_p(library._handle), RTLD_DI_LINKMAP, ctypes.byref(pointer))
+    known = loader.dladdr1(ctypes.c_void_p(function), ctypes.byref(found), ctypes.byref(symbol), RTLD_DL_SYMENT)
+    if failed or not known or not symbol.value or found.dli_fbase != pointer.contents.l_addr:
+        return 0
+    linked, dynamic = pointer.contents, dict[int, int]()
     at = linked.l_ld
     while (pair := DYNAMIC.unpack(ctypes.string_at(at, DYNAMIC.size)))[0] != DT_NULL:
         dynamic.setdefault(*pair)
         at += DYNAMIC.size
-    if not {DT_PLTRELSZ, DT_STRTAB, DT_SYMTAB, DT_STRSZ, DT_JMPREL} <= dynamic.keys():
-        return 0, 0
-    for offset in range(len(code) - 4):
-        if code[offset] != CALL:
-            continue
-        jump = growth + offset + 5 + int(struct.unpack_from("<i", code, offset + 1)[0])
-        if not start <= jump <= end - JUMP.size:  # not a call
-            continue
-        through, distance, push, number = JUMP.unpack(ctypes.string_at(jump, JUMP.size))
-        if (through, push) != (JUMP_THROUGH, PUSH) or not 0 <= number < dynamic[DT_PLTRELSZ] // RELOCATION.size:
-            continue
-        where, kind, symbol, _ = RELOCATION.unpack(
-            ctypes.string_at(dynamic[DT_JMPREL] + number * RELOCATION.size, RELOCATION.size)
-        )
-        entry = jump + JUMP_BYTES + distance
-        if kind != JUMP_SLOT or linked.l_addr + where != entry:
-            continue
-        name = _Symbol.from_address(dynamic[DT_SYMTAB] + symbol * ctypes.sizeof(_Symbol)).st_name
-        if name < dynamic[DT_STRSZ] and ctypes.string_at(dynamic[DT_STRTAB] + name) == DESTRUCTOR.encode():
-            return jump, entry
-    return 0, 0
+    if not {DT_PLTRELSZ, DT_SYMTAB, DT_JMPREL} <= dynamic.keys():
+        return 0
+    number = (symbol.value - dynamic[DT_SYMTAB]) // SYMBOL_BYTES
+    # Of each relocation: offset, number of the symbol and type, 0.
+    table = np.ctypeslib.as_array((ctypes.c_uint64 * (dynamic[DT_PLTRELSZ] // 8)).from_address(dynamic[DT_JMPREL]))
+    offsets = table[0::3][table[1::3] == ((number << 32) | JUMP_SLOT)]
+    return linked.l_addr + int(offsets[0]) if len(offsets) == 1 else 0

@@ -38,7 +38,6 @@ SETTLE_S: Final = 0.005  # the profiler sees an operation only some time after i
 FINISH_S: Final = 5.0  # longest wait for operations that the function has left running
 SESSION_LIMIT_S: Final = 60.0  # a session that cannot be read between two calls ends at this age: it may have a million events
 MOST: Final = CAPACITY // 4  # spans written at once, so that the notebook, which reads 20 times a second, can keep up
-OPTIONS: Final = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}  # 2: with operations
 HOST: Final = b"/host:CPU"
 # Prefixes of the names of events that are not needed; these are more than half of all events.
 LEFT_OUT: Final = (
@@ -340,7 +339,7 @@ class Session:
         self._marks: list[tuple[int, int, int]] = []
         self._data = b""
         self._session = PROFILER["ProfilerSession"]()
-        self._session.start(self._folder, OPTIONS)
+        self._session.start(self._folder, {})  # TensorFlow 2.21 ignores all options
         self._mark()
 
     def stop(self) -> None:

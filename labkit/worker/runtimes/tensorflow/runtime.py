@@ -64,8 +64,8 @@ class TensorFlow(Runtime):
 
     def set_up(self, offers: Sequence[Offer]) -> list[str]:
         """Set TF_CONFIG and the logical devices, without running a TensorFlow operation."""
+        super().set_up(offers)
         rank_config = self.rank_config
-        self._torchrun_environment(offers[0])
         job, task = self.options.jobs[rank_config.rank]
         cluster: dict[str, list[str]] = {}
         for (name, _), offer in zip(self.options.jobs, offers, strict=True):

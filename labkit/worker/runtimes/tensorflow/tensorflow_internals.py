@@ -2,8 +2,7 @@
 
 Public are `tf.*` and `keras.*`; `tensorflow.python`, `tensorflow.core`, `tensorflow.tsl` and `keras.src` may change in
 any version. If the installed version lacks a name, ranks start all the same, what depends on it is left out, and
-`lab.doctor` says so. What is replaced may also be public. Without a `Patch`, a program gets what it gets outside of
-labkit.
+`lab.doctor` says so. What is replaced may also be public. All else is for a program as it is outside of labkit.
 
 This file imports TensorFlow only where a name is looked up. Elsewhere, a private name is an error that
 `tests/test_house.py` finds, with two exceptions, which concern what TensorFlow shows and not what it does: classes that
@@ -12,29 +11,9 @@ are recognized by their names (`ipc/`), and functions and their variables on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from labkit.worker.comm.torch_internals import PrivateNames
-
-
-class Patch(PrivateNames):
-    """Functions that labkit replaces in the ranks; there are no paths if what is replaced has no name in Python.
-
-    `listed` is the row on it in the table for students, in `docs/programs.md`; "" if programs do not notice it.
-    """
-
-    def __init__(self, *paths: str, lost: str, listed: str = "") -> None:
-        super().__init__(*paths, lost=lost)
-        self.listed = listed
-
-    def apply(self, **ours: Callable[..., object]) -> bool:
-        """Replace functions, by their names, as `replace` does; none, and return False, if a name is missing."""
-        if self.found:
-            for name, function in ours.items():
-                self.replace(name, function)
-        return self.found
-
 
 _EAGER: Final = "tensorflow.python.pywrap_tfe"
 _ALONE: Final = "tensorflow.python.client.pywrap_tf_session"
@@ -50,39 +29,33 @@ _BACKUP: Final = "keras.callbacks:BackupAndRestore"
 
 # Strategies
 
-LOGICAL_CPUS: Final = Patch(
+LOGICAL_CPUS: Final = PrivateNames(
     f"{_EXTENDED}._initialize_local_devices",
     lost="devices_per_rank under MultiWorkerMirroredStrategy",
-    listed="`MultiWorkerMirroredStrategy` with several logical CPUs",
 )
-FIT: Final = Patch(  # keras-team/keras#20585
+FIT: Final = PrivateNames(  # keras-team/keras#20585
     f"{_TRAINER}:TensorFlowTrainer._maybe_symbolic_build(reduce, MEAN)", f"{_TRAINER}:reduce_per_replica(MEAN, 0)",
     "keras.src.trainers.trainer:Trainer._symbolic_build",
     lost="Keras's fit under MultiWorkerMirroredStrategy",
-    listed="Keras 3 `fit`, `evaluate` under `MultiWorkerMirroredStrategy`",
 )  # fmt: skip
-FILES: Final = Patch(
+FILES: Final = PrivateNames(
     "keras:Model.save", "keras:Model.save_weights",
     f"{_BACKUP}._load_model", f"{_BACKUP}._save_model", f"{_BACKUP}.on_train_end",
     lost="Keras's files under MultiWorkerMirroredStrategy",
-    listed="files that several workers write to one path (`ModelCheckpoint`, `BackupAndRestore`)",
 )  # fmt: skip
-DISTRIBUTION: Final = Patch(
+DISTRIBUTION: Final = PrivateNames(
     "keras.src.distribution.distribution_lib:set_distribution",
     lost="a warning about keras.distribution",
 )
-_CONSTRUCTORS: Final = "`MirroredStrategy` with a device that the rank lacks; `ParameterServerStrategy` outside the chief"
-MIRRORED: Final = Patch(  # the replica of a missing device never runs, so the first all-reduce waits for it without end
+MIRRORED: Final = PrivateNames(  # the replica of a missing device never runs, so the first all-reduce waits for it without end
     "tensorflow:distribute.MirroredStrategy.__init__",
     lost="errors and warnings about MirroredStrategy",
-    listed=_CONSTRUCTORS,
 )
-PARAMETER_SERVERS: Final = Patch(  # several coordinators reset each other's state: they hang, or a server crashes
+PARAMETER_SERVERS: Final = PrivateNames(  # several coordinators reset each other's state: they hang, or a server crashes
     "tensorflow:distribute.ParameterServerStrategy.__init__",
     lost="an error for ParameterServerStrategy outside the chief",
-    listed=_CONSTRUCTORS,
 )
-TRAINS_ALONE: Final = Patch(
+TRAINS_ALONE: Final = PrivateNames(
     f"{_EXTENDED}._initialize_local",
     lost="a warning about MultiWorkerMirroredStrategy without TF_CONFIG",
 )
@@ -90,61 +63,55 @@ TRAINS_ALONE: Final = Patch(
 # Servers, which listen on all interfaces. A second one takes connections of the first; `join()` never returns.
 
 # A rank that is reached in one network must reach others in the same, so the entries are as large as this.
-CLUSTER: Final = Patch(
+CLUSTER: Final = PrivateNames(
     f"{_EAGER}:TFE_EnableCollectiveOps", f"{_EAGER}:TFE_ContextSetServerDefWithTimeoutAndRetries",
     f"{_EAGER}:TFE_ContextSetServerDef", f"{_EAGER}:TFE_ContextUpdateServerDef",
     f"{_ALONE}:TF_NewServer", f"{_ALONE}:TF_ServerStart", "tensorflow:distribute.Server.join",
     lost="the private network of TensorFlow's clusters, their waits, warnings about TF_CONFIG, and labkit's tf.distribute.Server",
-    listed="`tf.distribute.Server` in a worker or parameter server",
 )  # fmt: skip
-DATA_SERVICE: Final = Patch(  # gRPC connects on threads of its own
+DATA_SERVICE: Final = PrivateNames(  # gRPC connects on threads of its own
     f"{_DATA}:DispatchGrpcDataServer.start", f"{_DATA}:WorkerGrpcDataServer.start",
     "tensorflow:data.experimental.service.DispatchServer.join", "tensorflow:data.experimental.service.WorkerServer.join",
     f"{_DATA}:TF_DATA_GetDataServiceMetadataByID", f"{_DATA_OPERATIONS}:register_dataset",
     f"{_DATA_OPERATIONS}:register_dataset_v2", f"{_DATA_OPERATIONS}:data_service_dataset_v4",
     f"{_DATA}:TF_DATA_NewDispatchServer", "tensorflow.core.protobuf.service_config_pb2:DispatcherConfig",
     lost="the private network of tf.data's service, the end of join(), and readers that rest without being blocked",
-    listed="TensorFlow's servers",
 )  # fmt: skip
 
 # The profiler, whose events become spans
 
-PROFILER: Final = Patch(  # TensorFlow allows one session at a time, so labkit's gives way to the program's
+PROFILER: Final = PrivateNames(  # TensorFlow allows one session at a time, so labkit's gives way to the program's
     "tensorflow.python.profiler.profiler_v2:_pywrap_profiler",
     "tensorflow.python.profiler.internal._pywrap_profiler:ProfilerSession",
     "tensorflow.python.profiler.internal._pywrap_traceme:TraceMe",
     "tensorflow.tsl.profiler.protobuf.xplane_pb2:DESCRIPTOR",
     lost="operations of TensorFlow",
 )
-PROFILER_STOP: Final = Patch(  # `profiler_defect.py`
-    lost="operations of TensorFlow",
-    listed="stopping TensorFlow's profiler (2.21)",
-)
-CALLS: Final = Patch(  # no operation runs between two calls, so the profiler's events can be read then
+CALLS: Final = PrivateNames(  # no operation runs between two calls, so the profiler's events can be read then
     "tensorflow.python.eager.polymorphic_function.polymorphic_function:Function.__call__",
     lost="operations of TensorFlow after the first minute of a run, and before its end in lab.watch",
 )
-PENDING: Final = Patch(
+PENDING: Final = PrivateNames(
     f"{_CONTEXT}:async_wait",
     lost="operations of TensorFlow that are still running when a function returns, such as DTensor's",
 )
 
 # Sizes, which the profiler's events do not have
 
-GRAPHS: Final = Patch(
+GRAPHS: Final = PrivateNames(
     f"{_GRAPH}.__init__", f"{_GRAPH}.outer_graph",
     lost="bytes of messages, and of collectives in loops and branches of tf.functions",
 )  # fmt: skip
-INSTANCE_KEYS: Final = Patch(  # the only difference between operations of one name in several graphs
+INSTANCE_KEYS: Final = PrivateNames(  # the only difference between operations of one name in several graphs
     f"{_GRAPH}.capture_call_time_value", f"{_LAUNCHER}._next_instance_key", f"{_LAUNCHER}.__init__(_group_key)",
     lost="bytes of collectives whose names several tf.functions share",
 )  # fmt: skip
-LIBRARY: Final = Patch(  # a function is read before it is removed
+LIBRARY: Final = PrivateNames(  # a function is read before it is removed
     f"{_CONTEXT}:context", f"{_CONTEXT}:Context.remove_function",
     f"{_CONTEXT}:Context.list_function_names", f"{_CONTEXT}:Context.get_function_def",
     lost="bytes of DTensor's collectives",
 )  # fmt: skip
-COLLECTIVES: Final = Patch(
+COLLECTIVES: Final = PrivateNames(
     f"{_COLLECTIVES}:collective_reduce", f"{_COLLECTIVES}:collective_reduce_v2", f"{_COLLECTIVES}:collective_gather",
     f"{_COLLECTIVES}:collective_gather_v2", f"{_COLLECTIVES}:collective_bcast_send", f"{_COLLECTIVES}:collective_bcast_send_v2",
     f"{_COLLECTIVES}:collective_bcast_recv", f"{_COLLECTIVES}:collective_bcast_recv_v2",
@@ -154,23 +121,21 @@ COLLECTIVES: Final = Patch(
 
 # All else
 
-AUTOGRAPH: Final = Patch(  # it removes its temporary files at exit, which a rank never reaches
+AUTOGRAPH: Final = PrivateNames(  # it removes its temporary files at exit, which a rank never reaches
     "tensorflow.python.autograph.pyct.loader:load_source(source, delete_on_exit)",
     lost="AutoGraph without temporary files",
-    listed="AutoGraph",
 )
 # A thread checks a dataset's autotuning after 10 ms, 20 ms, 40 ms, ... and is often not woken when the iterator is
 # deleted, which then takes up to as long as the training took (0 to 9 s after 24 steps on two busy cores).
-DEVICE_DATASETS: Final = Patch(
+DEVICE_DATASETS: Final = PrivateNames(
     "tensorflow.python.data.ops.multi_device_iterator_ops:_create_device_dataset",
     lost="the quick end of a distributed dataset's iterator",
-    listed="deleting a distributed dataset's iterator",
 )
-DISTRIBUTED_BATCHES: Final = Patch(
+DISTRIBUTED_BATCHES: Final = PrivateNames(
     "tensorflow.python.distribute.input_lib:DistributedIteratorBase.__next__",
     lost="the note on a replica that has no samples in a batch",
 )
-TABLE: Final = tuple(entry for entry in list(globals().values()) if isinstance(entry, Patch))
+TABLE: Final = tuple(entry for entry in list(globals().values()) if isinstance(entry, PrivateNames))
 
 
 def lost() -> list[str]:
