@@ -79,7 +79,7 @@ class RankError(RunError):
     Args:
         failures: how the ranks failed, the root cause first.
         others: for each rank that was stopped because of it, one line on what it was doing.
-        stopped: whether all ranks were stopped. They keep running if all have returned and none had communicated.
+        stopped: whether all ranks were stopped. The exceptions are those of `group.unfinished.may_go_on`.
         hint: the usual mistake behind such a failure; "" if there is none.
     """
 

@@ -123,7 +123,7 @@ class Group:
         self.last_run: Run | None = None
         self.profiling = False  # whether `lab.profile` records the runs with torch's profiler
         self._owner = os.getpid()
-        notebook.starter(runtime, self._options.start, on)  # starts importing the framework
+        notebook.starter(runtime, self._options.start, on)  # starts importing the framework where ranks are forked
         notebook.groups.add(self)
         if note:
             self._announce(note)
@@ -185,7 +185,8 @@ class Group:
             a `Run`: results, output and trace.
 
         Raises:
-            RankError: a rank raised or died. The others are stopped; the next run starts new ranks.
+            RankError: a rank raised, died or blocks the others. They are stopped, and the next run starts new ranks,
+                except where all failed alike or none had communicated.
             DeadlockError, MismatchError, RunTimeoutError: the run ended otherwise; each is a `RunError`, too.
             LabError: something cannot be sent (the message names it).
             KeyboardInterrupt: Stop was pressed. The ranks are stopped; the next run starts new ones.

@@ -1,4 +1,4 @@
-"""The loop that passes each message and each death of a rank to a receiver, whether ranks start, run or end."""
+"""The loop that passes each message and each death of a rank to a receiver, whether ranks start or run."""
 
 from __future__ import annotations
 

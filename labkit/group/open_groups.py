@@ -33,7 +33,7 @@ class Notebook:
     def starter(self, runtime: str, start: str, on: Any = None) -> Any:
         """The starter of a runtime's ranks, on this machine or on those of an `Engine`.
 
-        The first call starts importing the framework, without waiting for it.
+        The first call starts importing the framework, without waiting for it, where ranks are forked.
         """
         from labkit.launch.starters import ForkStarter, SpawnStarter
 

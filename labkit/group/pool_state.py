@@ -66,7 +66,7 @@ PIPE_BYTES: Final = 1 << 20  # capacity of a rank's pipe, and so the most that i
 
 
 class Member:
-    """A rank while its process is alive: the process, and what the notebook knows about it."""
+    """A rank of a pool: its process, and what the notebook knows about it."""
 
     def __init__(self, rank: int, name: str, process: RankProcess) -> None:
         self.rank, self.name, self.process = rank, name, process

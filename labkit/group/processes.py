@@ -281,7 +281,7 @@ class RankPool:
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:
-        """End the processes and leave the rest to the run in progress on another thread."""
+        """End the processes at once, and leave the rest to the run in progress."""
         self._starter.end([m.process for m in self.members])
 
     def end(self, *, wait: bool = True) -> None:
@@ -325,7 +325,7 @@ class _Answers(Generic[_Reply]):
         self._pool.tell_if_slow()
         if time.monotonic() > self._until_s:
             late = listed(m.name for m in self._pool.members if self.expects(m))
-            raise LabError(f"{late} did not answer within {START_LIMIT_S:.0f} s while the group was starting")
+            raise LabError(f"{late} did not answer within {START_LIMIT_S:.0f} s")
         return READ_EVERY_S
 
     def expects(self, member: Member) -> bool:

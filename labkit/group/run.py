@@ -142,7 +142,7 @@ class Execution:
         The deadline is on `time.monotonic`'s clock.
 
         Raises:
-            RankError: a rank failed.
+            RankError: a rank failed, or keeps the others waiting for ever.
             DeadlockError: the ranks wait for one another, or all of them serve for ever.
             MismatchError: ranks gave different arguments to an operation, so that its result is wrong.
             RunTimeoutError: the deadline has passed.

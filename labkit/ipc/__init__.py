@@ -10,9 +10,9 @@ What to open for which change:
   (`FixedArgument`) in group/group.py; what acts on it in the rank: `_Rank` in worker/main_loop.py, or its runtime; if
   the runtime or the machine must have something: group/arguments.py; tests group/test_group.py. Where ranks are, and
   variables that describe a machine: options.py; tests test_place.py, test_machine_variables.py
-- another message between notebook and ranks: its class in protocol.py; worker/main_loop.py sends it; the table in
-  group/run.py says what receives it in a run, `RankPool.exchange` in group/processes.py asks for it outside. How it
-  travels: channel.py; tests test_protocol.py
+- another message between notebook and ranks: its class in protocol.py; worker/main_loop.py sends it;
+  `Execution.message` in group/run.py receives it in a run, `RankPool.exchange` in group/processes.py asks for it
+  outside. How it travels: channel.py; tests test_protocol.py
 - errors of ranks: tracebacks.py (headline, frames that are left out); of functions called by
   RPC: there, too; tests test_rpc_errors.py
 - what a `%%ranks` cell may contain: ranks_cell.py; tests notebook/test_ranks_magic.py

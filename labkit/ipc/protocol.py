@@ -27,7 +27,7 @@ class Message:
 
 
 class RankNotice(Message):
-    """A message of the notebook that a rank does not answer."""
+    """A message to a rank that it does not answer."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ class Offer(Message):
     """What the other ranks must know before they set up."""
 
     address: str = LOOPBACK  # the address at which the others reach it
-    port: int = 0  # the port that it holds there; 0 for none
+    port: int = 0  # its port there; 0 for none
     gpus: tuple[str, ...] = ()  # that it would use; different GPUs have different names, also on different machines
 
 
@@ -123,7 +123,7 @@ class CallFunction(Message):
 
     all_called: bool  # whether all ranks of the group call it
     check: bool  # whether the rank's tensors are to be compared with those of others
-    payload: Payload  # a `pickling_errors.Call`
+    payload: Payload  # the function and its arguments, as `pickling.pack` packs them
 
 
 @dataclass(slots=True)

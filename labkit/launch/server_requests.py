@@ -1,4 +1,4 @@
-"""What the notebook asks of the process that starts ranks, and its replies: a class for each.
+"""What the notebook asks of the process that starts ranks, and its replies.
 
 Each is one pickled packet: (number of the request, request or reply). A request that Stop interrupts is sent as a whole
 or not at all, and its reply, which nobody waits for any more, is recognized by its number.

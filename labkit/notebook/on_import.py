@@ -18,7 +18,7 @@ FIRST_USED: Final = ("labkit.notebook.watched_group", "labkit.plots.live.live") 
 def begin() -> None:
     """Prepare this process for labkit.
 
-    In a notebook's kernel, register `%%ranks`, `%%rank` and a hint at `group.spawn`. In the background, start a server
+    In IPython, register `%%ranks`, `%%rank` and a hint at `group.spawn`. In the background, start a server
     that imports torch, which takes a second, and import here what the first group needs, which takes 0.06 s. In a
     script, start recording if `LABKIT_TRACE` names a folder.
     """

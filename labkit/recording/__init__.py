@@ -19,7 +19,8 @@ What to open for which change:
 - record something else than spans and values, such as waits for what is complete already (`Trace.waits`): its kind in
   schema.py, its record and a method in ring_buffer.py, `from_records` and an argument of `Trace` in tracing/trace.py,
   its place in files in tracing/trace_file.py; tests also worker/comm/test_work.py
-- how many records a rank's memory holds, which names find room: ring_buffer.py; tests test_ring_buffer.py,
+- how many records a rank's memory holds, which names find room: ring_buffer.py; who creates that memory:
+  launch/rank_process.py; tests test_ring_buffer.py,
   test_fork_isolation.py
 - records of another machine, and its times: ring_copy.py, clock.py. How exact they are is `Trace.clock_error_ns`
 - what must match on the ranks of a collective, the names of groups and mesh axes: group_keys.py

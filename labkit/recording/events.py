@@ -1,4 +1,4 @@
-"""Recorded events as plain data: `Span` and `Scalar` for single events, `Columns` for a million spans."""
+"""Recorded events as plain data: `Scalar` for a single value, `Columns` for a million spans (one is `schema.Span`)."""
 
 from __future__ import annotations
 

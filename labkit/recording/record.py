@@ -1,4 +1,4 @@
-"""The recording functions `span`, `steps` and `record`. Outside a group they do nothing, at almost no cost.
+"""The recording functions `span`, `steps` and `record`. Outside groups and traced scripts they do almost nothing.
 
 Without `lab.steps`, a step ends with the optimizer's step. The first begins with the run's first forward pass, backward
 pass or batch; each other step where the one before ended, so that evaluations and logging count too. Programs with
@@ -86,7 +86,7 @@ class Recorder:
         self.ring, self.rank, self.size = ring, rank, size
         self.name = ""  # its name as an RPC worker, once it is one
         self.graph_spans: Any = None  # set in a TensorFlow rank: spans in a tf.function are marked in its graph
-        self.device_clock: Any = None  # set by `labkit.worker.comm` in a rank with its own GPU: spans are timed by CUDA events
+        self.device_clock: Any = None  # set by `labkit.worker.comm` in a rank with a GPU: spans are timed by CUDA events
         self.facts: Any = None  # set by `labkit.worker.comm`: what is compared with other ranks after a run
         self.automatic_steps = AutomaticSteps(self.now, self.step)
         self._begin_delay_ns = 0  # how long the main thread had waited for a core when the call began
@@ -125,7 +125,7 @@ class _Here:
         self.files: dict[str, str] = {}  # the notebook's names for the student's cells and files: "cell 5", "train.py"
         self.spans: dict[str, Any] = {}  # the compute spans that `span` has created, by name
         self.communication_spans: dict[str, Any] = {}
-        self.opened: list[TimedSpan] = []  # all compute spans that `span` has created
+        self.opened: list[TimedSpan] = []  # all compute spans that `span` has created, also those that have ended
 
     def start(self, recorder: Recorder | None) -> None:
         """Record with `recorder` from now on; None stops recording."""
@@ -146,13 +146,12 @@ class _Here:
 here = _Here()
 MOST_SPANS = 4096  # that are cached per kind
 if hasattr(os, "register_at_fork"):
-    # A process that a rank forks, such as a DataLoader worker, shares the rank's ring but has its own record counter.
-    # It would overwrite the rank's records.
+    # What a process that a rank forks records, such as a DataLoader worker, nobody would read: see `keep_from_forks`.
     os.register_at_fork(after_in_child=lambda: here.start(None))
 
 
 class UnrecordedSpan:
-    """A span outside a group. It decorates functions, and can be pickled, like all spans."""
+    """A span where nothing is recorded. It decorates functions, and can be pickled, like all spans."""
 
     __slots__ = ("kind", "name")
 
@@ -272,9 +271,9 @@ def span(name: str, kind: str = "compute") -> Any:
 
     Spans may be nested, even under the same name. An exception that leaves the block ends its span.
 
-    Recording costs about two clock reads and one memory write; outside a group nothing is recorded. On a GPU, CUDA
-    events time the span, because the host only enqueues the work. The line of code is recorded once per run, where the
-    run first uses the name.
+    Recording costs about two clock reads and one memory write; outside groups and traced scripts nothing is recorded.
+    On a GPU, CUDA events time the span, because the host only enqueues the work. The line of code is recorded once per
+    run, where the run first uses the name.
 
     Args:
         name: the name in the timeline. "forward", "backward", "optimizer" and "data" have their own colours; "data" is

@@ -30,7 +30,7 @@ What can go wrong, and the test in `tests/recording/test_ring_buffer.py` that sh
     A program makes up names without end. Those that tell who waits for whom still find room
     (`test_operations_keep_their_names_with_any_number_of_spans_and_curves`).
     The rank is killed (`test_another_process_reads_whole_records_while_the_rank_writes_and_after_it_was_killed`), or
-    forks: the child shares the memory but not the counter, so it stops recording (in `test_record.py`:
+    forks: the child gets memory of its own that nobody reads, so it stops recording (in `test_record.py`:
     `test_a_worker_that_a_rank_forks_records_nothing`).
 
 Processes that a rank forks, such as DataLoader workers, are kept from writing to memory shared with the notebook.

@@ -3,15 +3,15 @@
 A field is an attribute of `Span`. Its annotation says where a record in the ring stores it:
 
     Head("q")        in every record
-    Tail("q")        in the record of a communication; other records have the default
+    Tail("q")        in the record of a communication, a few in others (`recording/ring_buffer.py`); else the default
     Flag(OPEN)       one bit of the record's `flags`, set if the value is not the default
     OfRank("i")      not in the ring: the reader knows it
 
 The letter is a type code of Python's `struct` module. Strings are interned, and records hold their numbers. An
 attribute of `Pending` with the same name is also stored in the table of pending operations.
 
-A record has three more fields, which no span has: the `value` of a scalar, `flags`, and `commit`, the record's number
-(`recording/ring_buffer.py`).
+A record has four more fields, which no span has: the `value` of a scalar, the blocked `thread`, `flags`, and `commit`,
+the record's number (`recording/ring_buffer.py`).
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Span:
 class Pending:
     """An operation that a rank has issued and that has not completed: the rank waits for it, or computes meanwhile.
 
-    The fields have the same meaning as in `Span`, and are stored in the same way.
+    Fields that `Span` has, too, have the same meaning as there, and are stored in the same way.
     """
 
     name: str

@@ -13,7 +13,7 @@ import numpy as np
 
 from labkit.recording.schema import COMMUNICATION, COMPUTE, SCALAR, STEP, WAIT
 
-MOST: Final = 1000  # spans of one rank per update, with twenty updates a second; half of them represent many
+MOST: Final = 1000  # spans of one rank per read, with twenty reads a second; half of them represent many
 FEW: Final = 200  # up to this many rows are kept as they are
 STEPS: Final = 100  # the last steps, which determine the rate
 VALUES: Final = 20  # of each curve

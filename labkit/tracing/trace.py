@@ -99,11 +99,11 @@ class Trace:
         dropped: lost records per rank, which were written faster than they could be read.
         notes: notes for the reader, such as a missing rank, or how well clocks agree.
         profile: events of torch's profiler, in any order; `save` writes them below each rank's own rows.
-        nodes: the node of each rank, if the ranks communicated over a `labkit.Network`.
+        nodes: the node of each rank, if the ranks were on several machines or communicated over a `labkit.Network`.
         link: the emulated `labkit.Link` or `Network` over which they communicated, if any.
         replayed: whether `labkit.replay` computed it; figures say so.
         simulated: the number of ranks that `labkit.simulate` simulated, of which `ranks` are shown; 0 for a run.
-        cores: how many cores the ranks shared; 0 if unknown, as on several machines.
+        cores: how many cores the ranks shared, on all machines together; 0 if unknown.
         clock_error_ns: a bound on the error between the clocks of the ranks' machines; 0 on one machine. A shorter time
             between two ranks does not count as waiting.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,

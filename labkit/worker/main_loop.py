@@ -45,7 +45,7 @@ ALWAYS_OWN: Final = frozenset(
 
 
 def main(sock: socket.socket, ring: mmap.mmap, network: PrivateNetwork) -> None:
-    """Serve the notebook until it closes the connection or sends `Close`."""
+    """Serve the notebook until it closes the connection."""
     channel = Channel(sock)
     me = os.getpid()
     os.register_at_fork(after_in_child=channel.close)

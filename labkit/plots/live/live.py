@@ -1,8 +1,8 @@
 """`Live`: the live picture of a run, which leaves the finished timeline behind.
 
-A run calls `begin`, `update` (with newly completed spans and pending operations) and `end`, on the notebook's main
-thread. `Live` keeps a bounded memory of the run (`recent`), draws frames from it (`frame`), and replaces the last frame
-with each new one. After the run, an image of the timeline takes the place of the frames, so that a saved notebook
+A run calls `begin`, `update` (with newly completed spans and pending operations) and `end`, on the thread that called
+`watch`. `Live` keeps a bounded memory of the run (`recent`), draws frames from it (`drawing`), and replaces the last
+frame with each new one. After the run, an image of the timeline takes the place of the frames, so that a saved notebook
 contains one picture, which every viewer can show.
 """
 

@@ -62,7 +62,7 @@ class OwnLimit(NamedTuple):
 
 
 class Operation:
-    """An issued operation; its name and details are as in `recording.events.Span`.
+    """An issued operation; its name and details are as in `recording.schema.Span`.
 
     The thread that issues it, a thread that waits for it and the backend's thread that completes it may run
     concurrently. Attributes are set before the checks that depend on them, so that with the GIL, no wait is lost.

@@ -2,8 +2,8 @@
 
 A rank of a group is initialized before its function runs. If the program initializes the same default group again,
 there is nothing to do; if size, rank or backend differ, that group is destroyed, and torch creates the program's.
-`destroy_process_group` is torch's own. A rank whose default group is no longer that of its start is spent: after a
-function, the next run starts new ranks.
+`destroy_process_group` does what torch's does. A rank whose default group is no longer that of its start is spent:
+after a function, the next run starts new ranks.
 """
 
 from __future__ import annotations

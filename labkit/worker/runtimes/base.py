@@ -1,7 +1,7 @@
 """What all runtimes share: the two rounds of a rank's start, and torchrun's environment variables.
 
-A group starts in two rounds, so that no port has to be guessed: each rank offers a port that it already holds, and then
-gets the offers of all ranks.
+A group starts in two rounds, so that no port has to be guessed: each rank offers what the others need, such as a port
+that it has found or holds, and then gets the offers of all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sets up a rank of torch.distributed, or of its RPC. torch is imported late, in the ranks."""
+"""Sets up a rank of torch.distributed, or of its RPC. torch is imported late: the notebook need not have it."""
 
 from __future__ import annotations
 
