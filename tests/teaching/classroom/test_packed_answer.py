@@ -21,7 +21,7 @@ from labkit.teaching.exercises.comparisons import AnswerError
 DATA = [
     1, "text", [1.5, None], {"a": (1, 2)}, {1, 2}, range(3), 2j, collections.Counter("aab"), decimal.Decimal("1.5"),
     Fraction(1, 3), np.arange(3), np.float32(1.5), np.ones((300, 300)), torch.ones(2), torch.ones(300, 300, dtype=torch.bfloat16),
-    torch.Size([1]), Wait(0, True),
+    torch.Size([1]), Wait(0),
 ]  # fmt: skip
 
 
