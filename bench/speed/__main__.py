@@ -24,8 +24,8 @@ from labkit.worker.runtimes.registry import RUNTIMES
 KERNELS: Final = 7
 INTRODUCTION: Final = """# Benchmarks
 
-`make bench` prints this page; `make bench ARGS="--write docs/benchmarks.md"` keeps it here. Each number is the median of
-{kernels} fresh ipykernels, in which the tools take turns, so that all see the machine in the same state. No test asserts
+`make bench` prints this page; `make bench ARGS="--write docs/benchmarks.md"` keeps it here. Each number is the median
+of {kernels} fresh ipykernels, in which the tools take turns, so that all see the machine in the same state. No test asserts
 them: a busy machine is not a defect. The goals are what a user feels, and they stand in `bench/speed/promises.py`.
 """
 LABKIT: Final = "labkit"
