@@ -17,7 +17,6 @@ from typing import Any, Final
 from labkit.errors.exceptions import LABKIT, LabError, install_command
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import public_api
-from labkit.tracing.trace_file import replacing
 
 # The lessons, their images and solutions: a wheel has them in the package, a checkout in `notebooks`.
 _INSTALLED: Final = Path(LABKIT, "course")
@@ -162,6 +161,8 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file that has another content; if that fails, the old one is still there."""
     if path.exists() and path.read_bytes() == content:
         return
+    from labkit.tracing.trace_file import replacing  # ranks of an exercise import this file, and copy no lessons
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
         new.write_bytes(content)
