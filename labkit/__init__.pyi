@@ -6,7 +6,7 @@ from labkit.costs.device import Device as Device
 from labkit.costs.link import Link as Link
 from labkit.costs.network import Network as Network
 from labkit.costs.plan import plan as plan
-from labkit.costs.workload import Transformer as Transformer
+from labkit.costs.transformer import Transformer as Transformer
 from labkit.errors.exceptions import DeadlockError as DeadlockError
 from labkit.errors.exceptions import LabError as LabError
 from labkit.errors.exceptions import MismatchError as MismatchError

@@ -135,7 +135,7 @@ FRAMEWORKS = {"torch", "tensorflow", "keras"}
 PRIVATE = re.compile(r"\._|^tensorflow\.(python|core|tsl|compiler)\b|^keras\.src\b")
 # Files that recognize classes by the names of their modules, in messages and in what cannot be sent.
 BY_NAME = {"labkit.ipc.reductions", "labkit.ipc.tracebacks"}
-TABLES = {"labkit.worker.comm.torch_internals", "labkit.worker.runtimes.tensorflow.tensorflow_internals"}
+TABLES = {"labkit.recording.torch_internals", "labkit.worker.runtimes.tensorflow.tensorflow_internals"}
 
 
 def private_names(source: str) -> list[str]:

@@ -32,7 +32,7 @@ NOTEBOOKS: Final = (
     "tests/worker/comm/test_pipelines.py",
     "tests/worker/comm/test_process_group.py",
     "tests/worker/comm/test_rpc_calls.py",
-    "tests/worker/comm/test_torch_internals.py",
+    "tests/recording/test_torch_internals.py",
     "tests/group/test_output.py",
     "tests/group/test_short_runs.py",
     "tests/launch/test_starters.py",

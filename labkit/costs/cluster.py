@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Final
@@ -21,6 +22,7 @@ REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
 PIPELINE: Final = "pipeline"
 TENSOR: Final = "tensor"
+MOST_RANKS: Final = 1 << 17  # for which a plan takes about ten seconds
 
 
 @public_class
@@ -45,8 +47,8 @@ class Cluster:
     link: Link | Network
 
     def __post_init__(self) -> None:
-        expected = f"Cluster(ranks={self.ranks!r}): expected a whole number from 1"
-        check_number(self.ranks, expected, whole=True, at_least=1)
+        expected = f"Cluster(ranks={self.ranks!r}): expected a whole number from 1 to {MOST_RANKS:,}"
+        check_number(self.ranks, expected, whole=True, at_least=1, below=MOST_RANKS + 1)
         if not isinstance(self.device, Device):
             raise TypeError(f"Cluster(device={self.device!r}): expected a lab.Device, as in device=lab.Device.h100")
         if not isinstance(self.link, Link | Network):
@@ -66,6 +68,16 @@ class Cluster:
         """The number of ranks on each node."""
         return self.ranks // self.network.nodes
 
+    def of(self, ranks: int) -> Cluster:
+        """Return a cluster with another number of ranks, and as many on each node, if it has more than one."""
+        each = self.ranks_per_node
+        expected = f"ranks={ranks!r}: expected whole numbers from 1, above the {each} ranks of a node multiples of it"
+        check_number(ranks, expected, whole=True, at_least=1)
+        if ranks > each and ranks % each:
+            raise ValueError(expected)
+        nodes = max(1, ranks // each)
+        return replace(self, ranks=ranks, link=replace(self.network, nodes=nodes, ranks=ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:
@@ -77,9 +89,11 @@ class MeshAxis:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank, group after group."""
+        """The node of each rank, group after group, of all groups that can meet on a node; the others do the same."""
         assert self.network.ranks is not None
-        return _nodes_of(self.network.nodes, self.network.ranks, self.size, self.stride)
+        each, block = self.network.ranks // self.network.nodes, self.size * self.stride
+        alike = max(each, block) if max(each, block) % min(each, block) == 0 else self.network.ranks
+        return _nodes_of(each, alike, self.size, self.stride)
 
     @property
     def level(self) -> str:
@@ -99,9 +113,9 @@ class MeshAxis:
 
 
 @lru_cache(maxsize=1 << 8)
-def _nodes_of(nodes: int, ranks: int, size: int, stride: int) -> tuple[int, ...]:
+def _nodes_of(ranks_per_node: int, ranks: int, size: int, stride: int) -> tuple[int, ...]:
     firsts = [rank for rank in range(ranks) if rank // stride % size == 0]
-    return tuple((first + k * stride) * nodes // ranks for first in firsts for k in range(size))
+    return tuple((first + k * stride) // ranks_per_node for first in firsts for k in range(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class Strategy:
     """A mesh, and what its data-parallel ranks shard."""
 
     axes: tuple[tuple[str, int], ...]  # their sizes, none 1, the outermost first; neighbours along the last are consecutive
-    stage: int  # of ZeRO: 0 (nothing is sharded), 2 (gradients and optimizer state) or 3 (also parameters)
+    stage: int  # of ZeRO: 0 (nothing is sharded), 1 (optimizer state), 2 (also gradients) or 3 (also parameters)
 
     @property
     def name(self) -> str:
@@ -121,7 +135,7 @@ class Strategy:
             if axis == SHARD and REPLICATE in sizes:
                 words.append(f"HSDP {sizes[REPLICATE]}×{size}")
             elif axis != REPLICATE or SHARD not in sizes:
-                of_shard = "FSDP2" if self.stage == 3 else "ZeRO-2"
+                of_shard = "FSDP2" if self.stage == 3 else f"ZeRO-{self.stage}"
                 word = {REPLICATE: "DDP", SHARD: of_shard, PIPELINE: "pipeline", TENSOR: "TP"}[axis]
                 words.append(f"{word} {size}")
         return " × ".join(words)
@@ -154,9 +168,10 @@ def strategies(work: Workload, cluster: Cluster) -> Iterator[Strategy]:
     """
     found: dict[Strategy, None] = {}
     splits = work.hidden_bytes is not None
-    for tensor in _divisors(cluster.ranks_per_node if splits else 1):
-        for stages in _divisors(cluster.ranks // tensor if splits else 1):
-            if work.heads % tensor == 0 and work.layers % stages == 0:
+    for tensor in divisors(cluster.ranks_per_node if splits else 1):
+        for stages in divisors(cluster.ranks // tensor if splits else 1):
+            whole_stages = -work.layers % stages in (0, 2) and stages <= work.layers  # the ends may have one layer less
+            if work.heads % tensor == 0 and whole_stages:
                 found |= dict.fromkeys(_with_data(cluster, stages, tensor))
     yield from found
 
@@ -166,8 +181,8 @@ def _with_data(cluster: Cluster, stages: int, tensor: int) -> Iterator[Strategy]
     for stages_outside in (True, False) if stages * tensor <= cluster.ranks_per_node else (True,):
         inside = cluster.ranks_per_node // (tensor if stages_outside else stages * tensor)
         shard = min(data, inside)
-        choices: list[tuple[int, tuple[tuple[str, int], ...]]] = [(0, ((REPLICATE, data),)), (2, ((SHARD, data),))]
-        choices.append((3, ((SHARD, data),)))
+        choices: list[tuple[int, tuple[tuple[str, int], ...]]] = [(0, ((REPLICATE, data),))]
+        choices += [(stage, ((SHARD, data),)) for stage in (1, 2, 3)]
         if 1 < shard < data and data % shard == 0:
             choices.append((3, ((REPLICATE, data // shard), (SHARD, shard))))
         for stage, of_data in choices:
@@ -177,5 +192,7 @@ def _with_data(cluster: Cluster, stages: int, tensor: int) -> Iterator[Strategy]
             yield Strategy(kept, stage if data > 1 else 0)
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -11,13 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy
+from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy, divisors
 from labkit.costs.rounds import rounds
 from labkit.costs.workload import Precision, Workload
 
+RECOMPUTE: Final = ("none", "selective", "layer")
+UNITS: Final = ("layer", "model")
 PLANNED_KINDS: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 BUCKET_BYTES: Final = 25 << 20  # of DistributedDataParallel
 GATHERED_LAYERS: Final = 2  # FSDP2 computes one layer and gathers the next
+STEP_BYTES: Final = 4  # per parameter, which Adam needs on GPUs while it changes all parameters at one time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the user has chosen for all strategies; None: the plan chooses for each."""
+
+    micro_batch: int | None = None  # samples that a replica computes at one time
+    accumulate: int | None = None  # micro-batches of a replica in a step
+    recompute: str | None = None  # one of `RECOMPUTE`
+    chunks: int = 1  # parts of the model on each rank of a pipeline; above 1, interleaved 1F1B
+    fsdp_unit: str = "layer"  # what FSDP gathers at one time, one of `UNITS`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +39,13 @@ class Estimate:
     """What a strategy needs: one row of a plan."""
 
     strategy: Strategy
+    cluster: Cluster
+    samples: int  # of a step, of all ranks together
+    tokens: int | None  # of a step; None: unknown
+    model_flops: float  # of a step, as MFU counts them: without recomputation, attention without its mask
     micro_batches: int  # m, in how many parts each rank computes its share of the batch
-    recompute: bool  # whether the backward pass computes the activations of each layer again instead of keeping them
+    recompute: str  # what the backward pass computes again instead of keeping it, one of `RECOMPUTE`
     memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`PLANNED_KINDS`)
-    limit_bytes: float  # the memory of a device
     compute_s: float  # of a step, including the optimizer, if nothing else took time
     bubble_s: float  # how long a rank waits because the pipeline fills and drains
     exposed_s: Mapping[str, float]  # communication during which nothing is computed, by axis
@@ -47,67 +64,136 @@ class Estimate:
     @property
     def missing_bytes(self) -> float:
         """By how much the memory of a device is too small; 0 if the strategy fits."""
-        return max(0.0, sum(self.memory_bytes.values()) - self.limit_bytes)
+        return max(0.0, self.needed_bytes - self.cluster.device.memory_gb * 1e9)
+
+    @property
+    def needed_bytes(self) -> float:
+        """The bytes that it needs in all."""
+        return sum(self.memory_bytes.values())
 
     @property
     def fits(self) -> bool:
         """Whether the memory of a device is enough."""
         return self.missing_bytes == 0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of each rank; samples where the tokens are unknown."""
+        return (self.tokens or self.samples) / self.step_s / self.cluster.ranks
 
-def best_estimate(work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster) -> Estimate | None:
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the model's operations per second, of the peak rate of all devices.
+
+        Source: A. Chowdhery et al., "PaLM", 2022, appendix B.
+        """
+        device = self.cluster.device
+        peak = (device.peak_tflop_per_s or device.tflop_per_s) * 1e12
+        return self.model_flops / self.step_s / self.cluster.ranks / peak
+
+    def hours(self, tokens: float) -> float:
+        """Return how many hours so many tokens take on this cluster; times `cluster.ranks`, GPU-hours."""
+        return tokens / (self.tokens_per_s * self.cluster.ranks) / 3600
+
+
+def best_estimate(work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, choice: Choice) -> Estimate | None:
     """Return the fastest estimate of a strategy that fits, or else the one that needs the least memory.
 
-    It tries all numbers of micro-batches, with and without recomputation. None: the ranks cannot divide the batch; 1F1B
-    needs at least as many micro-batches as stages.
+    It tries all numbers of micro-batches, in a pipeline at least as many as stages, and all kinds of recomputation,
+    unless `choice` has one. None: the ranks cannot divide the batch in this way.
     """
     samples, rest = divmod(work.samples, strategy.data_ranks)
-    if rest or samples < strategy.size(PIPELINE):
+    if rest:
         return None
-    found = []
-    for recompute in (False, True) if work.hidden_bytes is not None else (False,):
-        for count in range(strategy.size(PIPELINE), samples + 1):
-            if samples % count == 0:
-                found.append(_estimate(work, precision, strategy, cluster, count, recompute))
-    return min(found, key=lambda each: (each.missing_bytes, each.step_s))
+    given = choice.accumulate is not None or choice.micro_batch is not None
+    counts = [
+        count
+        for count in divisors(samples)
+        if (given or count >= strategy.size(PIPELINE))
+        and choice.accumulate in (None, count)
+        and choice.micro_batch in (None, samples // count)
+    ]
+    kinds = ("none",) if work.hidden_bytes is None else (choice.recompute,) if choice.recompute else RECOMPUTE
+    found = [_estimate(work, precision, strategy, cluster, choice, count, kind) for count in counts for kind in kinds]
+    return min(found, key=lambda each: (each.missing_bytes, each.step_s), default=None)
 
 
 def _estimate(
-    work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, micro_batches: int, recompute: bool
+    work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, choice: Choice, micro_batches: int, recompute: str
 ) -> Estimate:
     axes = {axis: strategy.axis(axis, cluster) for axis, _ in strategy.axes}
-    step = _RankStep(work, precision, strategy, cluster, micro_batches, recompute)
+    step = _RankStep(work, precision, strategy, cluster, choice, micro_batches, recompute)
     exposed_s = {axis: seconds for axis, seconds in step.exposed_s().items() if axis in axes}
     return Estimate(
-        strategy=strategy, micro_batches=micro_batches, recompute=recompute, memory_bytes=step.memory_bytes(),
-        limit_bytes=cluster.device.memory_gb * 1e9, compute_s=step.compute_s + step.optimizer_s, bubble_s=step.bubble_s(),
+        strategy=strategy, cluster=cluster, samples=work.samples, tokens=work.tokens and work.tokens * work.samples,
+        model_flops=3 * work.forward_flops * work.samples, micro_batches=micro_batches, recompute=recompute,
+        memory_bytes=step.memory_bytes(), compute_s=step.compute_s + step.optimizer_s, bubble_s=step.bubble_s(),
         exposed_s=exposed_s, level={name: axis.level for name, axis in axes.items()},
     )  # fmt: skip
 
 
 class _RankStep:
-    """One step of a rank. Times of a forward or backward pass are those of one micro-batch on one stage."""
+    """One step of a rank. Times of a forward or backward pass are those of one micro-batch on the slowest stage."""
 
     def __init__(
-        self, work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, micro_batches: int, recompute: bool
-    ) -> None:
-        self.work, self.precision, self.strategy, self.cluster = work, precision, strategy, cluster
+        self, work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, choice: Choice, micro_batches: int,
+        recompute: str,
+    ) -> None:  # fmt: skip
+        self.work, self.precision, self.strategy, self.cluster, self.choice = work, precision, strategy, cluster, choice
         self.micro_batches, self.recompute = micro_batches, recompute
         self.stages, self.tensor, self.shards = (strategy.size(axis) for axis in (PIPELINE, TENSOR, SHARD))
-        self.layers = work.layers // self.stages
         self.samples = work.samples / strategy.data_ranks / micro_batches
-        self.parameters = work.parameters / (self.stages * self.tensor)
-        flops_per_s = cluster.device.tflop_per_s * 1e12
-        one_forward_s = self.samples * work.forward_flops / (self.stages * self.tensor) / flops_per_s
+        self.parts = work.parts(self.tensor)
+        whole = work.parameters - work.first_parameters - (0 if work.tied else work.last_parameters)
+        self.layer_parameters = whole / work.layers / self.tensor
+        self.stage_list = self._stages()
+        self.parameters = max(stage.parameters for stage in self.stage_list)
+        slowest = max(self.stage_list, key=lambda stage: stage.forward_s + stage.backward_s)
         sum_s = self._seconds(TENSOR, "all_reduce", self.samples * (work.hidden_bytes or 0.0))
-        passes = 2 + recompute
-        self.tensor_s = self.layers * 2 * passes * sum_s  # two all-reduces of each pass through a layer
-        self.forward_s = one_forward_s + self.layers * 2 * sum_s
-        self.backward_s = (1 + recompute + 1) * one_forward_s + self.layers * 2 * (passes - 1) * sum_s
-        self.compute_s = micro_batches * (3 + recompute) * one_forward_s
-        self.owned = self.parameters / self.shards
+        passes = 2 + (recompute != "none")
+        self.tensor_s = slowest.layers * 2 * passes * sum_s  # two all-reduces of each pass through a layer
+        self.forward_s = slowest.forward_s + slowest.layers * 2 * sum_s
+        self.backward_s = slowest.backward_s + slowest.layers * 2 * (passes - 1) * sum_s
+        self.compute_s = micro_batches * (slowest.forward_s + slowest.backward_s)
+        self.owned = self.parameters / (self.shards if strategy.stage else 1)
         moved = precision.parameter_bytes + precision.gradient_bytes + 2 * precision.optimizer_bytes
-        self.optimizer_s = self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
+        self.optimizer_s = work.trained * self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
+
+    def _stages(self) -> list[_Stage]:
+        """The first stage of a pipeline, one in the middle, and the last; or the only one."""
+        work, tensor = self.work, self.tensor
+        layers = math.ceil(work.layers / self.stages)
+        at_ends = layers - (layers * self.stages - work.layers) // 2  # the first and the last stage may have one less
+        first, last = work.first_parameters / tensor, work.last_parameters / tensor
+        if self.stages == 1:
+            return [self._stage(layers, work.parameters / tensor, 1, first=True, last=True)]
+        own = self.layer_parameters
+        found = [
+            self._stage(at_ends, at_ends * own + first, self.stages, first=True),
+            self._stage(at_ends, at_ends * own + last, 1, last=True),
+        ]
+        if self.stages > 2:
+            found.append(self._stage(layers, layers * own, self.stages - 1))
+        return found
+
+    def _stage(self, layers: int, parameters: float, under_way: float, *, first: bool = False, last: bool = False) -> _Stage:
+        device, samples = self.cluster.device, self.samples
+        forward_s = backward_s = saved = more = 0.0
+        layer = self.parts.layer
+        if layer is not None:
+            forward_s, backward_s = (layers * each for each in layer.seconds(samples, device, self.recompute))
+            passes = layer.at(samples)
+            kept = {"none": passes.saved_bytes, "selective": passes.kept_bytes, "layer": passes.output_bytes}[self.recompute]
+            saved, more = layers * kept, passes.peak_bytes - (0.0 if self.recompute == "layer" else kept)
+        for part in [self.parts.first] * first + [self.parts.last] * last:
+            if part is not None:
+                times, passes = part.seconds(samples, device, "none"), part.at(samples)
+                forward_s, backward_s = forward_s + times[0], backward_s + times[1]
+                more = max(more, passes.peak_bytes)
+        count = self.choice.chunks
+        under_way = under_way + (self.stages - 1) / count if count > 1 and under_way > 1 else under_way
+        activations = min(self.micro_batches, under_way) * saved + more
+        return _Stage(layers, parameters, forward_s, backward_s, activations)
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
         """How long all groups along an axis take for a collective that each carries out at the same time."""
@@ -115,26 +201,34 @@ class _RankStep:
         return along.network.rounds_s(rounds(operation, along.nodes, len(along.nodes) // along.size), nbytes)
 
     def bubble_s(self) -> float:
-        """(s−1)·(t_f + t_b): a stage waits for the first micro-batch to arrive and for the last to come back."""
-        return (self.stages - 1) * (self.forward_s + self.backward_s)
+        """(s−1)·(t_f + t_b)/v: a stage waits for the first micro-batch to arrive and for the last to come back."""
+        return (self.stages - 1) * (self.forward_s + self.backward_s) / self.choice.chunks
 
     def exposed_s(self) -> dict[str, float]:
         """Communication that nothing hides, by axis."""
-        nbytes = self.samples * (self.work.hidden_bytes or 0.0) / (1 if self.stages > 1 else math.inf)
+        nbytes = self.samples * (self.work.hidden_bytes or 0.0) / self.tensor
         hop_s = self.strategy.axis(PIPELINE, self.cluster).message_s(nbytes) if self.stages > 1 else 0.0
-        sharded, replicated = self._sharded_s() if self.shards > 1 else (0.0, self._replicated_s())
+        sharded, replicated = self._sharded_s() if self.strategy.stage > 1 else (0.0, self._replicated_s(REPLICATE))
+        if self.strategy.stage == 1:
+            sharded = self._replicated_s(SHARD)
         return {
             TENSOR: self.micro_batches * self.tensor_s,
-            PIPELINE: 2 * (self.stages - 1 + self.micro_batches - 1) * hop_s,
+            PIPELINE: 2 * (self.stages - 1 + self.choice.chunks * self.micro_batches - 1) * hop_s,
             SHARD: sharded,
             REPLICATE: replicated,
         }
 
-    def _replicated_s(self) -> float:
-        """Buckets of DDP: all-reduces during the last backward pass, as `lab.predict.data_parallel_step` has them."""
-        nbytes = self.precision.gradient_bytes * self.parameters
-        buckets = math.ceil(nbytes / BUCKET_BYTES)
-        each_s = self._seconds(REPLICATE, "all_reduce", nbytes / buckets)
+    def _replicated_s(self, axis: str) -> float:
+        """Buckets of DDP: all-reduces during the last backward pass, as `lab.predict.data_parallel_step` has them.
+
+        ZeRO-1 scatters the gradients and gathers the parameters, which is as much.
+        """
+        each = self.precision.gradient_bytes
+        if self.strategy.stage == 1:
+            each = (each + self.precision.compute_bytes) / 2
+        nbytes = each * self.work.trained * self.parameters
+        buckets = max(1, math.ceil(nbytes / BUCKET_BYTES))
+        each_s = self._seconds(axis, "all_reduce", nbytes / buckets)
         return max(each_s, self.backward_s / buckets + buckets * each_s - self.backward_s)
 
     def _sharded_s(self) -> tuple[float, float]:
@@ -142,11 +236,13 @@ class _RankStep:
 
         The first gather and the last scatter (and sum) are exposed; the others as far as they take longer than a layer.
         """
-        others, of_layer = self.layers - 1, self.parameters / self.layers
-        gather_s = self._seconds(SHARD, "all_gather", self.precision.parameter_bytes * of_layer)
-        scatter_s = self._seconds(SHARD, "reduce_scatter", self.precision.gradient_bytes * of_layer)
-        sum_s = self._seconds(REPLICATE, "all_reduce", self.precision.gradient_bytes * of_layer / self.shards)
-        forward_s, backward_s = self.forward_s / self.layers, self.backward_s / self.layers
+        units = math.ceil(self.work.layers / self.stages) if self.choice.fsdp_unit == "layer" else 1
+        others, of_unit = units - 1, self.parameters / units
+        gather_s = self._seconds(SHARD, "all_gather", self.precision.compute_bytes * of_unit)
+        gradient_bytes = self.precision.gradient_bytes * self.work.trained * of_unit
+        scatter_s = self._seconds(SHARD, "reduce_scatter", gradient_bytes)
+        sum_s = self._seconds(REPLICATE, "all_reduce", gradient_bytes / self.shards)
+        forward_s, backward_s = self.forward_s / units, self.backward_s / units
         forward = gather_s + others * max(0.0, gather_s - forward_s)
         again_s = gather_s if self.strategy.stage == 3 else 0.0
         backward = again_s + scatter_s + others * max(0.0, again_s + scatter_s - backward_s)
@@ -156,25 +252,37 @@ class _RankStep:
 
     def memory_bytes(self) -> dict[str, float]:
         """Memory of the rank that needs most, by kind."""
-        size, stage = self.precision, self.strategy.stage
-        parameters, gradients = size.parameter_bytes * self.parameters, size.gradient_bytes * self.parameters
-        if stage == 3:
-            buffers = GATHERED_LAYERS * parameters / self.layers + gradients / self.layers
-        else:  # gradients that are not yet scattered, or DDP's buckets, which hold all gradients once more
-            buffers = gradients / self.layers if stage else gradients * (self.strategy.size(REPLICATE) > 1)
+        return max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values()))
+
+    def _memory_of(self, stage: _Stage) -> dict[str, float]:
+        size, zero, whole, trained = self.precision, self.strategy.stage, stage.parameters, self.work.trained
+        owned = trained * whole / (self.shards if zero else 1)
+        unit = self.layer_parameters if self.choice.fsdp_unit == "layer" else whole
+        around = max(0.0, whole - stage.layers * self.layer_parameters)  # the embedding and the head, a unit of their own
+        if zero == 3:
+            copied = size.compute_bytes * min(GATHERED_LAYERS * unit + around, whole)
+        else:  # all gathered parameters, or copies in 16 bits
+            copied = size.compute_bytes * whole if zero == 2 or size.compute_bytes < size.parameter_bytes else 0.0
+        if zero > 1:
+            copied += size.gradient_bytes * trained * max(unit, around)  # gradients that are not yet scattered
+        if size.optimizer_bytes and self.cluster.device.runs_ahead:  # when activations are freed
+            copied = max(copied, STEP_BYTES * owned - stage.activation_bytes)
+        buckets = size.gradient_bytes * trained * whole if zero == 0 and self.strategy.size(REPLICATE) > 1 else 0.0
         return {
-            "parameters": parameters / (self.shards if stage == 3 else 1),
-            "gradients": gradients / self.shards,
-            "optimizer": size.optimizer_bytes * self.owned,
-            "activations": self._activation_bytes(),
-            "buffers": buffers,
+            "parameters": size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
+            "gradients": size.gradient_bytes * (owned if zero > 1 else trained * whole),
+            "optimizer": size.optimizer_bytes * owned,
+            "activations": stage.activation_bytes,
+            "buffers": copied + buckets,
         }
 
-    def _activation_bytes(self) -> float:
-        """Activations of the micro-batches under way in 1F1B: s on the first stage, one and the outputs on the last."""
-        layer = self.work.whole_bytes + self.work.divided_bytes / self.tensor
-        kept = self.layers * ((self.work.hidden_bytes or 0.0) if self.recompute else layer)
-        again = layer if self.recompute else 0.0  # the layer that is being computed again
-        first = min(self.micro_batches, self.stages) * kept + again
-        last = kept + again + self.work.output_bytes / self.tensor
-        return self.samples * (last if self.stages == 1 else max(first, last))
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage of a pipeline."""
+
+    layers: int
+    parameters: float  # of a rank
+    forward_s: float  # of one micro-batch, computing only
+    backward_s: float
+    activation_bytes: float

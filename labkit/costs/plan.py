@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.cluster import Cluster, strategies
-from labkit.costs.estimate import PLANNED_KINDS, Estimate, best_estimate
+from labkit.costs.estimate import PLANNED_KINDS, RECOMPUTE, UNITS, Choice, Estimate, best_estimate
 from labkit.costs.link import Link
-from labkit.costs.workload import Precision, Transformer, Workload, workload_of
-from labkit.errors.lists import Table, counted
+from labkit.costs.transformer import Transformer
+from labkit.costs.workload import Precision, Workload, module_bytes, workload_of
+from labkit.errors.lists import Table, counted, listed
 from labkit.errors.units import bytes_in_words, in_words
 from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mean, public_api
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 SHOWN: Final = 16  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
 # What decides comes first: in a narrow window, the kinds of memory are to the right of it.
-HEADINGS: Final = ("strategy", "m", "memory", "step", "compute", "bubble", "exposed communication", *PLANNED_KINDS)
+HEADINGS: Final = (
+    "strategy", "m", "memory", "step", "tokens/s", "MFU", "compute", "bubble", "exposed communication", *PLANNED_KINDS,
+)  # fmt: skip
+AGAIN: Final = {"none": "", "selective": " s", "layer": " r"}
 WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communication"))  # columns of text, not of numbers
 
 
@@ -30,18 +34,20 @@ WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communicatio
 class Change:
     """A change of the cluster or the batch that makes another strategy the fastest."""
 
+    winner: str  # the name of the strategy
     of: str  # what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch"
     factor: float  # at least, if it is above 1, else at most
 
     def __str__(self) -> str:
-        return f"{'at least' if self.factor > 1 else 'at most'} {self.factor:.3g} times {_CHANGES[self.of][0]}"
+        how = "at least" if self.factor > 1 else "at most"
+        return f"{self.winner} wins with {how} {self.factor:.3g} times {_CHANGES[self.of][0]}"
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The strategies for a model, a batch and a cluster; a notebook shows a table, `print` the same as text.
 
-    `plan["DDP 4"]` is one row. A row's numbers are in seconds and bytes.
+    `plan["DDP 4"]` is one row, `plan[0]` the best. A row's numbers are in seconds and bytes.
     """
 
     rows: tuple[Estimate, ...]  # those that fit, the fastest first; then the others, the one that lacks least memory first
@@ -49,13 +55,16 @@ class Plan:
     work: Workload  # what a step asks for
     precision: Precision  # bytes per parameter
     cluster: Cluster
+    choice: Choice
 
     @property
     def fitting(self) -> tuple[Estimate, ...]:
         """The strategies that fit, the fastest first."""
         return tuple(row for row in self.rows if row.fits)
 
-    def __getitem__(self, name: str) -> Estimate:
+    def __getitem__(self, name: str | int) -> Estimate:
+        if isinstance(name, int):
+            return self.rows[name]
         for row in self.rows:
             if row.name == name:
                 return row
@@ -77,6 +86,8 @@ class Plan:
         """
         if not self.fitting:
             raise ValueError("break_even(): no strategy fits this cluster, so there is no best one")
+        if len({row.cluster.ranks for row in self.rows}) > 1:
+            raise ValueError("break_even(): this plan has several numbers of ranks; plan one of them")
         best = self.fitting[0]
         if winner is None and len(self.fitting) < 2:
             raise ValueError(f"break_even(): only {best.name} fits; name the strategy that is to win")
@@ -88,7 +99,7 @@ class Plan:
             for towards in (2.0, 0.5):
                 factor = self._turning_point(best, other, changed, towards, whole=of == "batch")
                 if factor is not None:
-                    found.append(Change(of, factor))
+                    found.append(Change(other.name, of, factor))
         return tuple(sorted(found, key=lambda change: abs(math.log(change.factor))))
 
     def _turning_point(self, best: Estimate, other: Estimate, changed: Changed, towards: float, *, whole: bool) -> float | None:
@@ -96,7 +107,7 @@ class Plan:
 
         def wins(factor: float) -> bool:
             work, cluster = changed(self.work, self.cluster, factor)
-            one, two = (best_estimate(work, self.precision, each.strategy, cluster) for each in (other, best))
+            one, two = (best_estimate(work, self.precision, each.strategy, cluster, self.choice) for each in (other, best))
             return one is not None and one.fits and (two is None or not two.fits or one.step_s < two.step_s)
 
         loses, factor = 1.0, towards
@@ -122,9 +133,18 @@ class Plan:
         )
 
     def _notes(self) -> list[str]:
-        notes = ["m: micro-batches; r: activations are recomputed. The first axis of a strategy is the outermost."]
+        notes = [
+            "m: micro-batches; r: layers are recomputed, s: selectively. The first axis of a strategy is the outermost.",
+            f"{'Tokens' if self.work.tokens else 'Samples'}/s are those of one rank.",
+        ]
         if len(self.rows) > SHOWN:
-            notes.append(f"More strategies, {len(self.rows) - SHOWN} of them, are in .rows.")
+            notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
+        whole = self.precision.parameter_bytes * self.work.parameters
+        if any(row.fits and whole > row.cluster.device.memory_gb * 1e9 for row in self.rows):
+            notes.append(
+                f"The whole model has {bytes_in_words(whole)}, more than a device: create it on the meta device, and save its "
+                "parts."
+            )
         if self.undivided:
             names = ", ".join(self.undivided[:3]) + (", ..." if len(self.undivided) > 3 else "")
             notes.append(f"The batch cannot be divided among the replicas, or into enough micro-batches, of {names}.")
@@ -143,69 +163,138 @@ class Plan:
 @public_api
 def plan(
     model: Transformer | nn.Module,
-    batch: Any,
-    cluster: Cluster,
+    batch: Any = None,
+    cluster: Cluster | None = None,
     *,
+    tokens_per_batch: int | None = None,
+    ranks: Sequence[int] | None = None,
+    strategy: str | None = None,
+    micro_batch: int | None = None,
+    accumulate: int | None = None,
+    recompute: str | None = None,
+    chunks: int = 1,
+    fsdp_unit: str = "layer",
+    sequence_parallel: bool = True,
     parameter_bytes: float | None = None,
     gradient_bytes: float | None = None,
     optimizer_bytes: float | None = None,
+    compute_bytes: float | None = None,
+    trainable: int | None = None,
 ) -> Plan:
     """Compare all strategies for a model on a cluster: what fits, how long a step takes, and what limits it.
 
-    The strategies are DDP, FSDP2 (ZeRO-3), FSDP2 that keeps gathered parameters (ZeRO-2), HSDP, tensor parallelism
-    inside nodes, pipelines (1F1B), and all meshes of them. Each has the number of micro-batches, with or without
-    recomputation, that is the fastest that fits. For example:
+    The strategies are DDP, ZeRO-1, ZeRO-2 (FSDP2 that keeps gathered parameters), FSDP2 (ZeRO-3), HSDP, tensor
+    parallelism inside nodes, pipelines (1F1B), and all meshes of them. What is not given is chosen for each: the number
+    of micro-batches, and what is recomputed, so that it is the fastest that fits. For example:
 
-        model = lab.Transformer(layers=32, width=4096, sequence=8192, vocabulary=128256)
-        network = lab.Network(nodes=8, inside=lab.Link.nvlink4, between=lab.Link.infiniband_ndr)
-        lab.plan(model, batch=128, cluster=lab.Cluster(ranks=64, device=lab.Device.h100, link=network))
+        network = lab.Network(nodes=8, inside=lab.Link.nvlink4, between=lab.Link(gbit_per_s=3200, latency_us=5))
+        cluster = lab.Cluster(ranks=64, device=lab.Device.h100, link=network)
+        plan = lab.plan(lab.Transformer.llama3_8b, batch=128, cluster=cluster)
+        plan[0].tokens_per_s, plan[0].mfu, 64 * plan[0].hours(15e12)  # of the fastest; GPU-hours
 
     Args:
-        model: a transformer's shape; or a module, which computes shapes only, for which tensor parallelism and
-            pipelines are not planned.
+        model: a transformer's shape; or a module, whose passes are counted on shapes only, for which tensor parallelism
+            and pipelines are not planned.
         batch: a step of all ranks together: for a transformer a number of sequences; for a module its inputs, a tensor
             or a tuple of tensors, whose first dimension is the batch.
         cluster: the ranks, their devices and their network.
-        parameter_bytes: bytes per parameter, and of a transformer also per activation; default: 2 (mixed precision) for
-            a transformer, those of its own type for a module.
+        tokens_per_batch: in place of `batch`, the tokens of a step of a transformer. Neither is needed if `strategy`,
+            `micro_batch` and `accumulate` are given.
+        ranks: several numbers of ranks, as many on each node as in `cluster`; the plan has the best strategy for each.
+        strategy: the only one to plan, by its name, such as "FSDP2 8".
+        micro_batch: the samples that a replica computes at one time.
+        accumulate: the micro-batches of a replica in a step.
+        recompute: what the backward pass computes again: "none", "layer" (everything but the inputs of layers), or
+            "selective" (everything but the results of matrix products with weights and of fused attention).
+        chunks: the parts of the model on each rank of a pipeline; above 1, interleaved 1F1B.
+        fsdp_unit: what FSDP gathers at one time: "layer", or the whole "model".
+        sequence_parallel: whether tensor parallelism also divides the tokens between the matrix products.
+        parameter_bytes: bytes per parameter; default: 2 (mixed precision) for a transformer, those of its own type for
+            a module.
         gradient_bytes: bytes per gradient; default: as many as a parameter's.
         optimizer_bytes: bytes of the optimizer's state per parameter; default: those of Adam, 12 in mixed precision
             with its 32-bit copy of the parameters, else two parameters'. SGD has 0, with momentum a parameter's.
+        compute_bytes: bytes of what kernels compute with and FSDP gathers; default: `parameter_bytes`. FSDP2's mixed
+            precision has `parameter_bytes=4, compute_bytes=2`.
+        trainable: the parameters that are trained, such as those of LoRA, while all others are frozen; default: all. A
+            module says so itself.
 
     Returns:
-        the plan, a table in a notebook: times as if each rank's kernels reached the device's rates.
+        the plan, a table in a notebook.
 
     Raises:
         TypeError, ValueError: an invalid argument.
 
-    Source: docs/planning.md has all formulas: S. Rajbhandari et al., "ZeRO", SC20; D. Narayanan et al., "Efficient
-        Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC21; V. Korthikanti et al., "Reducing
-        Activation Recomputation in Large Transformer Models", 2022.
+    Source: docs/planning.md has the formulas, their sources, and published runs beside them.
     """
-    given = {"parameter_bytes": parameter_bytes, "gradient_bytes": gradient_bytes, "optimizer_bytes": optimizer_bytes}
-    for name, value in given.items():
-        if value is not None:
-            check_number(value, f"{name}={value!r}: expected a number of bytes, from 0", at_least=0, below=math.inf)
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster={cluster!r}: expected a lab.Cluster")
-    precision = None
-    if parameter_bytes is not None:
-        of_adam = 12 if parameter_bytes <= 2 else 2 * parameter_bytes
-        precision = Precision(parameter_bytes, parameter_bytes, of_adam)
-    work, precision = workload_of(model, batch, precision)
-    if gradient_bytes is not None:
-        precision = replace(precision, gradient_bytes=gradient_bytes)
-    if optimizer_bytes is not None:
-        precision = replace(precision, optimizer_bytes=optimizer_bytes)
-    found, undivided = [], []
-    for strategy in strategies(work, cluster):
-        estimate = best_estimate(work, precision, strategy, cluster)
-        if estimate is None:
-            undivided.append(strategy.name)
-        else:
-            found.append(estimate)
-    rows = sorted(found, key=lambda row: (row.missing_bytes, row.step_s))
-    return Plan(tuple(rows), tuple(undivided), work, precision, cluster)
+    _check(micro_batch, accumulate, recompute, chunks, fsdp_unit)
+    precision = _precision(model, parameter_bytes, gradient_bytes, optimizer_bytes, compute_bytes)
+    choice = Choice(
+        micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, chunks=chunks, fsdp_unit=fsdp_unit
+    )  # fmt: skip
+    given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch)
+    if given is None and None not in (strategy, micro_batch, accumulate):
+        assert micro_batch is not None
+        assert accumulate is not None
+        given = micro_batch * accumulate * cluster.ranks  # at most: as many as there could be replicas
+    work = workload_of(model, given, precision, sequence_parallel=sequence_parallel, trainable=trainable)
+    rows, undivided = [], []
+    for planned in [cluster] if ranks is None else [cluster.of(count) for count in ranks]:
+        found: dict[Any, Estimate] = {}
+        for each in strategies(work, planned):
+            if strategy in (None, each.name):
+                if batch is None and tokens_per_batch is None:
+                    work = replace(work, samples=(micro_batch or 1) * (accumulate or 1) * each.data_ranks)
+                estimate = best_estimate(work, precision, each, planned, choice)
+                if estimate is None:
+                    undivided.append(each.name)
+                else:  # of meshes with other orders of their axes and equal numbers, the first
+                    found.setdefault((frozenset(each.axes), each.stage, estimate.step_s, estimate.needed_bytes), estimate)
+        best = sorted(found.values(), key=lambda row: (row.missing_bytes, row.step_s))
+        rows += best if ranks is None else best[:1]
+    if strategy is not None and not rows and strategy not in undivided:
+        names = [each.name for each in strategies(work, cluster)]
+        where = f"no strategy of {counted(cluster.ranks, 'rank')} has this name"
+        raise ValueError(f"strategy={strategy!r}: {where}; {did_you_mean(strategy, names)}")
+    return Plan(tuple(rows), tuple(undivided), work, precision, cluster, choice)
+
+
+def _check(micro_batch: Any, accumulate: Any, recompute: Any, chunks: Any, fsdp_unit: Any) -> None:
+    for name, value in (("micro_batch", micro_batch), ("accumulate", accumulate), ("chunks", chunks)):
+        if value is not None:
+            check_number(value, f"{name}={value!r}: expected a whole number from 1", whole=True, at_least=1)
+    for name, value, known in (("recompute", recompute, (None, *RECOMPUTE)), ("fsdp_unit", fsdp_unit, UNITS)):
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: expected {listed([repr(each) for each in known if each], word='or')}")
+
+
+def _precision(model: Any, parameter: Any, gradient: Any, optimizer: Any, compute: Any) -> Precision:
+    given = {
+        "parameter_bytes": parameter, "gradient_bytes": gradient, "optimizer_bytes": optimizer, "compute_bytes": compute
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            zero = name in ("gradient_bytes", "optimizer_bytes")
+            expected = f"{name}={value!r}: expected a number of bytes, {'from' if zero else 'above'} 0"
+            check_number(value, expected, at_least=0, above=-math.inf if zero else 0, below=math.inf)
+    size = parameter
+    if size is None:
+        size = 2 if isinstance(model, Transformer) else module_bytes(model)
+    defaults = {
+        "parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 12 if size <= 2 else 2 * size, "compute_bytes": size
+    }  # fmt: skip
+    return Precision(**(defaults | {name: value for name, value in given.items() if value is not None}))
+
+
+def _sequences(model: Any, batch: Any, tokens: Any) -> int:
+    """The number of sequences of a batch that is given in tokens."""
+    if batch is not None or not isinstance(model, Transformer):
+        raise ValueError("tokens_per_batch: expected either this or batch, and this for a lab.Transformer only")
+    expected = f"tokens_per_batch={tokens!r}: expected a whole number of tokens, at least the {model.sequence} of a sequence"
+    check_number(tokens, expected, whole=True, at_least=model.sequence)
+    return int(tokens) // model.sequence
 
 
 def _texts(row: Estimate) -> tuple[str, ...]:
@@ -214,9 +303,11 @@ def _texts(row: Estimate) -> tuple[str, ...]:
     )
     return (
         row.name,
-        f"{row.micro_batches}{' r' if row.recompute else ''}",
-        bytes_in_words(sum(row.memory_bytes.values())),
+        f"{row.micro_batches}{AGAIN[row.recompute]}",
+        bytes_in_words(row.needed_bytes),
         in_words(row.step_s, "s") if row.fits else "too large",
+        f"{row.tokens_per_s:,.{0 if row.tokens_per_s >= 100 else 1}f}",
+        f"{row.mfu:.0%}",
         in_words(row.compute_s, "s"),
         in_words(row.bubble_s, "s") if row.bubble_s else "",
         exposed,

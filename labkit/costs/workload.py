@@ -5,62 +5,38 @@ The sizes of a `Transformer` follow from its shape; those of any other module ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from labkit.errors.wrong_calls import check_number, public_class
+from labkit.costs.transformer import Transformer
+from labkit.errors.wrong_calls import check_number
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-
-@public_class
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transformer:
-    """A decoder-only transformer: `lab.Transformer(layers=32, width=4096, sequence=8192, vocabulary=128256)`.
-
-    Args:
-        layers: l, the number of layers.
-        width: h, the size of a token's vector.
-        sequence: s, the tokens of a sequence.
-        vocabulary: V, the number of different tokens.
-        heads: the number of attention heads, among which tensor parallelism divides a layer; default: width / 64.
-        parameters: the number of parameters; default: 12·l·h² + 13·l·h + (V + s)·h, as in GPT-3.
-
-    Raises:
-        TypeError: an argument is not a whole number.
-        ValueError: it is less than 1.
-
-    Source: the default: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-        Megatron-LM", SC21, equation 2.
-    """
-
-    layers: int
-    width: int
-    sequence: int
-    vocabulary: int
-    heads: int | None = None
-    parameters: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value is not None or name not in ("heads", "parameters"):
-                check_number(value, f"Transformer({name}={value!r}): expected a whole number from 1", whole=True, at_least=1)
-        if self.heads is None:
-            object.__setattr__(self, "heads", max(1, self.width // 64))
-        if self.parameters is None:
-            layer = 12 * self.width**2 + 13 * self.width
-            object.__setattr__(self, "parameters", self.layers * layer + (self.vocabulary + self.sequence) * self.width)
+    from labkit.costs.passes import Counted
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes per parameter: of the parameter itself, of its gradient, and of the optimizer's state for it."""
+    """Bytes per parameter: of itself, its gradient, the optimizer's state, and what kernels compute with."""
 
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
+    compute_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The passes of a model as a rank of tensor parallelism has it; of a module, the last part is all of it."""
+
+    first: Counted | None  # a transformer's embedding
+    layer: Counted | None
+    last: Counted  # its head and the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,85 +44,123 @@ class Workload:
     """What one step asks for. All sizes but the parameters are for one sample, such as a sequence."""
 
     samples: int  # of a step, of all ranks together
+    tokens: int | None  # of a sample; None: unknown
     parameters: float  # Ψ
+    trained: float  # the share of them that has gradients and optimizer state
+    first_parameters: float  # of these, those of the embedding
+    last_parameters: float  # and of the head, which a pipeline's last stage has; a copy if it is tied to the embedding
+    tied: bool
     layers: int  # equal ones; a pipeline has whole layers in each stage, FSDP gathers one at a time
-    forward_flops: float  # of the forward pass; the backward pass has twice as many
-    whole_bytes: float  # activations of a layer that tensor parallelism does not divide
-    divided_bytes: float  # and that it divides
+    forward_flops: float  # of the forward pass as MFU counts them; the backward pass has twice as many
     # A layer's output, which tensor parallelism sums and a pipeline sends. None: unknown, so neither is possible, and
     # nothing can be recomputed.
     hidden_bytes: float | None
-    output_bytes: float  # the outputs after the last layer, kept for the backward pass
     heads: int  # the most ranks among which a layer can be divided
+    parts: Callable[[int], Parts] = field(compare=False, repr=False)  # by the number of ranks that divide a layer
 
 
-def workload_of(model: Transformer | nn.Module, batch: Any, precision: Precision | None) -> tuple[Workload, Precision]:
-    """Return what a step of a model asks for, and its bytes per parameter.
+def workload_of(
+    model: Transformer | nn.Module,
+    batch: Any,
+    precision: Precision,
+    *,
+    sequence_parallel: bool = True,
+    trainable: int | None = None,
+) -> Workload:
+    """Return what a step of a model asks for.
 
-    The batch of a transformer is the number of its sequences, that of a module its inputs, a tensor or several. Without
-    a precision, a transformer has mixed precision with Adam, a module its own parameters' with Adam. A `TypeError` or
-    `ValueError` says that the batch does not suit the model.
+    The batch of a transformer is the number of its sequences, that of a module its inputs, a tensor or several. A
+    `TypeError` or `ValueError` says that the batch does not suit the model.
     """
     if isinstance(model, Transformer):
         check_number(batch, f"batch={batch!r}: expected a number of sequences, a whole number from 1", whole=True, at_least=1)
-        precision = precision or Precision(2, 2, 12)
-        return _of_transformer(model, batch, precision.parameter_bytes), precision
-    return _of_module(model, batch, precision)
+        if trainable is not None:
+            expected = f"trainable={trainable!r}: expected a whole number, at most the {model.parameters:,} parameters"
+            check_number(trainable, expected, whole=True, at_least=0, below=model.parameters + 1)
+        return _of_transformer(model, batch, precision, sequence_parallel, trainable)
+    if trainable is not None:
+        raise ValueError(f"trainable={trainable!r}: a module's own parameters say it, by requires_grad")
+    return _of_module(model, batch)
 
 
-def _of_transformer(model: Transformer, sequences: int, value_bytes: float) -> Workload:
+def _of_transformer(
+    model: Transformer, sequences: int, precision: Precision, sequence_parallel: bool, trainable: int | None
+) -> Workload:
     """Return what a step of a transformer asks for.
 
-    Operations: 2·Ψ per token and 4·l·h·s for attention, of Chowdhery et al., "PaLM", 2022, appendix B. Activations of a
-    layer: s·h·(10 + 24/t) in 16 bits, of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", 2022, equation 2, without the attention matrix, which fused kernels do not keep. Of the 34 bytes, 2 are
-    masks of dropout, which do not depend on the precision: 1 of the 10 and 1 of the 24.
+    Operations: 2·Ψ per token and 4·l·h·s for attention, of Chowdhery et al., "PaLM", 2022, appendix B.
     """
-    assert model.parameters is not None
-    assert model.heads is not None
-    tokens, hidden = model.sequence, model.sequence * model.width
-    half = value_bytes / 2
+    tokens = model.sequence
+
+    @functools.cache
+    def parts(ranks: int) -> Parts:
+        import torch
+
+        from labkit.costs.transformer_parts import Cut, counted_parts
+
+        dtype = torch.float32 if precision.compute_bytes > 2 else torch.bfloat16
+        frozen = trainable is not None and trainable < model.parameters
+        divides = sequence_parallel and ranks > 1 and tokens % ranks == 0
+        return Parts(*counted_parts(model, Cut(ranks, divides, frozen), dtype))
+
     return Workload(
-        samples=sequences, parameters=model.parameters, layers=model.layers, heads=model.heads,
-        forward_flops=tokens * (2 * model.parameters + 4 * model.layers * model.width * tokens),
-        whole_bytes=hidden * (9 * half + 1), divided_bytes=hidden * (23 * half + 1), hidden_bytes=hidden * value_bytes,
-        output_bytes=4 * hidden * half + 4 * tokens * model.vocabulary,  # the logits in 32 bits, as Korthikanti et al. have
+        samples=sequences, tokens=tokens, parameters=model.parameters, layers=model.layers, heads=model.all_heads,
+        trained=1.0 if trainable is None else trainable / model.parameters,
+        first_parameters=model.embedding_parameters, last_parameters=model.vocabulary * model.width, tied=model.shares_output,
+        forward_flops=tokens * (2 * model.active_parameters + 4 * model.layers * model.width * tokens),
+        hidden_bytes=tokens * model.width * precision.compute_bytes, parts=parts,
     )  # fmt: skip
 
 
-def _of_module(model: nn.Module, batch: Any, precision: Precision | None) -> tuple[Workload, Precision]:
-    """Return what a step of a module asks for: it computes shapes only, with neither numbers nor memory."""
-    import torch
-    from torch.func import functional_call
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils.flop_counter import FlopCounterMode
+def module_bytes(model: nn.Module) -> float:
+    """Return the bytes of a module's parameter; a `TypeError` or `ValueError` says what is wrong with the module."""
+    from torch import nn
 
-    inputs = batch if isinstance(batch, list | tuple) else (batch,)
-    if not inputs or not all(isinstance(each, torch.Tensor) and each.dim() for each in inputs):
-        raise TypeError(f"batch={type(batch).__name__}: expected the inputs of a step, a tensor, or a tuple of tensors")
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"model={model.__name__}: expected a module; this is its class, so call it: {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: expected a lab.Transformer or a module of torch")
+    name = type(model).__name__
     parameters = list(model.parameters())
     if not parameters:
-        raise ValueError(f"model={type(model).__name__}: expected a module with parameters")
-    shapes = {name: each.detach().to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
-    for name, _ in model.named_parameters():
-        if shapes[name].is_floating_point():
-            shapes[name].requires_grad_()
-    kept: list[torch.Tensor] = []
+        raise ValueError(f"model={name}: expected a module with parameters")
+    if any(isinstance(each, nn.UninitializedParameter) for each in parameters):
+        raise ValueError(f"model={name}: it has lazy layers, whose sizes are unknown until the module is called once")
+    return sum(each.nbytes for each in parameters) / sum(each.numel() for each in parameters)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        functional_call(model, shapes, tuple(each.to("meta") for each in inputs))
-    own = {StorageWeakRef(each.untyped_storage()) for each in shapes.values()}
-    saved = {StorageWeakRef(each.untyped_storage()): each.untyped_storage().nbytes() for each in kept}  # views share one
-    activations = sum(nbytes for storage, nbytes in saved.items() if storage not in own)
-    count, samples = sum(each.numel() for each in parameters), len(inputs[0])
-    size = sum(each.nbytes for each in parameters) / count
+def _of_module(model: nn.Module, batch: Any) -> Workload:
+    """Return what a step of a module asks for: it computes shapes only, with neither numbers nor memory."""
+    import torch
+
+    inputs = batch if isinstance(batch, list | tuple) else (batch,)
+    if not inputs or not all(isinstance(each, torch.Tensor) and each.dim() and len(each) for each in inputs):
+        raise TypeError(f"batch={type(batch).__name__}: expected the inputs of a step, a tensor with samples, or a tuple of them")
+    samples = len(inputs[0])
+    whole = _counted_module(model, inputs)
+    count = sum(each.numel() for each in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     layers = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
-    work = Workload(
-        samples=samples, parameters=count, layers=layers, forward_flops=counter.get_total_flops() / samples,
-        whole_bytes=activations / samples / layers, divided_bytes=0.0, hidden_bytes=None, output_bytes=0.0, heads=1,
+    return Workload(
+        samples=samples, tokens=None, parameters=count, trained=trained / count, layers=layers, heads=1,
+        first_parameters=0, last_parameters=0, tied=False, hidden_bytes=None,
+        forward_flops=sum(kernel.flops for kernel in whole.at(1).forward),
+        parts=lambda _: Parts(None, None, whole),
     )  # fmt: skip
-    return work, precision or Precision(size, size, 2 * size)
+
+
+def _counted_module(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Counted:
+    """Count a module's passes; a `ValueError` says why they cannot be counted."""
+    import torch
+
+    from labkit.costs.passes import SAMPLES, Counted
+
+    name, shapes = type(model).__name__, ", ".join(str((SAMPLES[0], *each.shape[1:])) for each in inputs)
+    try:
+        return Counted(model, lambda samples: [torch.empty(samples, *each.shape[1:], dtype=each.dtype) for each in inputs])
+    except Exception as error:  # noqa: BLE001  # whatever the module's own code raises
+        if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
+            why = "it decides by the numbers in a tensor, and a plan knows shapes only"
+        else:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"model={name}: its step cannot be counted with inputs of the shape {shapes}: {why}") from None

@@ -183,7 +183,7 @@ def _ask_torch() -> dict[str, Any]:
     from torch import distributed as dist
     from torch.distributed import rpc
 
-    from labkit.worker.comm.torch_internals import lost
+    from labkit.recording.torch_internals import lost
 
     have = dist.is_available()
     return {

@@ -24,7 +24,7 @@ from typing import Any, Final, TextIO
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.tracebacks import students_traceback, warning
 from labkit.recording.import_hook import when_imported
-from labkit.worker.comm.torch_internals import in_place_of
+from labkit.recording.torch_internals import in_place_of
 
 MOST_DISPLAYS: Final = 48  # in a run, divided among the ranks; a saved notebook contains all of them
 MOST_BYTES: Final = 12 << 20  # in a run, divided among the ranks

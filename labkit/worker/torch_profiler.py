@@ -14,7 +14,7 @@ from typing import Any, Final
 from labkit.errors.exceptions import LabError
 from labkit.recording.clock import Reading, bounds, on_reference
 from labkit.recording.record import clock
-from labkit.worker.comm.torch_internals import PROFILED_THREADS, PROFILER
+from labkit.recording.torch_internals import PROFILED_THREADS, PROFILER
 
 MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
 MARKS: Final = 5  # at each end of a profile; several, because the first one runs with cold caches

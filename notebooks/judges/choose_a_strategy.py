@@ -13,7 +13,7 @@ from labkit.costs.estimate import Estimate
 from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.plan import plan
-from labkit.costs.workload import Transformer
+from labkit.costs.transformer import Transformer
 from labkit.errors.wrong_calls import did_you_mean, one_number
 from labkit.teaching.exercises.comparisons import Hint, equal, expect, expect_numbers, wrong_if
 from labkit.teaching.exercises.exercise import exercise
@@ -144,7 +144,7 @@ def mesh_for(answer: Any, parameters: float, memory_gb: float, nodes: int, per_n
 _FAST: Final = Link(gbit_per_s=3200, latency_us=2)
 _SLOW: Final = Link(gbit_per_s=25, latency_us=20)
 _SMALL: Final = Device(tflop_per_s=100, gbyte_per_s=600, memory_gb=24, name="small")
-_TINY: Final = Device(tflop_per_s=600, gbyte_per_s=600, memory_gb=4, name="tiny")
+_TINY: Final = Device(tflop_per_s=650, gbyte_per_s=600, memory_gb=4, name="tiny")
 SEVEN_B: Final = Transformer(layers=32, width=4096, sequence=2048, vocabulary=32000)
 BATCH: Final = 64
 Offers = list[tuple[float, Cluster]]  # price per hour, and cluster
@@ -157,8 +157,8 @@ def _nodes(count: int, device: Device, between: Link = _FAST) -> Cluster:
 
 OFFERS: Final[Offers] = [  # each known mistake chooses another one
     (180.0, _nodes(4, Device.h100)),  # the fastest
-    (6.0, _nodes(1, _SMALL)),  # the lowest price per hour, but late
-    (40.0, _nodes(1, Device.h100)),  # right
+    (5.5, _nodes(1, _SMALL)),  # the lowest price per hour, but late
+    (30.0, _nodes(1, Device.h100)),  # right
     (5.0, _nodes(1, _TINY)),  # too little memory
     (26.0, _nodes(4, _SMALL)),  # the lowest price per hour of those in time
     (9.0, _nodes(2, _SMALL)),  # the cheapest, but late
@@ -185,7 +185,7 @@ def _at_other_prices(random: Random) -> Offers:
 
 @exercise(
     LESSON, "The right offer is neither the fastest nor the one with the lowest price per hour.",
-    [(OFFERS, SEVEN_B, BATCH, 10_000, 6.0), (OTHER_OFFERS, SEVEN_B, BATCH, 50_000, 30.0)],
+    [(OFFERS, SEVEN_B, BATCH, 10_000, 6.0), (OTHER_OFFERS, SEVEN_B, BATCH, 50_000, 20.0)],
     other=lambda random: (_at_other_prices(random), SEVEN_B, BATCH, 10_000, 6.0),
 )
 def cheapest(answer: Any, offers: Offers, model: Transformer, batch: int, steps: int, hours: float) -> None:

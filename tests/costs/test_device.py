@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import labkit as lab
+from labkit.costs.device import Kernel
 
 
 def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
@@ -16,8 +17,18 @@ def test_a_kernel_takes_the_longer_of_its_two_times() -> None:
     assert device.seconds(flops=1e12, nbytes=3e10) == 3.0
 
 
-def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
-    assert lab.Device.h100 == lab.Device(tflop_per_s=692.3, gbyte_per_s=2847.5, memory_gb=80)
+def test_an_h100_has_half_of_its_peak_rate_and_80_gb() -> None:
+    h100 = lab.Device.h100
+    assert (h100.tflop_per_s, h100.peak_tflop_per_s, h100.gbyte_per_s, h100.memory_gb) == (494.5, 989, 2847.5, 80)
+    assert h100.seconds(0, 0) == pytest.approx(5e-6)
+
+
+def test_attention_and_numbers_of_32_bits_have_rates_of_their_own() -> None:
+    device = lab.Device(tflop_per_s=2, gbyte_per_s=10, tflop_per_s_32=0.5)
+    assert Kernel("mm", 4e12, 0, 0).seconds(device) == 2
+    assert Kernel("mm", 4e12, 0, 0, wide=True).seconds(device) == 8
+    assert Kernel("_scaled_dot_product_flash_attention", 6e11, 0, 0).seconds(device) == pytest.approx(0.5)
+    assert Kernel("mm", 4e12, 0, 0, wide=True).seconds(lab.Device(tflop_per_s=2, gbyte_per_s=10)) == 2
 
 
 @pytest.mark.parametrize(
@@ -25,6 +36,10 @@ def test_an_h100_has_seventy_percent_of_its_peak_rate_and_80_gb() -> None:
     [
         ({"tflop_per_s": 0}, ValueError),
         ({"gbyte_per_s": math.inf}, ValueError),
+        ({"tflop_per_s_32": 0}, ValueError),
+        ({"peak_tflop_per_s": "989"}, TypeError),
+        ({"launch_us": -1}, ValueError),
+        ({"memory_gb": None}, TypeError),
         ({"memory_gb": -1}, ValueError),
         ({"memory_gb": "80"}, TypeError),
         ({"runs_ahead": "no"}, TypeError),

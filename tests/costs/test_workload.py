@@ -2,50 +2,75 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import labkit as lab
-from labkit.costs.workload import Precision, workload_of
+from labkit.costs.workload import Precision, Workload, module_bytes, workload_of
 
-MIXED = Precision(2, 2, 12)
+MIXED = Precision(2, 2, 12, 2)
+SINGLE = Precision(4, 4, 8, 4)
 SHAPE = lab.Transformer(layers=4, width=128, sequence=64, vocabulary=1000)
+# Published counts: model cards and the totals of their safetensors files.
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2_xl": 1_557_611_200, "gpt_neox_20b": 20_554_567_680, "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320, "llama2_70b": 68_976_648_192, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800, "mistral_7b": 7_241_732_096, "mixtral_8x7b": 46_702_792_704, "qwen2_5_7b": 7_615_616_512,
+}  # fmt: skip
+
+
+def work_of(model: Any, batch: Any, precision: Precision = SINGLE, trainable: int | None = None) -> Workload:
+    return workload_of(model, batch, precision, sequence_parallel=True, trainable=trainable)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_predefined_model_has_the_published_number_of_parameters(name: str) -> None:
+    assert getattr(lab.Transformer, name).parameters == pytest.approx(PUBLISHED[name], rel=1e-3)
+
+
+def test_the_router_chooses_two_of_eight_experts() -> None:
+    mixtral = lab.Transformer.mixtral_8x7b
+    assert mixtral.active_parameters == pytest.approx(12.88e9, rel=1e-3)
+    assert lab.Transformer.llama3_8b.active_parameters == lab.Transformer.llama3_8b.parameters
 
 
 def test_gpt3_has_175_billion_parameters() -> None:
     gpt3 = lab.Transformer(layers=96, width=12288, sequence=2048, vocabulary=51200)
     assert gpt3.parameters == pytest.approx(174.6e9, rel=1e-3)  # table 1 of Narayanan et al.
-    assert gpt3.heads == 192
+    assert gpt3.all_heads == 192
 
 
 def test_the_numbers_of_a_transformer() -> None:
-    work, precision = workload_of(SHAPE, 8, None)
-    assert precision == MIXED
-    parameters = 4 * (12 * 128**2 + 13 * 128) + 1064 * 128
-    assert (work.samples, work.parameters, work.layers, work.heads) == (8, parameters, 4, 2)
+    work = work_of(SHAPE, 8, MIXED)
+    parameters = 4 * (12 * 128**2 + 13 * 128) + 1064 * 128 + 2 * 128
+    assert (work.samples, work.tokens, work.parameters, work.layers, work.heads) == (8, 64, parameters, 4, 2)
+    assert (work.first_parameters, work.last_parameters, work.tied) == (1064 * 128, 1000 * 128, True)
     assert work.forward_flops == 64 * (2 * parameters + 4 * 4 * 128 * 64)
-    assert work.whole_bytes + work.divided_bytes == 34 * 64 * 128
-    assert work.whole_bytes + work.divided_bytes / 2 == (10 + 24 / 2) * 64 * 128
     assert work.hidden_bytes == 2 * 64 * 128
-    assert work.output_bytes == 4 * 64 * (128 + 1000)
-
-
-def test_activations_in_32_bits_have_twice_the_size_except_masks() -> None:
-    work, _ = workload_of(SHAPE, 8, Precision(4, 4, 8))
-    assert work.whole_bytes + work.divided_bytes == (2 * 32 + 2) * 64 * 128
-    assert work.hidden_bytes == 4 * 64 * 128
+    assert work_of(SHAPE, 8).hidden_bytes == 4 * 64 * 128
+    assert work.trained == 1
+    assert work_of(SHAPE, 8, trainable=parameters // 100).trained == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_module_is_counted_without_computing() -> None:
     net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
-    work, precision = workload_of(net, torch.empty(16, 100), None)
-    assert precision == Precision(4, 4, 8)
+    work = work_of(net, torch.empty(16, 100))
     assert (work.samples, work.parameters, work.layers) == (16, 100 * 200 + 200 + 200 * 10 + 10, 2)
     assert work.forward_flops == 2 * (100 * 200 + 200 * 10)
-    assert work.layers * work.whole_bytes == 4 * (100 + 200)  # inputs of both linear layers; that of the second is ReLU's
+    assert work.parts(1).last.at(16).saved_bytes == 4 * 16 * (200 + 10)  # the output, and that of ReLU, twice used
     assert work.hidden_bytes is None
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_frozen_parameters_of_a_module_have_no_gradients() -> None:
+    net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
+    net[0].requires_grad_(False)
+    work = work_of(net, torch.empty(16, 100))
+    assert work.trained == pytest.approx(2010 / 22210)
+    assert [kernel.name for kernel in work.parts(1).last.at(16).backward].count("mm") == 1  # of the last layer's weight
 
 
 def test_a_module_with_buffers_and_two_inputs() -> None:
@@ -59,9 +84,14 @@ def test_a_module_with_buffers_and_two_inputs() -> None:
             return self.linear(self.norm(x) + y)
 
     net = Two()
-    work, _ = workload_of(net, (torch.ones(4, 8), torch.ones(4, 8)), None)
+    work = work_of(net, (torch.ones(4, 8), torch.ones(4, 8)))
     assert work.forward_flops == 2 * 8 * 3
     assert net.norm.num_batches_tracked == 0
+
+
+class Decides(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
 
 
 @pytest.mark.parametrize(
@@ -72,21 +102,44 @@ def test_a_module_with_buffers_and_two_inputs() -> None:
         (nn.Linear(2, 2), 8, TypeError),
         (nn.Linear(2, 2), (), TypeError),
         (nn.Linear(2, 2), torch.tensor(1.0), TypeError),
+        (nn.Linear(2, 2), torch.ones(0, 2), TypeError),
     ],
 )
 def test_a_batch_that_does_not_suit_the_model_is_refused(model: object, batch: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="batch="):
-        workload_of(model, batch, None)  # type: ignore[arg-type]
-
-
-def test_a_module_without_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="with parameters"):
-        workload_of(nn.ReLU(), torch.ones(3, 3), None)
+        work_of(model, batch)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error"), [({"layers": 0}, ValueError), ({"width": 1.5}, TypeError), ({"heads": 0}, ValueError)]
+    ("model", "says"),
+    [
+        (nn.ReLU(), "ReLU: expected a module with parameters"),
+        (nn.Linear, r"Linear: expected a module; this is its class, so call it: Linear\(...\)"),
+        ("gpt", r"'gpt': expected a lab\.Transformer or a module"),
+        (nn.LazyLinear(3), "lazy layers"),
+    ],
 )
-def test_wrong_shapes_are_refused(wrong: dict[str, int], error: type[Exception]) -> None:
+def test_a_model_that_cannot_be_planned_is_named(model: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        module_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "says"),
+    [
+        (Decides(2, 2), torch.ones(8, 2), "Decides.*decides by the numbers in a tensor"),
+        (nn.Linear(4, 4), torch.ones(8, 5), r"Linear.*inputs of the shape \(2, 5\)"),
+    ],
+)
+def test_a_step_that_cannot_be_counted_blames_the_model(model: Any, inputs: torch.Tensor, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        work_of(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"layers": 0}, ValueError), ({"width": 1.5}, TypeError), ({"heads": -1}, ValueError), ({"style": "bert"}, ValueError)],
+)
+def test_wrong_shapes_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(wrong))):
         lab.Transformer(**{"layers": 1, "width": 64, "sequence": 8, "vocabulary": 10, **wrong})

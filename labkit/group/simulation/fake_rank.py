@@ -21,7 +21,7 @@ from labkit.group.simulation.rank_log import RankLog, is_fake
 from labkit.group.simulation.refused_calls import refuse_calls, refuse_other_devices
 from labkit.group.simulation.simulated_group import simulated_process_group
 from labkit.group.simulation.unknown_values import hide_values
-from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION, in_place_of
+from labkit.recording.torch_internals import DISPATCH, SIMULATION, in_place_of
 
 
 def execute(

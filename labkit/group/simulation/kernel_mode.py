@@ -6,28 +6,21 @@ such numbers itself: the coordinates in a device mesh, the order of a sampler, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.distributed import get_global_rank
-from torch.utils.flop_counter import flop_registry
 
+from labkit.costs.kernels import changed_by, kernel_of, tensors_in
 from labkit.errors.exceptions import LabError
-from labkit.group.simulation.program import Kernel
-from labkit.group.simulation.rank_log import RankLog, is_fake, tensors_in
+from labkit.group.simulation.rank_log import RankLog, is_fake
 from labkit.group.simulation.refused_calls import check_device
 from labkit.recording.operations import OTHER, type_of
-from labkit.worker.comm.torch_internals import DISPATCH, SIMULATION
+from labkit.recording.torch_internals import DISPATCH, SIMULATION
 
-ALLOCATING: Final = ("empty", "new_empty")  # prefixes of operators that only allocate
-FILLING: Final = ("new_", "zeros", "ones", "full", "fill", "rand", "uniform", "normal")  # of those that read nothing
-VIEWS: Final = ("_unsafe_view",)  # of which torch does not say that they are views
-PARTIAL: Final = ("embedding", "index", "index_select", "gather")  # read only the elements that they return
 INDEXING: Final = ("index", "index_put", "index_put_")  # take indices as their second argument
-FOR_CPU: Final = "_for_cpu"  # in the names of attention's operators
 COLLECTIVES: Final = "_c10d_functional"
-NO_KERNELS: Final = ("prim", "profiler")  # namespaces of operators that compute nothing
 
 
 def kernel_mode(log: RankLog) -> Any:
@@ -68,7 +61,7 @@ def kernel_mode(log: RankLog) -> Any:
             if any(tensor.is_meta for tensor in results):
                 return result  # has no memory, in a real rank either
             if name.endswith("_") or "out" in kwargs:
-                log.forget_values(t for t in _changed(name, args, kwargs) if not is_fake(t))
+                log.forget_values(t for t in changed_by(name, args, kwargs) if not is_fake(t))
             if whole := not given and results and all(map(_whole, results)):
                 result = computed(func, *args, **kwargs)
             log.hold(tensors_in(result))
@@ -76,14 +69,8 @@ def kernel_mode(log: RankLog) -> Any:
                 return result
             if func.namespace == COLLECTIVES:
                 self._collective(name.removesuffix("_").removesuffix("_out"), args, given, results)
-            elif not (name.startswith(ALLOCATING) or func.is_view or name in VIEWS or func.namespace in NO_KERNELS):
-                written = _nbytes(results or _changed(name, args, kwargs))
-                read = _nbytes(given) - _nbytes(tensors_in(kwargs.get("out")))
-                if name.startswith(FILLING):
-                    read = 0
-                elif name in PARTIAL:
-                    read = min(read, written)
-                log.add(Kernel(name, _flops(func, args, kwargs, result), read, written))
+            elif kernel := kernel_of(func, args, kwargs, result):
+                log.add(kernel)
             return result
 
         @staticmethod
@@ -114,21 +101,3 @@ def computed(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor consists of integers or truth values in the host's memory."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.device.type == "cpu"
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _changed(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that an operator changes, such as `_foreach_add_` or one with `out=`."""
-    return list(tensors_in(kwargs.get("out", args[0] if name.endswith("_") and args else ())))
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the floating-point operations of an operator, as `torch.utils.flop_counter` counts them."""
-    operator = func.overloadpacket
-    if FOR_CPU in operator.__name__:  # it counts as much as that for a GPU, which alone is registered
-        operator = getattr(torch.ops.aten, operator.__name__.replace(FOR_CPU, ""))
-    formula = flop_registry.get(operator)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))

@@ -6,20 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from labkit.costs.device import Kernel
 from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
 
 E = TypeVar("E")
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One operator of torch on this rank's tensors."""
-
-    name: str  # torch's name of the operator: "mm", "convolution_backward"
-    flops: int  # floating-point operations; 0 if it only moves data, or `torch.utils.flop_counter` does not know it
-    read_bytes: int  # of the tensors that it reads
-    written_bytes: int  # of the tensors that it writes
 
 
 @dataclass(frozen=True, slots=True)

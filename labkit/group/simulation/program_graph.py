@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.costs.device import Device
+from labkit.costs.device import Device, Kernel
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network, nodes_over
 from labkit.errors.exceptions import LabError
@@ -27,7 +27,6 @@ from labkit.errors.units import bytes_in_words
 from labkit.group.simulation.program import (
     Communication,
     Elapsed,
-    Kernel,
     Mark,
     Memory,
     OnStream,
@@ -203,8 +202,7 @@ class _SimulatedRank:
                 self._work_ns[0] += event.ns
             elif isinstance(event, Kernel):
                 assert self._device is not None
-                moved = event.read_bytes + event.written_bytes
-                self._work_ns[self._stream] += self._device.seconds(event.flops, moved) * 1e9
+                self._work_ns[self._stream] += event.seconds(self._device) * 1e9
             elif isinstance(event, Memory) and counted:
                 live_bytes = event.live_bytes
                 self._whole.raise_value(most, live_bytes)

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from labkit.costs.kernels import LiveTensors
 from labkit.group.simulation.program import Communication, Elapsed, Event, Memory, OnStream, StreamEvent, Wait
-from labkit.worker.comm.torch_internals import SIMULATION
+from labkit.recording.torch_internals import SIMULATION
 
 
-class RankLog:
+class RankLog(LiveTensors):
     """Collects the events of one rank, each with the time in ns at which it was recorded.
 
     If `measured`, tensors have data, so that these times are those of a real rank.
     """
 
     def __init__(self, *, measured: bool = False) -> None:
+        super().__init__()
         self.measured = measured
         self.events: list[tuple[int, Event]] = []
         self.paused = False  # while torch computes with tensors that a real rank does not have
-        self._live: dict[int, weakref.ref[Any]] = {}  # the storages that exist, by the id of the object
-        self._nbytes: dict[int, int] = {}  # counted, of each
-        self._live_bytes = 0
         self._without_value: set[int] = set()  # the storages of numbers that depend on other ranks or on data
         self._communications = 0
         self._writes: dict[int, list[int]] = {}  # of each communication that nothing has waited for: storages
@@ -56,43 +54,24 @@ class RankLog:
         if self.measured:
             self.add(Elapsed(start_ns - time.perf_counter_ns()))
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the memory of new tensors from now on, until their storages are freed."""
-        for tensor in tensors:
-            self._count(tensor.untyped_storage())
-
     def forget_values(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the numbers in these tensors are not those that a real rank would have."""
         for tensor in tensors:
-            self._without_value.add(self._key(tensor.untyped_storage()))
+            self._without_value.add(self.key_of(tensor.untyped_storage()))
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether the numbers in a tensor are those that a real rank would have."""
         return not is_fake(tensor) and id(tensor.untyped_storage()) not in self._without_value
 
-    def resized(self, storage: Any) -> None:
-        """Count the new size of a storage."""
-        if id(storage) in self._live:
-            self._count(storage)
-
-    def _count(self, storage: Any) -> None:
-        key, nbytes = self._key(storage), storage.nbytes()
-        change, self._nbytes[key] = nbytes - self._nbytes[key], nbytes
-        self._change(change)
-
-    def _key(self, storage: Any) -> int:
-        """Return what identifies a storage as long as it exists: torch keeps one Python object of each."""
-        key = id(storage)
-        if key not in self._live:
-            self._live[key] = weakref.ref(storage, lambda _: self._freed(key))
-            self._nbytes[key] = 0
-        return key
-
-    def _freed(self, key: int) -> None:
-        del self._live[key]
-        self._change(-self._nbytes.pop(key))
+    def freed(self, key: int) -> None:
+        """Forget a storage."""
+        super().freed(key)
         self._written_by.pop(key, None)
         self._without_value.discard(key)
+
+    def changed(self) -> None:
+        """Record that tensors were allocated or freed."""
+        self.add(Memory(self.live_bytes))
 
     def communicate(self, written: Iterable[torch.Tensor], **fields: Any) -> int:
         """Record a communication that writes tensors, so that what uses them waits for it; return its number."""
@@ -100,7 +79,7 @@ class RankLog:
         self.add(Communication(number, **fields))
         self._writes[number] = []
         for tensor in written:
-            key = self._key(tensor.untyped_storage())
+            key = self.key_of(tensor.untyped_storage())
             self._writes[number].append(key)
             self._written_by[key] = number
         return number
@@ -139,23 +118,7 @@ class RankLog:
         """Record that a stream waits for an event."""
         self.add(StreamEvent(number, stream, waits=True))
 
-    def _change(self, nbytes: int) -> None:
-        self._live_bytes += nbytes
-        if nbytes:
-            self.add(Memory(self._live_bytes))
-
 
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, SIMULATION["FakeTensor"])
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, and in lists, tuples and dicts in it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))

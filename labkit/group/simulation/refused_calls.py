@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.import_hook import when_imported
-from labkit.worker.comm.torch_internals import in_place_of
+from labkit.recording.torch_internals import in_place_of
 
 HERE: Final = ("cpu", "meta")  # devices of a simulated rank's tensors
 # What cannot be simulated, where it is, and why.

@@ -15,14 +15,15 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ReduceOp, Work
 from torch.futures import Future
 
+from labkit.costs.kernels import tensors_in
 from labkit.errors.exceptions import LabError
 from labkit.group.simulation.kernel_mode import computed
-from labkit.group.simulation.rank_log import RankLog, is_fake, tensors_in
+from labkit.group.simulation.rank_log import RankLog, is_fake
 from labkit.recording.operations import RECV, SEND, Form, OperationType, Traffic, methods, type_of
 from labkit.recording.record import student_line
+from labkit.recording.torch_internals import SIMULATION
 from labkit.worker.comm.descriptions import most_nbytes, root_of
 from labkit.worker.comm.members import check_peer
-from labkit.worker.comm.torch_internals import SIMULATION
 
 ALIKE: Final = ("all_gather", "all_reduce", "broadcast", "gather")  # collectives whose results follow from equal data
 

@@ -17,7 +17,7 @@ from labkit.errors.exceptions import LabError
 from labkit.group.simulation.kernel_mode import computed
 from labkit.group.simulation.rank_log import RankLog
 from labkit.recording.record import is_students
-from labkit.worker.comm.torch_internals import SIMULATION, in_place_of
+from labkit.recording.torch_internals import SIMULATION, in_place_of
 
 ARITHMETIC: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",

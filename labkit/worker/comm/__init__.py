@@ -15,7 +15,7 @@ What to open for which change:
   test_pipelines.py, programs notebook/pasted/plain_*.py. `lab.track_memory`: memory_tracker.py
 - a program that sets up torch itself: process_group_initialization.py, rendezvous.py, rpc_initialization.py; tests
   test_initialization.py, notebook/test_pasted.py
-- a private name of torch: an entry in torch_internals.py; `test_house.py` finds any other use
+- a private name of torch: an entry in recording/torch_internals.py; `test_house.py` finds any other use
 - a fact of training that ranks compare after the run: training_facts.py notes it (kinds: recording/rank_facts.py);
   tracing/verdict.py (between ranks) or group/same_as_serial.py (with one rank) compares it; the cure is in
   tracing/silent_faults.py, its row in docs/reliability.md; tests tracing/test_verdict.py, group/test_same_as_serial.py

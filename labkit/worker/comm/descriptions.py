@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from labkit.recording.group_keys import of_exchange, of_parts, of_tensor
 from labkit.recording.operations import Form, OperationType, Traffic
-from labkit.worker.comm.torch_internals import SPARSE
+from labkit.recording.torch_internals import SPARSE
 
 
 def signature_of(kind: OperationType, form: Form, arguments: tuple[Any, ...], root: int = -1) -> str:

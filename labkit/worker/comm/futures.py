@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from labkit.recording.torch_internals import in_place_of
 from labkit.worker.comm.operation import Operation
-from labkit.worker.comm.torch_internals import in_place_of
 
 EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
 BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's own time limit for an operation

@@ -17,6 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, here
+from labkit.recording.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.worker.comm import phases
 from labkit.worker.comm.backward import in_backward
 from labkit.worker.comm.cuda_timing import DeviceClock
@@ -24,7 +25,6 @@ from labkit.worker.comm.emulated_link import SlowLink
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.members import Numbering, watch_creation
 from labkit.worker.comm.process_group import recorded_process_group
-from labkit.worker.comm.torch_internals import COMPILED_OPERATIONS, GPU_START, PROCESS_GROUPS, REMOTE_CALLS
 from labkit.worker.comm.work import keep_for_reducers
 
 UNTRACED: Final = ("labkit.worker.comm", "labkit.recording")

@@ -27,8 +27,8 @@ from labkit.errors.lists import listed
 from labkit.recording.group_keys import creation_key, of_ranks
 from labkit.recording.record import Recorder, clock, is_students, student_line
 from labkit.recording.schema import TIMED, UNSHOWN
+from labkit.recording.torch_internals import GROUP_CREATION
 from labkit.worker.comm.operation import Operation, ends_by_itself
-from labkit.worker.comm.torch_internals import GROUP_CREATION
 
 KEY: Final = "labkit: process of rank {}"
 HELPER: Final = "_new_process_group_helper"

@@ -20,7 +20,7 @@ from typing import Any, Final
 from labkit.recording.record import clock, here
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import MEMORY, MEMORY_KINDS
-from labkit.worker.comm.torch_internals import SAVED_TENSORS
+from labkit.recording.torch_internals import SAVED_TENSORS
 
 APART_NS: Final = 200_000  # minimum spacing of the curve's points, except peaks and valleys, which are all kept
 NEVER_NS: Final = 1 << 62

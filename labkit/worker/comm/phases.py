@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from labkit.recording.import_hook import when_imported
 from labkit.recording.record import Recorder, clock, here, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, DATA, OPTIMIZER
+from labkit.recording.torch_internals import COMPILED_PHASES, DATA_LOADER, PIPELINE_STARTS, in_place_of
 from labkit.worker.comm.backward import in_backward
-from labkit.worker.comm.torch_internals import COMPILED_PHASES, DATA_LOADER, PIPELINE_STARTS, in_place_of
 from labkit.worker.comm.training_facts import TrainingFacts
 
 FORWARD: Final = "forward"

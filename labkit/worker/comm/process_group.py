@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, c10d_logger  # the original group, w
 from labkit.recording.group_keys import pair_key
 from labkit.recording.operations import RECV, SEND, Form, OperationType, methods, type_of
 from labkit.recording.record import Recorder, clock, is_students, student_line
+from labkit.recording.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS, TIME_LIMITS
 from labkit.worker.comm.backward import Backwards, in_backward
 from labkit.worker.comm.cuda_timing import DeviceOperation
 from labkit.worker.comm.descriptions import first_tensor, most_nbytes, nbytes_of, root_of, signature_of, tensor_in_words
@@ -28,7 +29,6 @@ from labkit.worker.comm.emulated_link import Booking, SlowLink
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.members import Numbering, check_peer, numbers_of
 from labkit.worker.comm.operation import Operation, OwnLimit, blocked, ends_by_itself
-from labkit.worker.comm.torch_internals import BATCHES, MESSAGE_SENDERS, PROCESS_GROUPS, TIME_LIMITS
 from labkit.worker.comm.work import Attendant, HostCopy, RecordedMessage, RecordedWork
 
 # Between a program's call of torch.distributed and the methods below: ours, the function, what logs its errors, and

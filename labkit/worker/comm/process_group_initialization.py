@@ -20,9 +20,9 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 
 from labkit.ipc.options import RPC_OPTIONS
 from labkit.recording.record import Recorder
+from labkit.recording.torch_internals import DTENSOR_CACHE, in_place_of
 from labkit.worker.comm.operation import ends_by_itself
 from labkit.worker.comm.rendezvous import Address, Rendezvous
-from labkit.worker.comm.torch_internals import DTENSOR_CACHE, in_place_of
 
 HOMES: Final = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 NOTHING_TO_DO: Final = (

@@ -25,8 +25,8 @@ from torch.distributed.constants import default_pg_timeout
 from labkit.recording.group_keys import rendezvous_key
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import TIMED
+from labkit.recording.torch_internals import RENDEZVOUS
 from labkit.worker.comm.operation import Operation
-from labkit.worker.comm.torch_internals import RENDEZVOUS
 
 SCHEMES: Final = ("tcp", "env")  # torch's schemes that name an address
 LOCAL: Final = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0", ""})  # the last two occur in tutorials

@@ -30,12 +30,12 @@ from labkit.recording.group_keys import call_key
 from labkit.recording.operations import PROMISE, RECEIVED_REPLY, REMOTE, REPLY, SERVE, TO_HERE, UNSEEN_PROMISE, VALUE
 from labkit.recording.record import Recorder, clock, student_line
 from labkit.recording.schema import AUTOMATIC, COMPUTE, SERVED
+from labkit.recording.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
 from labkit.worker.comm.backward import RpcBackwards
 from labkit.worker.comm.descriptions import nbytes_of
 from labkit.worker.comm.emulated_link import SlowLink, hold_until, pass_on
 from labkit.worker.comm.futures import Futures, value_of
 from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
-from labkit.worker.comm.torch_internals import REMOTE_CALLS, REMOTE_STEPS, in_place_of
 
 # Internal functions that torch calls because of a call of the student's, with names for the student. All other internal
 # functions only synchronize torch's workers, and are not recorded.

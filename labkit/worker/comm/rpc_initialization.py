@@ -18,8 +18,8 @@ from torch.distributed import rpc
 from labkit.errors.exceptions import LabError
 from labkit.recording.operations import RPC_SHUTDOWN
 from labkit.recording.record import Recorder
+from labkit.recording.torch_internals import RPC_TRANSPORTS, in_place_of
 from labkit.worker.comm.rendezvous import Address, Rendezvous
-from labkit.worker.comm.torch_internals import RPC_TRANSPORTS, in_place_of
 
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.

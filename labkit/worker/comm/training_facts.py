@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.recording.import_hook import when_imported
 from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.recording.record import student_line
+from labkit.recording.torch_internals import DDP_HOOKS, MODES, in_place_of
 from labkit.worker.comm.backward import in_backward
-from labkit.worker.comm.torch_internals import DDP_HOOKS, MODES, in_place_of
 
 FIRST_STEPS: Final = 2  # are looked at, and then
 EVERY: Final = 10  # each step with a multiple of this number

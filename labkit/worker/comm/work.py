@@ -22,9 +22,9 @@ from torch.distributed import Work
 
 from labkit.recording.record import clock
 from labkit.recording.schema import TIMED
+from labkit.recording.torch_internals import JOIN
 from labkit.worker.comm.futures import Futures
 from labkit.worker.comm.operation import Operation, blocked, ends_by_itself
-from labkit.worker.comm.torch_internals import JOIN
 
 NO_TIMEOUT: Final = timedelta(0)  # torch's default
 SHORTEST: Final = timedelta(milliseconds=1)

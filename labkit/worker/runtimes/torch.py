@@ -29,7 +29,7 @@ class Torch(Runtime):
         "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "torch.utils.data",
         "torch.distributed.optim", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.device_mesh",
-        "labkit.worker.main_loop", "labkit.worker.comm.torch_internals:lost", "labkit.worker.comm.install:prepare",
+        "labkit.worker.main_loop", "labkit.recording.torch_internals:lost", "labkit.worker.comm.install:prepare",
         "labkit.worker.comm.process_group_initialization", "labkit.worker.comm.rpc_initialization",
         "labkit.worker.comm.rpc_calls", "labkit.worker.runtimes.torch_sockets",
     )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from labkit.worker.comm.torch_internals import RPC_SOCKETS
+from labkit.recording.torch_internals import RPC_SOCKETS
 from labkit.worker.network_namespace import PrivateNetwork
 
 HERE: Final = ("127.0.0.1", "localhost", "::1")  # addresses that also exist in the private network

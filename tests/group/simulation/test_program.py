@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from labkit.group.simulation.program import Communication, Elapsed, Kernel, Mark, Memory, Program, Wait, with_marks
+from labkit.costs.device import Kernel
+from labkit.group.simulation.program import Communication, Elapsed, Mark, Memory, Program, Wait, with_marks
 from labkit.recording.schema import Span
 
 

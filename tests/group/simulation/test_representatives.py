@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import labkit as lab
-from labkit.group.simulation.program import Communication, Kernel, Mark, Memory, Program, Wait
+from labkit.costs.device import Kernel
+from labkit.group.simulation.program import Communication, Mark, Memory, Program, Wait
 from labkit.group.simulation.simulate import PATIENCE_S, programs_of
 
 pytestmark = pytest.mark.processes
@@ -74,7 +75,7 @@ def test_a_program_has_sizes_memory_and_waits() -> None:
     multiplied = next(event for event in events if isinstance(event, Kernel) and event.name == "mm")
     mebi = 4
     sizes = mebi * 64 * 128, mebi * 128 * 32, mebi * 64 * 32
-    assert multiplied == Kernel("mm", 2 * 64 * 128 * 32, sizes[0] + sizes[1], sizes[2])
+    assert multiplied == Kernel("mm", 2 * 64 * 128 * 32, sizes[0] + sizes[1], sizes[2], wide=True)
     at = events.index(multiplied)
     assert events[at - 1] == Memory(sum(sizes))
     assert Memory(sizes[2] + 40) in events[at:], "the factors have been freed"

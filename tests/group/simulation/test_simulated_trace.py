@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 import labkit as lab
+from labkit.costs.device import Kernel
 from labkit.group.simulation.program import (
     Communication,
     Elapsed,
     Event,
-    Kernel,
     Mark,
     Memory,
     OnStream,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from labkit.worker.comm.torch_internals import PrivateNames
+from labkit.recording.torch_internals import PrivateNames
 
 _EAGER: Final = "tensorflow.python.pywrap_tfe"
 _ALONE: Final = "tensorflow.python.client.pywrap_tf_session"

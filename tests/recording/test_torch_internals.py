@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 
-from labkit.worker.comm import torch_internals
-from labkit.worker.comm.torch_internals import PrivateNames
+from labkit.recording import torch_internals
+from labkit.recording.torch_internals import PrivateNames
 
 ENTRIES = {name: entry for name, entry in vars(torch_internals).items() if isinstance(entry, PrivateNames)}
 

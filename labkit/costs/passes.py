@@ -1,0 +1,142 @@
+"""What a part of a model does forward and backward, counted on tensors without data: kernels, and memory in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from labkit.costs.device import ATTENTION, Device, Kernel
+from labkit.costs.kernels import LiveTensors, kernel_of, tensors_in
+from labkit.recording.torch_internals import DISPATCH, SIMULATION
+
+SAMPLES: Final = (2, 3)  # with which a part is counted: all its numbers grow linearly with them
+PRODUCTS: Final = ("mm", "addmm")  # matrix products with parameters; selective recomputation keeps their results
+Inputs = Callable[[int], Sequence[torch.Tensor]]  # of a module, by the number of samples
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A forward and a backward pass of a part of a model for some samples; bytes without parameters and gradients."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    saved_bytes: float  # the output, and what is kept for the backward pass
+    output_bytes: float
+    kept_bytes: float  # the output, and what selective recomputation keeps: results of matrix products and of attention
+    peak_bytes: float  # the most that exist at one time
+
+
+SIZES: Final = ("saved_bytes", "output_bytes", "kept_bytes", "peak_bytes")
+
+
+class Counted:
+    """A part of a model, for any number of samples."""
+
+    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
+        self._two, self._three = (_count(module, inputs, samples) for samples in SAMPLES)
+        self._at: dict[float, Passes] = {}
+        self._seconds: dict[Any, tuple[float, float]] = {}
+
+    def at(self, samples: float) -> Passes:
+        """Return the passes for so many samples."""
+        if samples not in self._at:
+
+            def along(two: float, three: float) -> float:
+                return two + (three - two) * (samples - SAMPLES[0])
+
+            def of(two: Sequence[Kernel], three: Sequence[Kernel]) -> tuple[Kernel, ...]:
+                return tuple(
+                    Kernel(
+                        a.name, along(a.flops, b.flops), along(a.read_bytes, b.read_bytes),
+                        along(a.written_bytes, b.written_bytes), a.wide,
+                    )
+                    for a, b in zip(two, three, strict=True)
+                )  # fmt: skip
+
+            two, three = self._two, self._three
+            self._at[samples] = Passes(
+                of(two.forward, three.forward), of(two.backward, three.backward),
+                *(along(getattr(two, name), getattr(three, name)) for name in SIZES),
+            )  # fmt: skip
+        return self._at[samples]
+
+    def seconds(self, samples: float, device: Device, recompute: str) -> tuple[float, float]:
+        """How long a forward and a backward pass take, the latter with what it computes again."""
+        key = samples, device, recompute
+        if key not in self._seconds:
+            passes = self.at(samples)
+            forward_s, backward_s = (sum(each.seconds(device) for each in part) for part in (passes.forward, passes.backward))
+            again = {"none": (), "layer": passes.forward, "selective": [k for k in passes.forward if not _is_kept(k)]}[recompute]
+            self._seconds[key] = forward_s, backward_s + sum(kernel.seconds(device) for kernel in again)
+        return self._seconds[key]
+
+
+def _is_kept(kernel: Kernel) -> bool:
+    return kernel.name in PRODUCTS or kernel.name.startswith(ATTENTION)
+
+
+class _Counter(LiveTensors):
+    """What operators have done so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+        self.kept_bytes = 0.0  # of all results of matrix products and of attention, as torch's selective checkpoints keep them
+        self.most_bytes = 0
+
+    def changed(self) -> None:
+        self.most_bytes = max(self.most_bytes, self.live_bytes)
+
+    def add(self, kernel: Kernel | None, results: Iterable[torch.Tensor]) -> None:
+        """Note an operator and its results."""
+        self.hold(results)
+        if kernel is not None:
+            self.kernels.append(kernel)
+            self.kept_bytes += kernel.written_bytes if _is_kept(kernel) else 0
+
+    def take(self) -> tuple[Kernel, ...]:
+        """Return the kernels since the last call."""
+        kernels, self.kernels = tuple(self.kernels), []
+        return kernels
+
+
+def _counting(counter: _Counter) -> Any:
+    """Return a context manager in which a counter notes all operators."""
+    dispatch_mode: Any = DISPATCH["TorchDispatchMode"]
+
+    class CountingMode(dispatch_mode):  # type: ignore[misc]  # a class of torch's, looked up by name
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            counter.add(kernel_of(func, args, kwargs or {}, result), tensors_in(result))
+            return result
+
+    return CountingMode()
+
+
+def _count(module: nn.Module, inputs: Inputs, samples: int) -> Passes:
+    """Count a module's passes for so many samples."""
+    counter = _Counter()
+    with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), _counting(counter):
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        state = {name: torch.empty_like(each, device="cpu").requires_grad_(each.requires_grad) for name, each in tensors}
+        for tensor in state.values():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(_free)
+        given = inputs(samples)
+        before = counter.most_bytes = counter.live_bytes
+        output = functional_call(module, state, tuple(given))
+        forward, saved = counter.take(), counter.live_bytes - before
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        output_bytes = sum(tensor.nbytes for tensor in outputs)
+        kept = counter.kept_bytes + output_bytes
+        torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+    return Passes(forward, counter.take(), saved, output_bytes, kept, counter.most_bytes - before)
+
+
+def _free(parameter: torch.Tensor) -> None:
+    parameter.grad = None
