@@ -1,0 +1,150 @@
+"""What `lab.plan` says beside what was published: tokens per second, and memory.
+
+python -m bench.speed.published                            every run
+python -m bench.speed.published --write docs/planning.md   a part of them, and a summary, into the page
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import labkit as lab
+from bench.page import options, publish, table
+from bench.speed.published_rows import MEMORY_FACTS, MODELS, RUNS, SOURCES, PublishedRun, Setup
+from labkit.costs.estimate import Estimate
+
+DEVICES: Final = {
+    "v100_16": replace(lab.Device.v100, memory_gb=16), "a100_40": lab.Device.a100_40, "a100_80": lab.Device.a100,
+    "h100": lab.Device.h100, "h100_96": replace(lab.Device.h100, gbyte_per_s=0.85 * 2400, memory_gb=96),
+    "rtx_3090": lab.Device(tflop_per_s=35, gbyte_per_s=0.85 * 936, memory_gb=24),
+}  # fmt: skip
+NVLINK2: Final = lab.Link(gbit_per_s=1200, latency_us=2)  # NVIDIA V100 data sheet: 300 GB/s for both directions together
+INSIDE: Final = {"nvlink2": NVLINK2, "nvlink3": lab.Link.nvlink3, "nvlink4": lab.Link.nvlink4, "pcie4": lab.Link.pcie4}
+UNKNOWN_GBIT_PER_S: Final = 3200  # between nodes, where a source does not say
+LATENCY_US: Final = 5
+FAR: Final = 0.4  # an error that the page names
+
+
+class Compared(NamedTuple):
+    """A run, and what the plan says."""
+
+    run: PublishedRun
+    row: Estimate
+
+    @property
+    def ratio(self) -> float:
+        """Planned tokens per second, of the published ones."""
+        return self.row.tokens_per_s / self.run.tokens_per_s
+
+
+def planned(setup: Setup) -> Estimate | None:
+    """Return the plan's row for a setup; None if the plan has no such mesh or schedule."""
+    per_node = min(setup.per_node, setup.ranks)
+    between = lab.Link(gbit_per_s=setup.between_gbit_per_s or UNKNOWN_GBIT_PER_S, latency_us=LATENCY_US)
+    network = lab.Network(nodes=setup.ranks // per_node, inside=INSIDE[setup.inside], between=between)
+    kind, _, chunks = setup.schedule.partition(" ")
+    if kind == "zero_bubble":
+        return None
+    try:
+        plan = lab.plan(
+            lab.Transformer(**MODELS[setup.model], sequence=setup.sequence), setup.sequences,
+            lab.Cluster(ranks=setup.ranks, device=DEVICES[setup.device], link=network), strategy=setup.strategy,
+            micro_batch=setup.micro_batch, recompute=setup.recompute, chunks=int(chunks or 1),
+            sequence_parallel=setup.sequence_parallel, parameter_bytes=setup.parameter_bytes,
+            gradient_bytes=setup.gradient_bytes, optimizer_bytes=setup.optimizer_bytes, compute_bytes=setup.compute_bytes,
+        )  # fmt: skip
+    except ValueError as error:
+        if "no strategy" in str(error):
+            return None
+        raise
+    return plan.rows[0] if plan.rows else None
+
+
+def compared(runs: Iterable[PublishedRun] = RUNS) -> list[Compared]:
+    """Return the runs that the plan can describe, with its rows."""
+    return [Compared(run, row) for run in runs if (row := planned(run)) is not None]
+
+
+def error(each: Compared) -> float:
+    """How far the plan is off, as a share of what was published."""
+    return abs(each.ratio - 1)
+
+
+def cells(each: Compared) -> list[str]:
+    """A row of the table of runs."""
+    run, row = each
+    memory = f"{run.memory_gb:.0f}" if run.memory_gb else ""
+    return [
+        f"{run.key} {run.model}", f"{run.ranks:,} {run.device}", run.strategy, f"{run.micro_batch} {run.recompute}",
+        f"{run.tokens_per_s:,.0f}", f"{row.tokens_per_s:,.0f}", f"{each.ratio:.2f}", memory, f"{row.needed_bytes / 1e9:.0f}",
+    ]  # fmt: skip
+
+
+def by(name: str, found: Sequence[Compared]) -> list[list[str]]:
+    """A row for each device or source: how many runs, the ratios' median, the lowest and the highest."""
+    groups: dict[str, list[Compared]] = {}
+    for each in found:
+        groups.setdefault(getattr(each.run, name), []).append(each)
+    lines = []
+    for value, members in sorted(groups.items()):
+        ratios = sorted(each.ratio for each in members)
+        memory = sorted(each.row.needed_bytes / 1e9 / each.run.memory_gb for each in members if each.run.memory_gb)
+        kept = f"{statistics.median(memory):.2f} ({memory[0]:.2f} to {memory[-1]:.2f})" if memory else ""
+        lines.append([value, str(len(members)), f"{statistics.median(ratios):.2f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}", kept])
+    return lines
+
+
+def shown(found: Sequence[Compared]) -> list[Compared]:
+    """The first run of each source, device and kind of recomputation, and all that are far off."""
+    chosen: dict[str, Compared] = {}
+    seen: set[tuple[str, ...]] = set()
+    for each in found:
+        kind = each.run.source, each.run.device, each.run.recompute
+        if kind not in seen or error(each) > FAR:
+            seen.add(kind)
+            chosen[each.run.key] = each
+    return list(chosen.values())
+
+
+def main() -> None:
+    """Compare all runs, print them, and optionally keep a part of them in a page."""
+    arguments = options("bench.speed.published", __doc__)
+    found = compared(run for run in RUNS if arguments.only in run.key + run.model + run.source)
+    print(table(HEADINGS, list(map(cells, found))), end="\n\n")
+    errors = [statistics.median(error(each) for each in found[half::2]) for half in (0, 1)]
+    within = sum(error(each) <= FAR for each in found) / len(found)
+    too_large = [(fact, planned(fact)) for fact in MEMORY_FACTS if not fact.fits]
+    wrong = [f"{fact.key} ({fact.note})" for fact, row in too_large if row is not None and row.fits]
+    summary = (
+        f"{len(found)} of {len(RUNS)} runs; the others have meshes or schedules that a plan has not. The median error is "
+        f"{statistics.median(map(error, found)):.0%}, and {within:.0%} are within {FAR:.0%}. The shares of the data sheets' "
+        f"rates were chosen with every second run, whose median error is {errors[0]:.0%}; that of the others is "
+        f"{errors[1]:.0%}. Of {len(too_large)} setups that ran out of memory, the plan says of {len(wrong)} that it fits: "
+        f"{', '.join(wrong)}."
+    )
+    lines = [
+        INTRODUCTION, *textwrap.wrap(summary, 120), "",
+        table(("source", "runs", "planned ÷ published", "range", "memory"), by("source", found)), "", SHOWN,
+        table(HEADINGS, list(map(cells, shown(found)))), "",
+        *(f"- {name}: {SOURCES[name]}" for name in dict.fromkeys(each.run.source for each in found)),
+    ]  # fmt: skip
+    publish(lines, arguments.write)
+
+
+HEADINGS: Final = ("run", "GPUs", "strategy", "micro-batch", "tokens/s", "planned", "ratio", "GB", "planned")
+INTRODUCTION: Final = """## Published runs
+
+`python -m bench.speed.published --write docs/planning.md` writes this section, and prints all runs; what each source
+leaves open, and what was presumed, is in `bench/speed/published_rows.py`.
+"""
+SHOWN: Final = """The first run of each source, device and kind of recomputation, and all that are more than 40 % off; tokens per
+second and GB of one GPU. Published peaks are what the allocator had reserved, or what `nvidia-smi` showed.
+"""
+
+
+if __name__ == "__main__":
+    main()
