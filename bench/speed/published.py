@@ -99,15 +99,20 @@ def by(name: str, found: Sequence[Compared]) -> list[list[str]]:
 
 
 def shown(found: Sequence[Compared]) -> list[Compared]:
-    """The first run of each source, device and kind of recomputation, and all that are far off."""
+    """The first run of each source and device, and all that are far off."""
     chosen: dict[str, Compared] = {}
     seen: set[tuple[str, ...]] = set()
     for each in found:
-        kind = each.run.source, each.run.device, each.run.recompute
+        kind = each.run.source, each.run.device
         if kind not in seen or error(each) > FAR:
             seen.add(kind)
             chosen[each.run.key] = each
     return list(chosen.values())
+
+
+def item(source: str) -> list[str]:
+    """A source as an item of a list."""
+    return textwrap.wrap(f"- {source}: {SOURCES[source]}", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def main() -> None:
@@ -130,7 +135,7 @@ def main() -> None:
         INTRODUCTION, *textwrap.wrap(summary, 120), "",
         table(("source", "runs", "planned ÷ published", "range", "memory"), by("source", found)), "", SHOWN,
         table(HEADINGS, list(map(cells, shown(found)))), "",
-        *(f"- {name}: {SOURCES[name]}" for name in dict.fromkeys(each.run.source for each in found)),
+        *(line for name in dict.fromkeys(each.run.source for each in found) for line in item(name)),
     ]  # fmt: skip
     publish(lines, arguments.write)
 
@@ -141,8 +146,10 @@ INTRODUCTION: Final = """## Published runs
 `python -m bench.speed.published --write docs/planning.md` writes this section, and prints all runs; what each source
 leaves open, and what was presumed, is in `bench/speed/published_rows.py`.
 """
-SHOWN: Final = """The first run of each source, device and kind of recomputation, and all that are more than 40 % off; tokens per
-second and GB of one GPU. Published peaks are what the allocator had reserved, or what `nvidia-smi` showed.
+SHOWN: Final = """The first run of each source and device, and all that are more than 40 % off; tokens per second and GB of one
+GPU. Published peaks are what the allocator had reserved, or what `nvidia-smi` showed. BigScience: widths of
+14,400 are no multiples of 128, and large runs may have waited for each kernel (`CUDA_LAUNCH_BLOCKING`). DLPerf:
+100 Gbit/s for eight GPUs, and a V100 has no NVLink to three others of its node.
 """
 
 
