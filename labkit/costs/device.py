@@ -88,7 +88,8 @@ class Device:
             value = getattr(self, name)
             below = None if name == "memory_gb" else math.inf
             if value is not None or name in ("tflop_per_s", "gbyte_per_s", "memory_gb"):
-                check_number(value, f"Device({name}={value!r}): expected a number above 0, in {unit}", above=0, below=below)
+                expected = f"Device({name}={value!r}): expected a number above 10⁻⁹, in {unit}"
+                check_number(value, expected, above=1e-9, below=below)
         launch_us = f"Device(launch_us={self.launch_us!r}): expected a number of at least 0, in microseconds"
         check_number(self.launch_us, launch_us, at_least=0, below=math.inf)
         if not isinstance(self.runs_ahead, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -121,6 +122,8 @@ def _counting(counter: _Counter) -> Any:
 def _count(module: nn.Module, inputs: Inputs, samples: int) -> Passes:
     """Count a module's passes for so many samples."""
     counter = _Counter()
+    # It repeats in many lines what an error says, such as one on shapes that do not fit.
+    logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
     with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), _counting(counter):
         tensors = [*module.named_parameters(), *module.named_buffers()]
         state = {name: torch.empty_like(each, device="cpu").requires_grad_(each.requires_grad) for name, each in tensors}
@@ -132,6 +135,8 @@ def _count(module: nn.Module, inputs: Inputs, samples: int) -> Passes:
         output = functional_call(module, state, tuple(given))
         forward, saved = counter.take(), counter.live_bytes - before
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not outputs and any(tensor.requires_grad for tensor in state.values()):
+            raise ValueError("no output depends on its parameters")
         output_bytes = sum(tensor.nbytes for tensor in outputs)
         kept = counter.kept_bytes + output_bytes
         torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])

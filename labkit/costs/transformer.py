@@ -23,7 +23,7 @@ class Transformer:
         width: h, the size of a token's vector.
         sequence: s, the tokens of a sequence.
         vocabulary: V, the number of different tokens.
-        heads: the number of attention heads, among which tensor parallelism divides a layer; default: width / 64.
+        heads: the number of attention heads, among which tensor parallelism divides a layer; default: width / 64, or 1.
         kv_heads: the number of heads of keys and values; default: `heads`.
         mlp_width: the width between the products of the MLP; default: 4·h.
         style: "gpt" (GELU, LayerNorm, biases, learned positions, output tied to the embedding) or "llama" (SwiGLU,
@@ -78,15 +78,19 @@ class Transformer:
         for name in SIZES:
             value = getattr(self, name)
             if value is not None:
-                expected = f"Transformer({name}={value!r}): expected a whole number from 1 to 10⁹"
-                check_number(value, expected, whole=True, at_least=1, below=10**9 + 1)
+                expected = f"Transformer({name}={value!r}): expected a whole number from 1 to 10⁷"
+                check_number(value, expected, whole=True, at_least=1, below=10**7 + 1)
+        if self.width % self.all_heads:
+            raise ValueError(f"Transformer(heads={self.heads}): expected a divisor of the width, {self.width}")
         if self.all_heads % self.key_heads:
             raise ValueError(f"Transformer(kv_heads={self.kv_heads}): expected a divisor of the {self.all_heads} heads")
+        if self.active_experts > self.experts:
+            raise ValueError(f"Transformer(active_experts={self.active_experts}): there are {self.experts} experts")
 
     @property
     def all_heads(self) -> int:
         """The number of attention heads."""
-        return self.heads or max(1, self.width // 64)
+        return self.heads or (self.width // 64 if self.width % 64 == 0 else 1)
 
     @property
     def key_heads(self) -> int:

@@ -73,7 +73,8 @@ def workload_of(
     `TypeError` or `ValueError` says that the batch does not suit the model.
     """
     if isinstance(model, Transformer):
-        check_number(batch, f"batch={batch!r}: expected a number of sequences, a whole number from 1", whole=True, at_least=1)
+        expected = f"batch={batch!r}: expected the sequences of a step, a whole number from 1, or tokens_per_batch="
+        check_number(batch, expected, whole=True, at_least=1)
         if trainable is not None:
             expected = f"trainable={trainable!r}: expected a whole number, at most the {model.parameters:,} parameters"
             check_number(trainable, expected, whole=True, at_least=0, below=model.parameters + 1)

@@ -89,6 +89,11 @@ def test_a_module_with_buffers_and_two_inputs() -> None:
     assert net.norm.num_batches_tracked == 0
 
 
+class Detached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
 class Decides(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else x
@@ -128,6 +133,7 @@ def test_a_model_that_cannot_be_planned_is_named(model: Any, says: str) -> None:
     ("model", "inputs", "says"),
     [
         (Decides(2, 2), torch.ones(8, 2), "Decides.*decides by the numbers in a tensor"),
+        (Detached(4, 4), torch.ones(8, 4), "Detached.*no output depends on its parameters"),
         (nn.Linear(4, 4), torch.ones(8, 5), r"Linear.*inputs of the shape \(2, 5\)"),
     ],
 )
@@ -138,7 +144,15 @@ def test_a_step_that_cannot_be_counted_blames_the_model(model: Any, inputs: torc
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
-    [({"layers": 0}, ValueError), ({"width": 1.5}, TypeError), ({"heads": -1}, ValueError), ({"style": "bert"}, ValueError)],
+    [
+        ({"layers": 0}, ValueError),
+        ({"width": 1.5}, TypeError),
+        ({"heads": -1}, ValueError),
+        ({"style": "bert"}, ValueError),
+        ({"heads": 3}, ValueError),
+        ({"kv_heads": 3, "heads": 4}, ValueError),
+        ({"active_experts": 2}, ValueError),
+    ],
 )
 def test_wrong_shapes_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=next(iter(wrong))):
