@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -32,38 +32,21 @@ class Passes:
     peak_bytes: float  # the most that exist at one time
 
 
-SIZES: Final = ("saved_bytes", "output_bytes", "kept_bytes", "peak_bytes")
-
-
 class Counted:
     """A part of a model, for any number of samples."""
 
     def __init__(self, module: nn.Module, inputs: Inputs) -> None:
         self._two, self._three = (_count(module, inputs, samples) for samples in SAMPLES)
+        names = [[kernel.name for kernel in each.forward + each.backward] for each in (self._two, self._three)]
+        if names[0] != names[1]:
+            raise ValueError(f"it calls other operators for {SAMPLES[0]} samples than for {SAMPLES[1]}")
         self._at: dict[float, Passes] = {}
         self._seconds: dict[Any, tuple[float, float]] = {}
 
     def at(self, samples: float) -> Passes:
         """Return the passes for so many samples."""
         if samples not in self._at:
-
-            def along(two: float, three: float) -> float:
-                return two + (three - two) * (samples - SAMPLES[0])
-
-            def of(two: Sequence[Kernel], three: Sequence[Kernel]) -> tuple[Kernel, ...]:
-                return tuple(
-                    Kernel(
-                        a.name, along(a.flops, b.flops), along(a.read_bytes, b.read_bytes),
-                        along(a.written_bytes, b.written_bytes), a.wide,
-                    )
-                    for a, b in zip(two, three, strict=True)
-                )  # fmt: skip
-
-            two, three = self._two, self._three
-            self._at[samples] = Passes(
-                of(two.forward, three.forward), of(two.backward, three.backward),
-                *(along(getattr(two, name), getattr(three, name)) for name in SIZES),
-            )  # fmt: skip
+            self._at[samples] = _along(self._two, self._three, samples)
         return self._at[samples]
 
     def seconds(self, samples: float, device: Device, recompute: str) -> tuple[float, float]:
@@ -75,6 +58,16 @@ class Counted:
             again = {"none": (), "layer": passes.forward, "selective": [k for k in passes.forward if not _is_kept(k)]}[recompute]
             self._seconds[key] = forward_s, backward_s + sum(kernel.seconds(device) for kernel in again)
         return self._seconds[key]
+
+
+def _along(two: Any, three: Any, samples: float) -> Any:
+    """Return what so many samples give, where two and three of them give these; all else is equal."""
+    if isinstance(two, tuple):
+        return tuple(_along(a, b, samples) for a, b in zip(two, three, strict=True))
+    if is_dataclass(two):
+        values = (_along(getattr(two, each.name), getattr(three, each.name), samples) for each in fields(two))
+        return type(two)(*values)  # type: ignore[misc]  # a class, not an object
+    return two if two == three else two + (three - two) * (samples - SAMPLES[0])
 
 
 def _is_kept(kernel: Kernel) -> bool:

@@ -94,6 +94,11 @@ class Detached(nn.Linear):
         return super().forward(x).detach()
 
 
+class Odd(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu() if len(x) % 2 else super().forward(x)
+
+
 class Decides(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) if x.sum() > 0 else x
@@ -133,6 +138,7 @@ def test_a_model_that_cannot_be_planned_is_named(model: Any, says: str) -> None:
     ("model", "inputs", "says"),
     [
         (Decides(2, 2), torch.ones(8, 2), "Decides.*decides by the numbers in a tensor"),
+        (Odd(4, 4), torch.ones(8, 4), "Odd.*other operators for 2 samples than for 3"),
         (Detached(4, 4), torch.ones(8, 4), "Detached.*no output depends on its parameters"),
         (nn.Linear(4, 4), torch.ones(8, 5), r"Linear.*inputs of the shape \(2, 5\)"),
     ],
