@@ -214,8 +214,9 @@ def test_meshes_with_equal_numbers_are_one_row() -> None:
 
 
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
-    all_of_them = lab.plan(MODEL, 8, CLUSTER, strategy="DDP 4")[0]
-    few = lab.plan(MODEL, 8, CLUSTER, strategy="DDP 4", trainable=MODEL.parameters // 100)[0]
+    options: dict[str, Any] = {"strategy": "DDP 4", "accumulate": 2}
+    all_of_them = lab.plan(MODEL, 8, CLUSTER, **options)[0]
+    few = lab.plan(MODEL, 8, CLUSTER, trainable=MODEL.parameters // 100, **options)[0]
     for kind in ("gradients", "optimizer"):
         assert few.memory_bytes[kind] == pytest.approx(all_of_them.memory_bytes[kind] / 100, rel=1e-3)
     assert few.memory_bytes["parameters"] == all_of_them.memory_bytes["parameters"]
@@ -223,9 +224,9 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
 
 
 def test_shards_in_32_bits_are_gathered_in_16() -> None:
-    options: dict[str, Any] = {"strategy": "FSDP2 4", "micro_batch": 2}
+    options: dict[str, Any] = {"strategy": "FSDP2 4", "micro_batch": 16}  # whose activations are larger than all else
     four, mixed, two = (
-        lab.plan(MODEL, 8, CLUSTER, parameter_bytes=size, compute_bytes=compute, **options)[0]
+        lab.plan(MODEL, 64, CLUSTER, parameter_bytes=size, compute_bytes=compute, **options)[0]
         for size, compute in ((4, 4), (4, 2), (2, 2))
     )
     assert mixed.memory_bytes["parameters"] == four.memory_bytes["parameters"]
@@ -235,7 +236,7 @@ def test_shards_in_32_bits_are_gathered_in_16() -> None:
 
 def test_the_whole_model_as_one_unit_is_gathered_at_one_time() -> None:
     layer, model = (lab.plan(MODEL, 8, CLUSTER, strategy="FSDP2 4", fsdp_unit=unit)[0] for unit in ("layer", "model"))
-    assert model.memory_bytes["buffers"] == pytest.approx(2 * 2 * MODEL.parameters)  # parameters and gradients
+    assert model.memory_bytes["buffers"] == pytest.approx(2 * 2 * MODEL.parameters, rel=0.1)  # parameters and gradients
     assert layer.memory_bytes["buffers"] < 0.8 * model.memory_bytes["buffers"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
