@@ -45,7 +45,7 @@ class Estimate:
     model_flops: float  # of a step, as MFU counts them: without recomputation, attention without its mask
     micro_batches: int  # m, in how many parts each rank computes its share of the batch
     recompute: str  # what the backward pass computes again instead of keeping it, one of `RECOMPUTE`
-    memory_bytes: Mapping[str, float]  # of the rank that needs most, by kind (`PLANNED_KINDS`)
+    memory_bytes: Mapping[str, float]  # of the rank and the moment that need most, by kind (`PLANNED_KINDS`)
     compute_s: float  # of a step, including the optimizer, if nothing else took time
     bubble_s: float  # how long a rank waits because the pipeline fills and drains
     exposed_s: Mapping[str, float]  # communication during which nothing is computed, by axis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention, silu, softmax
 from torch.nn.parallel import DistributedDataParallel
@@ -175,7 +180,10 @@ def train(shape: lab.Transformer, how: Training, steps: int = 3) -> None:
     for _ in lab.steps(range(steps)):
         for number in range(how.accumulate):
             words, targets = batch(shape, how.micro_batch)
-            with synchronized(parallel, how, last=number == how.accumulate - 1), loss_parallel() if tensor_parallel else nullcontext():
+            with (
+                synchronized(parallel, how, last=number == how.accumulate - 1),
+                loss_parallel() if tensor_parallel else nullcontext(),
+            ):
                 (loss_of(parallel(words), targets) / how.accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -205,7 +213,12 @@ def distributed(model: Model, how: Training) -> nn.Module:
         fully_shard(model, **options)
     elif how.strategy.startswith("TP"):
         mesh = init_device_mesh("cpu", (ranks,))
-        inner = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        whole = (Replicate(), None), (Replicate(),)  # the gradients of these inputs are summed once, not for each product
+        inner: dict[str, Any] = {
+            name: PrepareModuleInput(input_layouts=layout, desired_input_layouts=layout)
+            for name, layout in zip(("attention", "mlp"), whole, strict=True)
+        }
+        inner |= {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
         inner |= {"attention.output": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
         if model.shape.style == "llama":
             inner["mlp.gate"] = ColwiseParallel()

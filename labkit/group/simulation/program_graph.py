@@ -44,7 +44,7 @@ from labkit.tracing.replaying.times import Rules, Times, play
 from labkit.tracing.trace import Trace
 
 TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # as in `tracing.replaying.graph.ThreadEvents.times`
-ALL_TENSORS: Final = MEMORY + MEMORY_KINDS[-1]  # "other": only `track_memory` tells kinds apart
+OTHERS: Final = MEMORY + MEMORY_KINDS[-1]  # all tensors that `track_memory` does not count as of another kind
 
 Operation = tuple[str, int]  # the key of its group and its number in it
 
@@ -192,11 +192,9 @@ class _SimulatedRank:
     def threads(self, name: str) -> list[ThreadEvents]:
         call = self._whole.add(self._rank, name, "call")
         self._append(PLAIN, call, START)
-        # Of measured ranks, only `track_memory` knows the memory, as of real ones.
-        counted = self._device is not None and not any(
-            isinstance(event, Value) and event.name.startswith(MEMORY) for event in self._program.events
-        )
-        live_bytes, most = 0, self._value(ALL_TENSORS, 0) if counted else -1  # and which value holds the most since a mark
+        counted = self._device is not None  # of measured ranks, only `track_memory` knows the memory, as of real ones
+        kinds: dict[str, float] = {}  # what `track_memory` counts
+        live_bytes, most = 0, self._value(OTHERS, 0) if counted else -1  # and which value holds the most since it was begun
         for event in self._program.events:
             if isinstance(event, Elapsed):
                 self._work_ns[0] += event.ns
@@ -205,10 +203,10 @@ class _SimulatedRank:
                 self._work_ns[self._stream] += event.seconds(self._device) * 1e9
             elif isinstance(event, Memory) and counted:
                 live_bytes = event.live_bytes
-                self._whole.raise_value(most, live_bytes)
+                self._whole.raise_value(most, live_bytes - sum(kinds.values()))
             elif isinstance(event, Mark):
                 self._mark(event)
-                most = self._value(ALL_TENSORS, live_bytes) if counted else -1
+                most = self._value(OTHERS, max(0, live_bytes - sum(kinds.values()))) if counted else -1
             elif isinstance(event, Communication):
                 self._issued[event.number] = row = self._whole.communicate(self._rank, event, self._matches)
                 self._append(ISSUE, row, START, self._stream)
@@ -216,6 +214,9 @@ class _SimulatedRank:
                 self._wait(self._issued[event.communication])
             elif isinstance(event, Value):
                 self._value(event.name, event.value)
+                if counted and event.name.startswith(MEMORY):
+                    kinds[event.name] = event.value
+                    most = self._value(OTHERS, max(0, live_bytes - sum(kinds.values())))
             elif self._ahead and isinstance(event, OnStream):
                 self._stream = event.stream
             elif self._ahead and isinstance(event, StreamEvent):

@@ -75,8 +75,8 @@ def simulate(
         lab.step_ms(sim), lab.sent_mb(sim), lab.memory_mb(sim)
         lab.timeline(sim)
 
-    Figures say "simulated" in their title. Memory is that of all tensors, as "other", or by kind where the function
-    uses `labkit.track_memory`; with `measured=True`, it is known in the second case only, without temporaries.
+    Figures say "simulated" in their title. Memory is that of all tensors, as "other"; where the function uses
+    `labkit.track_memory`, by kind, and "other" is the rest. With `measured=True`, only what it tracks is known.
 
     Args:
         function: the function that each rank calls.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_a_step_takes_the_time_of_its_kernels_and_its_communication() -> None:
     assert str(len(sim.programs)) in sim.trace.notes[0]
 
 
-def train(kind: str) -> None:
+def train(kind: str, *, tracks: bool = True) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     if kind == "shards":
@@ -55,7 +56,7 @@ def train(kind: str) -> None:
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters())
-    with lab.track_memory(model, optimizer):
+    with lab.track_memory(model, optimizer) if tracks else nullcontext():
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(8, 64, dtype=next(model.parameters()).dtype)).sum().backward()
@@ -69,6 +70,8 @@ def test_memory_and_sent_bytes_equal_those_of_a_real_group(kind: str) -> None:
     sim = lab.simulate(train, kind, ranks=4, link=lab.Link.nvlink4)
     for memory in (memory for memory in MEMORY_KINDS if memory != "other"):
         assert lab.memory_mb(sim, memory) == lab.memory_mb(real, memory)
+    untracked = lab.simulate(train, kind, tracks=False, ranks=4, link=lab.Link.nvlink4)
+    assert lab.memory_mb(sim) == lab.memory_mb(untracked) > lab.memory_mb(real)  # all tensors, temporaries included
     assert lab.sent_mb(sim) == pytest.approx(lab.sent_mb(real), rel=1e-4)
     assert len(sim.trace.step_bounds()) == len(real.trace.step_bounds())
 

@@ -191,7 +191,7 @@ def test_a_peer_that_is_not_shown_is_one_of_the_others() -> None:
     assert lab.sent_mb(sent) == 0.001
 
 
-def test_memory_is_that_of_all_tensors_unless_the_program_tracks_it() -> None:
+def test_memory_is_that_of_all_tensors_of_which_the_program_may_track_kinds() -> None:
     in_forward = Memory(3_000_000), kernel(1), Memory(1_000_000), kernel(1)
     events = [Memory(500), kernel(1), *marked("forward", *in_forward), kernel(1), Memory(7)]
     trace = trace_of(events, size=1)
@@ -199,7 +199,7 @@ def test_memory_is_that_of_all_tensors_unless_the_program_tracks_it() -> None:
     assert points == [(0, 500), (1, 3_000_000), (3, 1_000_000)]
     assert lab.memory_mb(trace) == 3
     tracked = trace_of([Value(MEMORY + "gradients", 2e6), *events, Value("loss", 0.5)], size=1)
-    assert lab.memory_mb(tracked) == lab.memory_mb(tracked, "gradients") == 2
+    assert [lab.memory_mb(tracked, *kinds) for kinds in ((), ("gradients",), ("other",))] == [3, 2, 1]
     assert tracked.scalars[-1].name == "loss"
 
 
