@@ -185,16 +185,15 @@ class _RankStep:
             passes = layer.at(samples)
             kept = {"none": passes.saved_bytes, "selective": passes.kept_bytes, "layer": passes.output_bytes}[self.recompute]
             saved, of_layer = layers * kept, passes.peak_bytes - (0.0 if self.recompute == "layer" else kept)
-        at_ends = []
-        for part in (self.parts.first if first else None, self.parts.last if last else None):
-            at_ends.append(0.0 if part is None else part.at(samples).peak_bytes)
+        of_ends = 0.0
+        for part in [self.parts.first] * first + [self.parts.last] * last:
             if part is not None:
                 times = part.seconds(samples, device, "none")
                 forward_s, backward_s = forward_s + times[0], backward_s + times[1]
+                of_ends = max(of_ends, part.at(samples).peak_bytes)
         count = self.choice.chunks
         under_way = under_way + (self.stages - 1) / count if count > 1 and under_way > 1 else under_way
-        under_way = min(self.micro_batches, under_way)
-        return _Stage(layers, parameters, last, forward_s, backward_s, saved, under_way, of_layer, *at_ends)
+        return _Stage(layers, parameters, forward_s, backward_s, saved, min(self.micro_batches, under_way), of_layer, of_ends)
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
         """How long all groups along an axis take for a collective that each carries out at the same time."""
@@ -256,45 +255,43 @@ class _RankStep:
         return max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values()))
 
     def _memory_of(self, stage: _Stage) -> dict[str, float]:
-        """Memory of a stage by kind, at the moment of the backward pass or the optimizer's step that needs most."""
+        """Memory of a stage by kind, at the moment that needs most: in the backward pass or the optimizer's step."""
         size, zero, whole, trained = self.precision, self.strategy.stage, stage.parameters, self.work.trained
         owned = trained * whole / (self.shards if zero else 1)
-        unit, head = self.layer_parameters, self.work.last_parameters / self.tensor if stage.last else 0.0
-        around = max(0.0, whole - stage.layers * unit)  # the embedding and the head, a unit of their own
+        unit = self.layer_parameters
+        around = whole - stage.layers * unit  # the embedding and the head, a unit of their own
         if self.choice.fsdp_unit == "model":
-            unit, head, around = whole, 0.0, whole
+            unit, around = 0.0, whole
         if zero == 3:
-            of_layers = size.compute_bytes * min(GATHERED_LAYERS * unit + around, whole)
-            of_ends = size.compute_bytes * around
+            copies = size.compute_bytes * around
+            of_layers = copies + GATHERED_LAYERS * size.compute_bytes * unit
         else:  # all gathered parameters, or copies in 16 bits
-            of_ends = of_layers = size.compute_bytes * whole if zero == 2 or size.compute_bytes < size.parameter_bytes else 0.0
-        # FSDP2's gradients of whole units, and the copy of a layer's that it sends, where activations are freed.
-        whole_bytes, sent_bytes = (trained * each if zero > 1 else 0.0 for each in (size.compute_bytes, size.gradient_bytes))
-        all_saved, one = stage.under_way * stage.saved_bytes, stage.saved_bytes
-        of_layer = one / max(1, stage.layers)
-        of_layers += max(0.0, whole_bytes * unit - stage.layer_bytes) + whole_bytes * head
-        of_layers += max(0.0, sent_bytes * unit - of_layer) if unit < whole else 0.0
+            copies = size.compute_bytes * whole if zero == 2 or size.compute_bytes < size.parameter_bytes else 0.0
+            of_layers = copies
+        if zero > 1:  # gradients that are not yet scattered
+            of_layers += trained * (size.gradient_bytes * unit + size.compute_bytes * around)
         gradients = size.gradient_bytes * (owned if zero > 1 else trained * whole)
-        earlier = gradients if self.micro_batches > 1 else 0.0  # of the micro-batches before
-        if self.parts.layer is None:  # of a module, nobody knows what is large when; its pass counts as the head's
-            earlier, of_ends = gradients, of_layers
+        before = gradients if self.micro_batches > 1 else 0.0
+        if self.parts.layer is None:  # of a module, nobody knows what exists when: its pass counts as the head's
+            before, copies = gradients, of_layers
+        saved = stage.under_way * stage.saved_bytes
+        left = saved - stage.saved_bytes + stage.saved_bytes / stage.layers  # when only the first layer is left
         step_bytes = min(STEP_BYTES, size.optimizer_bytes / 2) if self.cluster.device.runs_ahead else 0.0
-        moments = [  # gradients, activations and buffers in the backward pass of
-            (earlier, all_saved + stage.last_bytes, of_ends),  # the head,
-            (earlier, all_saved + stage.layer_bytes, of_layers),  # the last layer,
-            (gradients, all_saved - one + of_layer + stage.layer_bytes, of_layers),  # the first,
-            (gradients, all_saved - one + stage.first_bytes, of_ends + whole_bytes * head),  # and the embedding;
-            (gradients, all_saved - one, (whole_bytes + sent_bytes) * around + (of_ends if zero == 2 else 0.0)),  # thereafter;
-            (gradients, 0.0, step_bytes * owned),  # and in the optimizer's step
-        ]
-        buckets = size.gradient_bytes * trained * whole if zero == 0 and self.strategy.size(REPLICATE) > 1 else 0.0
-        gradients, activations, buffers = max(moments, key=sum)
+        gradients, activations, buffers = max(
+            (before, saved + stage.end_bytes, copies),  # the backward pass of the head,
+            (before, saved + stage.layer_bytes, of_layers),  # of the last layer,
+            (gradients, left + stage.layer_bytes, of_layers),  # of the first;
+            (gradients, 0.0, step_bytes * owned),  # the optimizer's step
+            key=sum,
+        )
+        if zero == 0 and self.strategy.size(REPLICATE) > 1:
+            buffers += size.gradient_bytes * trained * whole  # DDP's buckets
         return {
             "parameters": size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
             "gradients": gradients,
             "optimizer": size.optimizer_bytes * owned,
             "activations": activations,
-            "buffers": buffers + buckets,
+            "buffers": buffers,
         }
 
 
@@ -304,11 +301,9 @@ class _Stage:
 
     layers: int
     parameters: float  # of a rank
-    last: bool
     forward_s: float  # of one micro-batch, computing only
     backward_s: float
     saved_bytes: float  # that layers keep for the backward pass
     under_way: float  # for how many micro-batches at one time
     layer_bytes: float  # more, in a layer's backward pass
-    first_bytes: float  # more, in that of the embedding
-    last_bytes: float  # more, in that of the head
+    end_bytes: float  # more, in that of the embedding or the head

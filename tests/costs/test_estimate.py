@@ -105,10 +105,9 @@ def test_fsdp2_gathers_each_layer_twice_and_scatters_once() -> None:
     assert row.compute_s == pytest.approx(0.6 + ADAM_S / 4)
     assert row.memory_bytes["parameters"] == row.memory_bytes["gradients"] == 40e6
     assert row.memory_bytes["optimizer"] == 80e6
-    # In the first layer's backward pass: the parameters of two layers; the gradients of one, as far as they need more
-    # than its activations have left; and the copy that is sent of the next one's.
+    # In the first layer's backward pass: the parameters of two layers, and the gradients of one.
     assert row.memory_bytes["activations"] == 2 * (3e6 + 3e5)
-    assert row.memory_bytes["buffers"] == 2 * 40e6 + (40e6 - 2 * 3e5) + (40e6 - 2 * 3e6)
+    assert row.memory_bytes["buffers"] == 2 * 40e6 + 40e6
 
 
 def test_zero_2_gathers_once_per_step_fsdp2_once_per_micro_batch() -> None:
@@ -118,9 +117,8 @@ def test_zero_2_gathers_once_per_step_fsdp2_once_per_micro_batch() -> None:
     assert two.exposed_s[SHARD] == pytest.approx(forward + 2 * (half_s + 3 * (half_s - 0.2 / 4)))
     assert three.exposed_s[SHARD] == pytest.approx(2 * forward + 2 * (2 * half_s + 3 * (2 * half_s - 0.2 / 4)))
     assert two.memory_bytes["parameters"] == two.memory_bytes["gradients"] == 40e6
-    gradients = 40e6 - 3e5 + 40e6 - 3e6  # of two layers, in place of what activations have left
-    assert two.memory_bytes["buffers"] == 160e6 + gradients
-    assert three.memory_bytes["buffers"] == 2 * 40e6 + gradients
+    assert two.memory_bytes["buffers"] == 160e6 + 40e6  # all gathered parameters, and the gradients of one layer
+    assert three.memory_bytes["buffers"] == 2 * 40e6 + 40e6
 
 
 def test_hsdp_sums_its_shards_between_the_nodes_at_the_same_time() -> None:
