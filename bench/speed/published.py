@@ -126,9 +126,9 @@ def main() -> None:
     wrong = [f"{fact.key} ({fact.note})" for fact, row in too_large if row is not None and row.fits]
     summary = (
         f"{len(found)} of {len(RUNS)} runs; the others have meshes or schedules that a plan has not. The median error is "
-        f"{statistics.median(map(error, found)):.0%}, and {within:.0%} are within {FAR:.0%}. The shares of the data sheets' "
-        f"rates were chosen with every second run, whose median error is {errors[0]:.0%}; that of the others is "
-        f"{errors[1]:.0%}. Of {len(too_large)} setups that ran out of memory, the plan says of {len(wrong)} that it fits: "
+        f"{statistics.median(map(error, found)):.0%}, and {within:.0%} are within {FAR:.0%}. Fitted is one number for each "
+        f"generation of GPUs, the share of the data sheet's rate, so that the median of every second run is near 1. The median "
+        f"error of these is {errors[0]:.0%}, that of the others {errors[1]:.0%}. Of {len(too_large)} setups that ran out of memory, the plan says of {len(wrong)} that it fits: "
         f"{', '.join(wrong)}."
     )
     lines = [

@@ -20,27 +20,28 @@ from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mea
 if TYPE_CHECKING:
     from torch import nn
 
-SHOWN: Final = 16  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
+SHOWN: Final = 20  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
 # What decides comes first: in a narrow window, the kinds of memory are to the right of it.
 HEADINGS: Final = (
-    "strategy", "m", "memory", "step", "tokens/s", "MFU", "compute", "bubble", "exposed communication", *PLANNED_KINDS,
+    "strategy", "m", "memory", "step", "tokens/s", "compute", "bubble", "exposed communication", *PLANNED_KINDS,
 )  # fmt: skip
-AGAIN: Final = {"none": "", "selective": " s", "layer": " r"}
+AGAIN: Final = {"none": "", "selective": " (s)", "layer": " (r)"}
 WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communication"))  # columns of text, not of numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the cluster or the batch that makes another strategy the fastest."""
+    """A change of the cluster or the batch that makes a strategy faster than the one that was the fastest."""
 
     winner: str  # the name of the strategy
+    best: str  # that of the one that was the fastest
     of: str  # what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch"
     factor: float  # at least, if it is above 1, else at most
 
     def __str__(self) -> str:
         how = "at least" if self.factor > 1 else "at most"
-        return f"{self.winner} wins with {how} {self.factor:.3g} times {_CHANGES[self.of][0]}"
+        return f"{self.winner} is faster than {self.best} with {how} {self.factor:.3g} times {_CHANGES[self.of][0]}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +77,7 @@ class Plan:
 
         Both strategies choose their number of micro-batches again after a change. The changes are factors of the
         bandwidths, the device's rates and memory, and the batch, from 1/64 to 64; each but
-        the batch is where both are equally fast.
+        the batch is where both are equally fast. A third strategy may then be faster than both.
 
         Args:
             winner: the name of the strategy that is to win; default: the second best that fits.
@@ -99,7 +100,7 @@ class Plan:
             for towards in (2.0, 0.5):
                 factor = self._turning_point(best, other, changed, towards, whole=of == "batch")
                 if factor is not None:
-                    found.append(Change(other.name, of, factor))
+                    found.append(Change(other.name, best.name, of, factor))
         return tuple(sorted(found, key=lambda change: abs(math.log(change.factor))))
 
     def _turning_point(self, best: Estimate, other: Estimate, changed: Changed, towards: float, *, whole: bool) -> float | None:
@@ -122,7 +123,9 @@ class Plan:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The texts of the table, row by row."""
-        return [_texts(row) for row in self.rows[:SHOWN]]
+        several = len({row.cluster.ranks for row in self.rows}) > 1
+        names = [f"{row.cluster.ranks} ranks: {row.name}" if several else row.name for row in self.rows[:SHOWN]]
+        return [(name, *_texts(row)[1:]) for name, row in zip(names, self.rows, strict=False)]
 
     def _title(self) -> str:
         memory = self.cluster.device.memory_gb
@@ -133,9 +136,10 @@ class Plan:
         )
 
     def _notes(self) -> list[str]:
+        unit = "Tokens" if self.work.tokens else "Samples"
         notes = [
-            "m: micro-batches; r: layers are recomputed, s: selectively. The first axis of a strategy is the outermost.",
-            f"{'Tokens' if self.work.tokens else 'Samples'}/s are those of one rank.",
+            "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
+            f"{unit}/s are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, or what Adam needs in its step.",
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
@@ -306,8 +310,7 @@ def _texts(row: Estimate) -> tuple[str, ...]:
         f"{row.micro_batches}{AGAIN[row.recompute]}",
         bytes_in_words(row.needed_bytes),
         in_words(row.step_s, "s") if row.fits else "too large",
-        f"{row.tokens_per_s:,.{0 if row.tokens_per_s >= 100 else 1}f}",
-        f"{row.mfu:.0%}",
+        f"{row.tokens_per_s:,.{0 if row.tokens_per_s >= 100 else 1}f}" if row.fits else "",
         in_words(row.compute_s, "s"),
         in_words(row.bubble_s, "s") if row.bubble_s else "",
         exposed,
