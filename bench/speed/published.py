@@ -128,7 +128,8 @@ def main() -> None:
         f"{len(found)} of {len(RUNS)} runs; the others have meshes or schedules that a plan has not. The median error is "
         f"{statistics.median(map(error, found)):.0%}, and {within:.0%} are within {FAR:.0%}. Fitted is one number for each "
         f"generation of GPUs, the share of the data sheet's rate, so that the median of every second run is near 1. The median "
-        f"error of these is {errors[0]:.0%}, that of the others {errors[1]:.0%}. Of {len(too_large)} setups that ran out of memory, the plan says of {len(wrong)} that it fits: "
+        f"error of these is {errors[0]:.0%}, that of the others {errors[1]:.0%}. Of {len(too_large)} setups that ran out of "
+        f"memory, the plan says of {len(wrong)} that it fits: "
         f"{', '.join(wrong)}."
     )
     lines = [
