@@ -100,7 +100,7 @@ class Device:
     @classmethod
     @public_api
     def here(cls, threads: int = 1) -> Device:
-        """Measure the CPU of this machine, in about 2 s: a product of large matrices, and copies of memory.
+        """Measure the CPU of this machine, in about 2 s: a product of large matrices, copies of memory, a tiny kernel.
 
         Args:
             threads: the number of compute threads, at most the usable cores; a rank of a group has its share of these.
@@ -116,10 +116,11 @@ class Device:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            flops, nbytes = _measure()
+            flops, nbytes, launch_s = _measure()
         finally:
             torch.set_num_threads(before)
-        return cls(tflop_per_s=flops / 1e12, gbyte_per_s=nbytes / 1e9, runs_ahead=False, name="this machine's CPU")
+        rates = {"tflop_per_s": flops / 1e12, "gbyte_per_s": nbytes / 1e9, "launch_us": launch_s * 1e6}
+        return cls(**rates, runs_ahead=False, name="this machine's CPU")
 
     def seconds(self, flops: float, nbytes: float) -> float:
         """Return the time of a kernel in seconds: its launch, and its operations or its memory, whichever takes longer.
@@ -133,15 +134,17 @@ class Device:
         return self.launch_us * 1e-6 + max(flops / (self.tflop_per_s * 1e12), nbytes / (self.gbyte_per_s * 1e9))
 
 
-def _measure() -> tuple[float, float]:
-    """Return the rates of this CPU in operations and in bytes per second."""
+def _measure() -> tuple[float, float, float]:
+    """Return the rates of this CPU in operations and bytes per second, and the seconds of a kernel with no work."""
     import torch
 
     one, other, product = (torch.rand(WIDTH, WIDTH) for _ in range(3))
     source = torch.rand(COPIED_BYTES // 4)
     copy = torch.empty_like(source)
     flops_per_s = 2 * WIDTH**3 / _shortest_s(lambda: torch.mm(one, other, out=product))
-    return flops_per_s, 2 * COPIED_BYTES / _shortest_s(lambda: copy.copy_(source))
+    bytes_per_s = 2 * COPIED_BYTES / _shortest_s(lambda: copy.copy_(source))
+    tiny = torch.zeros(1)
+    return flops_per_s, bytes_per_s, _shortest_s(lambda: tiny.add_(tiny))
 
 
 def _shortest_s(work: Callable[[], Any]) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy, divisors
-from labkit.costs.rounds import rounds
+from labkit.costs.rounds import possible_rounds
 from labkit.costs.workload import Precision, Workload
 
 RECOMPUTE: Final = ("none", "selective", "layer")
@@ -197,8 +197,9 @@ class _RankStep:
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
         """How long all groups along an axis take for a collective that each carries out at the same time."""
-        along = self.strategy.axis(axis, self.cluster)
-        return along.network.rounds_s(rounds(operation, along.nodes, len(along.nodes) // along.size), nbytes)
+        along, ahead = self.strategy.axis(axis, self.cluster), self.cluster.device.runs_ahead
+        choices = possible_rounds(operation, along.nodes, len(along.nodes) // along.size, fastest=ahead)
+        return min(along.network.rounds_s(each, nbytes) for each in choices)
 
     def bubble_s(self) -> float:
         """(s−1)·(t_f + t_b)/v: a stage waits for the first micro-batch to arrive and for the last to come back."""

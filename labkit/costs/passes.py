@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -117,7 +118,10 @@ def _count(module: nn.Module, inputs: Inputs, samples: int) -> Passes:
     counter = _Counter()
     # It repeats in many lines what an error says, such as one on shapes that do not fit.
     logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
-    with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), _counting(counter):
+    anywhere = torch.device("cpu"), torch.inference_mode(False), torch.enable_grad()  # whatever the caller has set
+    with contextlib.ExitStack() as stack:
+        for context in (*anywhere, SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), _counting(counter)):
+            stack.enter_context(context)
         tensors = [*module.named_parameters(), *module.named_buffers()]
         state = {name: torch.empty_like(each, device="cpu").requires_grad_(each.requires_grad) for name, each in tensors}
         for tensor in state.values():

@@ -7,6 +7,7 @@ leave or enter the same node share its one connection to the other nodes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -41,6 +42,20 @@ def rounds(operation: str, nodes: Nodes, groups: int = 1, algorithm: str = "") -
     if len(set(nodes)) == 1:
         return (Round(cost.rounds(p), cost.share(p), None),)
     return _over_nodes(operation, nodes, groups, algorithm)
+
+
+def possible_rounds(operation: str, nodes: Nodes, groups: int = 1, *, fastest: bool) -> list[tuple[Round, ...]]:
+    """Return the rounds of an operation, as `rounds` does; of an all-reduce, if `fastest`, those of all its algorithms.
+
+    NCCL chooses among rings, trees and others; emulated links have rings.
+    """
+    found = [rounds(operation, nodes, groups)]
+    if fastest and operation == "all_reduce":
+        for algorithm in ALGORITHMS[operation]:
+            if groups == 1 or algorithm != "hierarchical":
+                with suppress(ValueError):  # it needs another number of ranks
+                    found.append(rounds(operation, nodes, groups, algorithm))
+    return found
 
 
 def cost_of(operation: str, ranks: int, algorithm: str = "") -> Cost:

@@ -17,12 +17,11 @@ import struct
 import threading
 import zlib
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
 from labkit.costs.network import Network
-from labkit.costs.rounds import ALGORITHMS, rounds
+from labkit.costs.rounds import possible_rounds
 from labkit.recording.ring_buffer import keep_from_forks
 
 # Key, number of ranks that have arrived, (unused); in ns: last arrival, cost, occupation of ports and of shared ports,
@@ -159,13 +158,8 @@ def collective_cost(
     takes the fastest of the algorithms that `lab.predict` knows, such as NCCL's rings and trees; otherwise a ring.
     """
     nodes = network.nodes_among(ranks)
-    choices = [rounds(name, nodes)]
-    if fastest and name == "all_reduce":
-        for algorithm in ALGORITHMS[name]:
-            with suppress(ValueError):  # it needs another number of ranks
-                choices.append(rounds(name, nodes, algorithm=algorithm))
     found = []
-    for choice in choices:
+    for choice in possible_rounds(name, nodes, fastest=fastest):
         shared = [each if each.between is None else each._replace(between=alike * each.between) for each in choice]
         found.append((network.rounds_s(shared, nbytes), shared))
     seconds, shortest = min(found, key=lambda each: each[0])

@@ -63,6 +63,7 @@ def test_this_machine_is_measured_and_keeps_its_threads(monkeypatch: pytest.Monk
     found = lab.Device.here()
     assert found.tflop_per_s == pytest.approx(2 * device.WIDTH**3 / 1e12)  # one product in one second
     assert found.gbyte_per_s == pytest.approx(2 * device.COPIED_BYTES / 1e9)
+    assert found.launch_us == pytest.approx(1e6)
     assert torch.get_num_threads() == before
     with pytest.raises(ValueError, match="threads=0"):
         lab.Device.here(threads=0)

@@ -65,6 +65,12 @@ def test_a_module_is_counted_without_computing() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
+def test_a_module_is_counted_whatever_the_caller_has_set() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        work = work_of(nn.Linear(100, 200), torch.empty(16, 100))
+    assert len(work.parts(1).last.at(16).backward) == 2  # the gradients of weight and bias
+
+
 def test_frozen_parameters_of_a_module_have_no_gradients() -> None:
     net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
     net[0].requires_grad_(False)

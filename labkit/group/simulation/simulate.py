@@ -167,7 +167,7 @@ def programs_of(
         if not any(program.peers for program in programs.values()):
             wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
         if time.monotonic() - since_s > PATIENCE_S and wanted - programs.keys():
-            text = f"{len(programs):,} of at least {len(wanted):,} ranks executed"
+            text = f"{len(programs):,} ranks executed, of {ranks:,} at most"
             print(f"\rsimulate: {text:<{WIDEST}}", end="", file=sys.stderr, flush=True)
             wrote = True
     if wrote:

@@ -173,5 +173,5 @@ def test_a_long_simulation_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     assert len(programs_of(print, (), {}, ranks=100, measured=True)) == 100
     first, *_, last = capsys.readouterr().err.strip("\r").split("\r")
-    assert first.rstrip() == "simulate: 2 of at least 4 ranks executed"
+    assert first.rstrip() == "simulate: 2 ranks executed, of 100 at most"
     assert last.rstrip() == "simulate: 100 ranks executed"
