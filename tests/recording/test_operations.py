@@ -134,7 +134,6 @@ ELSEWHERE = {
     "labkit/notebook/measure_link.py",  # what it has torch do for each
     "labkit/plots/measured_link.py",  # the link between two ranks is that of messages
     "labkit/costs/rounds.py",  # the other algorithms of an all-reduce and of a broadcast
-    "labkit/costs/shared_link.py",  # the fastest algorithm of an all-reduce
     "notebooks/judges/find_the_bottleneck.py",  # what its exercise is about
     "notebooks/judges/tensor_parallel.py",  # an all_gather records the bytes of all ranks
     "labkit/group/simulation/simulated_group.py",  # what a rank receives if all have the same input
