@@ -181,16 +181,15 @@ class _RankStep:
         forward_s = backward_s = saved = of_layer = 0.0
         layer = self.parts.layer
         if layer is not None:
-            forward_s, backward_s = (layers * each for each in layer.seconds(samples, device, self.recompute))
-            passes = layer.at(samples)
-            kept = {"none": passes.saved_bytes, "selective": passes.kept_bytes, "layer": passes.output_bytes}[self.recompute]
-            saved, of_layer = layers * kept, passes.peak_bytes - (0.0 if self.recompute == "layer" else kept)
+            cost = layer.cost(samples, device, self.recompute)
+            forward_s, backward_s, saved = layers * cost.forward_s, layers * cost.backward_s, layers * cost.kept_bytes
+            of_layer = cost.peak_bytes - (0.0 if self.recompute == "layer" else cost.kept_bytes)
         of_ends = 0.0
         for part in [self.parts.first] * first + [self.parts.last] * last:
             if part is not None:
-                times = part.seconds(samples, device, "none")
-                forward_s, backward_s = forward_s + times[0], backward_s + times[1]
-                of_ends = max(of_ends, part.at(samples).peak_bytes)
+                cost = part.cost(samples, device, "none")
+                forward_s, backward_s = forward_s + cost.forward_s, backward_s + cost.backward_s
+                of_ends = max(of_ends, cost.peak_bytes)
         count = self.choice.chunks
         under_way = under_way + (self.stages - 1) / count if count > 1 and under_way > 1 else under_way
         return _Stage(layers, parameters, forward_s, backward_s, saved, min(self.micro_batches, under_way), of_layer, of_ends)

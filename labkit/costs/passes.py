@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from labkit.costs.kernels import LiveTensors, kernel_of, tensors_in
 from labkit.recording.torch_internals import DISPATCH, SIMULATION
 
 SAMPLES: Final = (2, 3)  # with which a part is counted: all its numbers grow linearly with them
+COSTS: Final = 1 << 12  # how many are remembered; a large plan needs some hundred
 PRODUCTS: Final = ("mm", "addmm")  # matrix products with parameters; selective recomputation keeps their results
 Inputs = Callable[[int], Sequence[torch.Tensor]]  # of a module, by the number of samples
 
@@ -29,8 +31,17 @@ class Passes:
     backward: tuple[Kernel, ...]
     saved_bytes: float  # the output, and what is kept for the backward pass
     output_bytes: float
-    kept_bytes: float  # the output, and what selective recomputation keeps: results of matrix products and of attention
+    products_bytes: float  # the output, and what selective recomputation keeps: results of matrix products and of attention
     peak_bytes: float  # the most that exist at one time
+
+
+class Cost(NamedTuple):
+    """What the passes of a part of a model cost on a device, the backward pass with what it computes again."""
+
+    forward_s: float
+    backward_s: float
+    kept_bytes: float  # between the two
+    peak_bytes: float
 
 
 class Counted:
@@ -41,24 +52,26 @@ class Counted:
         names = [[kernel.name for kernel in each.forward + each.backward] for each in (self._two, self._three)]
         if names[0] != names[1]:
             raise ValueError(f"it calls other operators for {SAMPLES[0]} samples than for {SAMPLES[1]}")
-        self._at: dict[float, Passes] = {}
-        self._seconds: dict[Any, tuple[float, float]] = {}
 
     def at(self, samples: float) -> Passes:
         """Return the passes for so many samples."""
-        if samples not in self._at:
-            self._at[samples] = _along(self._two, self._three, samples)
-        return self._at[samples]
+        passes: Passes = _along(self._two, self._three, samples)
+        return passes
 
-    def seconds(self, samples: float, device: Device, recompute: str) -> tuple[float, float]:
-        """How long a forward and a backward pass take, the latter with what it computes again."""
-        key = samples, device, recompute
-        if key not in self._seconds:
-            passes = self.at(samples)
-            forward_s, backward_s = (sum(each.seconds(device) for each in part) for part in (passes.forward, passes.backward))
-            again = {"none": (), "layer": passes.forward, "selective": [k for k in passes.forward if not _is_kept(k)]}[recompute]
-            self._seconds[key] = forward_s, backward_s + sum(kernel.seconds(device) for kernel in again)
-        return self._seconds[key]
+    @functools.lru_cache(maxsize=COSTS)  # noqa: B019  # it keeps alive at most so many
+    def cost(self, samples: float, device: Device, recompute: str) -> Cost:
+        """Return what so many samples cost, if the backward pass computes nothing, "selective" or the "layer" again."""
+
+        def seconds(kernels: Iterable[Kernel]) -> float:
+            return sum(kernel.seconds(device) for kernel in kernels)
+
+        passes = self.at(samples)
+        again, kept_bytes = {
+            "none": ((), passes.saved_bytes),
+            "selective": ([kernel for kernel in passes.forward if not _is_kept(kernel)], passes.products_bytes),
+            "layer": (passes.forward, passes.output_bytes),
+        }[recompute]
+        return Cost(seconds(passes.forward), seconds(passes.backward) + seconds(again), kept_bytes, passes.peak_bytes)
 
 
 def _along(two: Any, three: Any, samples: float) -> Any:

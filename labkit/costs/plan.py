@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -238,31 +238,32 @@ def plan(
     choice = Choice(
         micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, chunks=chunks, fsdp_unit=fsdp_unit
     )  # fmt: skip
+    follows = batch is None and tokens_per_batch is None and None not in (strategy, micro_batch, accumulate)
     given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch)
-    if given is None and None not in (strategy, micro_batch, accumulate):
-        assert micro_batch is not None
-        assert accumulate is not None
-        given = micro_batch * accumulate * cluster.ranks  # at most: as many as there could be replicas
-    work = workload_of(model, given, precision, sequence_parallel=sequence_parallel, trainable=trainable)
-    rows, undivided = [], []
+    work = workload_of(model, 1 if follows else given, precision, sequence_parallel=sequence_parallel, trainable=trainable)
+    rows: list[Estimate] = []
+    undivided: list[str] = []
     for planned in [cluster] if ranks is None else [cluster.of(count) for count in ranks]:
-        found: dict[Any, Estimate] = {}
-        for each in strategies(work, planned):
-            if strategy in (None, each.name):
-                if batch is None and tokens_per_batch is None:
-                    work = replace(work, samples=(micro_batch or 1) * (accumulate or 1) * each.data_ranks)
-                estimate = best_estimate(work, precision, each, planned, choice)
-                if estimate is None:
-                    undivided.append(each.name)
-                else:  # of meshes with other orders of their axes and equal numbers, the first
-                    found.setdefault((frozenset(each.axes), each.stage, estimate.step_s, estimate.needed_bytes), estimate)
-        best = sorted(found.values(), key=lambda row: (row.missing_bytes, row.step_s))
+        chosen = [each for each in strategies(work, planned) if strategy in (None, each.name)]
+        if follows and chosen:
+            work = replace(work, samples=(micro_batch or 1) * (accumulate or 1) * chosen[0].data_ranks)
+        found = {each.name: best_estimate(work, precision, each, planned, choice) for each in chosen}
+        undivided += [name for name, row in found.items() if row is None]
+        best = _sorted(row for row in found.values() if row is not None)
         rows += best if ranks is None else best[:1]
     if strategy is not None and not rows and strategy not in undivided:
         names = [each.name for each in strategies(work, cluster)]
         where = f"no strategy of {counted(cluster.ranks, 'rank')} has this name"
         raise ValueError(f"strategy={strategy!r}: {where}; {did_you_mean(strategy, names)}")
     return Plan(tuple(rows), tuple(undivided), work, precision, cluster, choice)
+
+
+def _sorted(rows: Iterable[Estimate]) -> list[Estimate]:
+    """Sort rows; of those that differ in nothing but the order of their mesh's axes, it has the first."""
+    different: dict[Any, Estimate] = {}
+    for row in rows:
+        different.setdefault((frozenset(row.strategy.axes), row.strategy.stage, row.step_s, row.needed_bytes), row)
+    return sorted(different.values(), key=lambda row: (row.missing_bytes, row.step_s))
 
 
 def _check(micro_batch: Any, accumulate: Any, recompute: Any, chunks: Any, fsdp_unit: Any) -> None:

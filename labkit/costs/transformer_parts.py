@@ -25,7 +25,7 @@ class Cut:
     frozen: bool = False  # whether the weights are not trained
 
 
-@functools.lru_cache(maxsize=1 << 7)
+@functools.lru_cache(maxsize=1 << 5)
 def counted_parts(model: Transformer, cut: Cut, dtype: torch.dtype) -> tuple[Counted, Counted, Counted]:
     """Count the embedding, one layer and the head of a transformer."""
     local = model.sequence // cut.ranks if cut.sequence else model.sequence

@@ -11,7 +11,7 @@ import pytest
 import labkit as lab
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.costs.estimate import Choice, Estimate, _estimate, best_estimate
-from labkit.costs.passes import Passes
+from labkit.costs.passes import Cost
 from labkit.costs.workload import Parts, Precision, Workload
 
 # A link of 1 GB/s inside and one of 0.1 GB/s between the nodes; a device that computes 10¹² operations per second.
@@ -36,13 +36,11 @@ class Part:
     output: float
     peak: float
 
-    def at(self, samples: float) -> Passes:
-        return Passes((), (), self.saved * samples, self.output * samples, self.kept * samples, self.peak * samples)
-
-    def seconds(self, samples: float, device: lab.Device, recompute: str) -> tuple[float, float]:
+    def cost(self, samples: float, device: lab.Device, recompute: str) -> Cost:
         forward_s = samples * self.forward_s / device.tflop_per_s
         again_s = {"none": 0.0, "selective": self.again_s / self.forward_s * forward_s, "layer": forward_s}[recompute]
-        return forward_s, 2 * forward_s + again_s
+        kept = {"none": self.saved, "selective": self.kept, "layer": self.output}[recompute]
+        return Cost(forward_s, 2 * forward_s + again_s, samples * kept, samples * self.peak)
 
 
 def parts(ranks: int) -> Any:

@@ -92,7 +92,7 @@ def test_numbers_grow_linearly_with_the_samples() -> None:
     assert product == Kernel("mm", 2 * 64 * 10 * 20, 4 * (64 * 10 + 10 * 20), 4 * 64 * 20, wide=True)
     assert (relu.flops, relu.read_bytes, relu.written_bytes) == (0, 4 * 64 * 20, 4 * 64 * 20)
     assert (found.saved_bytes, found.output_bytes) == (4 * 64 * 20, 4 * 64 * 20)  # the input is the program's own
-    assert found.kept_bytes == 2 * 4 * 64 * 20  # the product and the output
+    assert found.products_bytes == 2 * 4 * 64 * 20  # the product and the output
 
 
 def test_each_kernel_takes_at_least_its_launch() -> None:
@@ -100,10 +100,10 @@ def test_each_kernel_takes_at_least_its_launch() -> None:
     part = layer()
     passes = part.at(1)
     least_s = [len(kernels) * 10e-6 for kernels in (passes.forward, passes.backward)]
-    forward_s, backward_s = part.seconds(1, slow, "none")
+    forward_s, backward_s = part.cost(1, slow, "none")[:2]
     assert [forward_s, backward_s] == pytest.approx(least_s, rel=0.1)
-    assert part.seconds(1, slow, "layer") == (forward_s, backward_s + forward_s)
-    again = part.seconds(1, slow, "selective")[1] - backward_s
+    assert part.cost(1, slow, "layer")[:2] == (forward_s, backward_s + forward_s)
+    again = part.cost(1, slow, "selective").backward_s - backward_s
     kept = sum(kernel.name in ("mm", "addmm") or "attention" in kernel.name for kernel in passes.forward)
     assert kept == 5
     assert again == pytest.approx(forward_s - kept * 10e-6, rel=0.1)
