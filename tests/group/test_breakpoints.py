@@ -98,12 +98,12 @@ def test_ranks_take_turns(group: lab.Group, typed: Typed, monkeypatch: pytest.Mo
 
     def until_both_wait() -> str:
         assert group._pool is not None
-        (other,) = (m.process.sock for m in group._pool.members if f"[{m.name}]" not in prompts[0])
+        (other,) = (m.process.sock for m in group._pool.members if f"[{m.name}]" not in prompts[-1])
         while len(turns.texts) < 2 and not select.select([other], [], [], 0.01)[0]:
             pass
         return "p 1"
 
-    prompts = typed(until_both_wait, *["c", "p 1"] * 3, "c")
+    prompts = typed(*[until_both_wait, "c"] * 3, "p 1", "c")
     assert group.run(counted, "ab", 2).results == [3, 3]
     asked = [prompt[1] for prompt in prompts]
     assert asked[::2] == asked[1::2], "a rank keeps its turn until it continues"
