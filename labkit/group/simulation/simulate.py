@@ -175,19 +175,6 @@ def programs_of(
     return dict(sorted(programs.items()))
 
 
-class _SimulatedExecution:
-    """A function that is executed as one of many ranks; messages call it by the function's name."""
-
-    def __init__(self, function: Callable[..., Any], ranks: Sequence[int], size: int, measured: bool) -> None:
-        self._function, self._ranks, self._size, self._measured = function, ranks, size, measured
-        self.__name__ = name_of(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from labkit.group.simulation.fake_rank import execute
-
-        return execute(self._function, args, kwargs, self._ranks, self._size, self._measured)
-
-
 def execute_ranks(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -198,8 +185,15 @@ def execute_ranks(
     measured: bool = False,
 ) -> dict[int, Program]:
     """Execute a function as the given ranks of `size`, at the same time."""
+
+    def executed(*args: Any, **kwargs: Any) -> Any:
+        from labkit.group.simulation.fake_rank import execute
+
+        return execute(function, args, kwargs, ranks, size, measured)
+
+    executed.__name__ = name_of(function)  # by which messages call it
     with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
-        run = group.run(_SimulatedExecution(function, ranks, size, measured), *args, **kwargs)
+        run = group.run(executed, *args, **kwargs)
     programs = {}
     for number, rank in enumerate(ranks):
         trace = run.trace.filter(rank=number)
