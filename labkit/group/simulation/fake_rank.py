@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -44,23 +45,18 @@ def execute(
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
     refuse_calls()
-    if measured:
-        _call(function, args, kwargs)
-        return log.events
-    _adapt_torch(log)
-    fake_tensors = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
-    with resizing_reported(log.resized), fake_tensors, kernel_mode(log):
-        _call(function, args, kwargs)
+    with contextlib.ExitStack() as stack:
+        if not measured:
+            _adapt_torch(log)
+            fake_tensors = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
+            for context in (resizing_reported(log.resized), fake_tensors, kernel_mode(log)):
+                stack.enter_context(context)
+        try:
+            function(*args, **kwargs)
+        except SystemExit as error:  # `exit()` without an error ends it as in a group
+            if error.code:
+                raise
     return log.events
-
-
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Call the function; `exit()` without an error ends it as in a group."""
-    try:
-        function(*args, **kwargs)
-    except SystemExit as error:
-        if error.code:
-            raise
 
 
 def _adapt_torch(log: RankLog) -> None:
@@ -105,15 +101,12 @@ def follow_streams(log: RankLog) -> None:
     FSDP2 gathers the parameters of the next layer on other streams, while the default stream computes. On the CPU it
     calls the same methods of `torch.cpu`, which do nothing there.
     """
-    streams: list[Any] = [cpu.current_stream()]  # the default stream is number 0
+    streams: dict[Any, int] = {cpu.current_stream(): 0}  # their numbers; this is the default stream
     recorded: dict[int, tuple[Any, int]] = {}  # by the id of an event: the event, which must live on, and its number
     numbers = itertools.count()
 
     def number_of(stream: Any) -> int:
-        stream = cpu.current_stream() if stream is None else stream
-        if stream not in streams:
-            streams.append(stream)
-        return streams.index(stream)
+        return streams.setdefault(cpu.current_stream() if stream is None else stream, len(streams))
 
     def record(event: Any, stream: Any = None) -> None:
         recorded[id(event)] = event, next(numbers)

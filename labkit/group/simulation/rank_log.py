@@ -26,8 +26,8 @@ class RankLog(LiveTensors):
         self.events: list[tuple[int, Event]] = []
         self._without_value: set[int] = set()  # the storages of numbers that depend on other ranks or on data
         self._communications = 0
-        self._writes: dict[int, list[int]] = {}  # of each communication that nothing has waited for: storages
-        self._written_by: dict[int, int] = {}  # the reverse
+        self._pending: set[int] = set()  # the communications that nothing has waited for
+        self._written_by: dict[int, int] = {}  # by storage: the last communication that writes it
 
     def add(self, event: Event) -> None:
         """Record an event."""
@@ -64,30 +64,22 @@ class RankLog(LiveTensors):
         """Record a communication that writes tensors, so that what uses them waits for it; return its number."""
         number, self._communications = self._communications, self._communications + 1
         self.add(Communication(number, **fields))
-        self._writes[number] = []
+        self._pending.add(number)
         for tensor in written:
-            key = self.key_of(tensor.untyped_storage())
-            self._writes[number].append(key)
-            self._written_by[key] = number
+            self._written_by[self.key_of(tensor.untyped_storage())] = number
         return number
 
     def wait(self, number: int) -> None:
         """Record that the rank waits for a communication, unless it has done so before."""
-        keys = self._writes.pop(number, None)
-        if keys is None:
-            return
-        for key in keys:
-            if self._written_by.get(key) == number:
-                del self._written_by[key]
-        self.add(Wait(number))
+        if number in self._pending:
+            self._pending.remove(number)
+            self.add(Wait(number))
 
     def uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record waits for the communications that write these tensors."""
-        if self._written_by:
+        if self._pending:
             for tensor in tensors:
-                number = self._written_by.get(id(tensor.untyped_storage()))
-                if number is not None:
-                    self.wait(number)
+                self.wait(self._written_by.get(id(tensor.untyped_storage()), -1))
 
 
 def is_fake(value: Any) -> bool:

@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -31,17 +32,13 @@ WIDEST: Final = 72  # characters of such a line: each covers the one before
 LINK: Final = Link(gbit_per_s=1000, latency_us=100)  # slow enough to be what an operation waits for
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Simulation:
-    """A program as `simulate` computed it. Figures and `step_ms` accept it as a run.
+    """A program as `simulate` computed it. Figures and `step_ms` accept it as a run."""
 
-    Attributes:
-        size: the number of simulated ranks.
-        programs: what each executed rank does, by rank; plain data, without times.
-        trace: when the executed ranks, or those of `show=`, do it.
-    """
-
-    def __init__(self, size: int, programs: Mapping[int, Program], trace: Trace) -> None:
-        self.size, self.programs, self.trace = size, programs, trace
+    size: int  # the number of simulated ranks
+    programs: Mapping[int, Program]  # what each executed rank does, by rank; plain data, without times
+    trace: Trace  # when the executed ranks, or those of `show=`, do it
 
     @property
     def step_ms(self) -> float:
