@@ -51,8 +51,6 @@ class Cluster:
         check_number(self.ranks, expected, whole=True, at_least=1, below=MOST_RANKS + 1)
         if not isinstance(self.device, Device):
             raise TypeError(f"Cluster(device={self.device!r}): expected a lab.Device, as in device=lab.Device.h100")
-        if not isinstance(self.link, Link | Network):
-            raise TypeError(f"Cluster(link={self.link!r}): expected a lab.Link or a lab.Network")
         if self.ranks % self.network.nodes:
             raise ValueError(
                 f"Cluster(ranks={self.ranks}) on {self.network.nodes} nodes: expected equally many ranks on each node"

@@ -154,13 +154,9 @@ def all_reduce_crossover(
             per_byte_s += share / getattr(network, level).bytes_per_s
         figures[rf"a_\text{{{name}}}"] = in_seconds(latency_s)
         figures[rf"s_\text{{{name}}}"] = in_seconds(per_byte_s)
-    template = rf"\frac{{<a_\text{{{large}}}> - <a_\text{{{small}}}>}}{{<s_\text{{{small}}}> - <s_\text{{{large}}}>}}"
-    formula, inserted = filled(template, figures)
-    if not above and not math.isclose(later_s(0), 0, abs_tol=1e-15):
-        inserted = r"0\quad(\text{faster at every size})"
-    else:
-        inserted += r"\,\text{B}"
-    return Prediction(above, "B", "n", rf"{formula},\quad T = a + s\,n", inserted, THAKUR)
+    fraction = rf"\frac{{<a_\text{{{large}}}> - <a_\text{{{small}}}>}}{{<s_\text{{{small}}}> - <s_\text{{{large}}}>}}"
+    formula, inserted = filled(rf"\max\left(0,\ {fraction}\right)", figures)
+    return Prediction(above, "B", "n", rf"{formula},\quad T = a + s\,n", rf"{inserted}\,\text{{B}}", THAKUR)
 
 
 @public_api

@@ -138,20 +138,16 @@ def _named(name: str, layers: int, width: int, heads: int, sequence: int, vocabu
     setattr(Transformer, name, Transformer(**shape, **others))
 
 
-def _named_llama(name: str, layers: int, width: int, heads: int, sequence: int, vocabulary: int, **others: Any) -> None:
-    _named(name, layers, width, heads, sequence, vocabulary, style="llama", **others)
-
-
 # The shapes of their configuration files.
 _named("gpt2", 12, 768, 12, 1024, 50257)
 _named("gpt2_xl", 48, 1600, 25, 1024, 50257)
 _named("gpt_neox_20b", 44, 6144, 64, 2048, 50432, tied=False)
-_named_llama("llama2_7b", 32, 4096, 32, 4096, 32000, mlp_width=11008)
-_named_llama("llama2_13b", 40, 5120, 40, 4096, 32000, mlp_width=13824)
-_named_llama("llama2_70b", 80, 8192, 64, 4096, 32000, mlp_width=28672, kv_heads=8)
-_named_llama("llama3_8b", 32, 4096, 32, 8192, 128256, mlp_width=14336, kv_heads=8)
-_named_llama("llama3_70b", 80, 8192, 64, 8192, 128256, mlp_width=28672, kv_heads=8)
-_named_llama("llama3_405b", 126, 16384, 128, 8192, 128256, mlp_width=53248, kv_heads=8)
-_named_llama("mistral_7b", 32, 4096, 32, 8192, 32000, mlp_width=14336, kv_heads=8)
-_named_llama("mixtral_8x7b", 32, 4096, 32, 8192, 32000, mlp_width=14336, kv_heads=8, experts=8, active_experts=2)
-_named_llama("qwen2_5_7b", 28, 3584, 28, 4096, 152064, mlp_width=18944, kv_heads=4)
+_named("llama2_7b", 32, 4096, 32, 4096, 32000, style="llama", mlp_width=11008)
+_named("llama2_13b", 40, 5120, 40, 4096, 32000, style="llama", mlp_width=13824)
+_named("llama2_70b", 80, 8192, 64, 4096, 32000, style="llama", mlp_width=28672, kv_heads=8)
+_named("llama3_8b", 32, 4096, 32, 8192, 128256, style="llama", mlp_width=14336, kv_heads=8)
+_named("llama3_70b", 80, 8192, 64, 8192, 128256, style="llama", mlp_width=28672, kv_heads=8)
+_named("llama3_405b", 126, 16384, 128, 8192, 128256, style="llama", mlp_width=53248, kv_heads=8)
+_named("mistral_7b", 32, 4096, 32, 8192, 32000, style="llama", mlp_width=14336, kv_heads=8)
+_named("mixtral_8x7b", 32, 4096, 32, 8192, 32000, style="llama", mlp_width=14336, kv_heads=8, experts=8, active_experts=2)
+_named("qwen2_5_7b", 28, 3584, 28, 4096, 152064, style="llama", mlp_width=18944, kv_heads=4)

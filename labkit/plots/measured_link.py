@@ -61,13 +61,8 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
 class _Shown:
     """Something that a notebook shows as a table; `print` shows the same as text."""
 
-    def _rows(self) -> list[list[str]]:
-        """The headings, and the rows below them."""
-        raise NotImplementedError
-
     def _table(self) -> Table:
-        head, *rest = self._rows()
-        return Table(head, rest, range(len(head)))
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return "\n".join(line.rstrip() for line in self._table().lines())
@@ -100,9 +95,10 @@ class MeasuredLink(_Shown):
         """Draw the measured times as points and the fits as lines, on logarithmic axes."""
         return _draw(self.fits, ax)
 
-    def _rows(self) -> list[list[str]]:
+    def _table(self) -> Table:
         head = ["operation", "ranks", "latency α", "bandwidth B", "off by (median)", "at most"]
-        return [head, *([f.operation, str(f.ranks), *f.in_short, percent(f.error), percent(f.worst)] for f in self.fits)]
+        rows = [[f.operation, str(f.ranks), *f.in_short, percent(f.error), percent(f.worst)] for f in self.fits]
+        return Table(head, rows, range(len(head)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,10 +157,10 @@ class MeasuredNetwork(_Shown):
         upper: Axes = axes[0]
         return describe(upper, f"Time by size, measured and fitted, inside the nodes and between them. {each}.")
 
-    def _rows(self) -> list[list[str]]:
+    def _table(self) -> Table:
         emulated = ["emulated"] if self.network is not None else []
         head = ["level", "operation", "ranks", "latency α", *emulated, "bandwidth B", *emulated, "off by (median)", "at most"]
-        rows = [head]
+        rows = []
         for level in LEVELS:
             given: list[list[str]] = [[], []]
             if self.network is not None:
@@ -173,7 +169,7 @@ class MeasuredNetwork(_Shown):
             for fit in self[level]:
                 found = [value for fitted, others in zip(fit.in_short, given, strict=True) for value in (fitted, *others)]
                 rows.append([level, fit.operation, str(fit.ranks), *found, f"{fit.error:.0%}", f"{fit.worst:.0%}"])
-        return rows
+        return Table(head, rows, range(len(head)))
 
 
 def _draw_level(ax: Axes, measured: MeasuredLink, level: str, link: Link | None) -> None:

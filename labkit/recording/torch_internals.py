@@ -114,6 +114,12 @@ def in_place_of(function: Any, ours: Callable[..., Any]) -> Any:
     return watched
 
 
+def wrap(owner: Any, **ours: Callable[..., Any]) -> None:
+    """Replace functions of a module, or methods of a class, each by one that calls ours; see `in_place_of`."""
+    for name, function in ours.items():
+        setattr(owner, name, in_place_of(getattr(owner, name), function))
+
+
 _GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
 _C10D: Final = "torch.distributed.distributed_c10d"
 _RPC: Final = "torch.distributed.rpc.api"

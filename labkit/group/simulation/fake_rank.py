@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -16,12 +18,13 @@ from torch.utils.data import DataLoader
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.group.simulation.kernel_mode import computed, kernel_mode
-from labkit.group.simulation.program import Event
+from labkit.group.simulation.program import Event, OnStream, StreamEvent
 from labkit.group.simulation.rank_log import RankLog, is_fake
 from labkit.group.simulation.refused_calls import refuse_calls, refuse_other_devices
 from labkit.group.simulation.simulated_group import simulated_process_group
 from labkit.group.simulation.unknown_values import hide_values
-from labkit.recording.torch_internals import DISPATCH, SIMULATION, in_place_of
+from labkit.recording.torch_internals import DISPATCH, SIMULATION, wrap
+from labkit.worker.comm.memory_tracker import resizing_reported
 
 
 def execute(
@@ -42,35 +45,22 @@ def execute(
     init: Any = c10d.init_process_group
     getattr(init, "__labkit_original__", init)("fake", store=HashStore(), rank=rank, world_size=size)
     refuse_calls()
-    if measured:
-        _call(function, args, kwargs)
-        return log.events
-    _adapt_torch(log)
-    with SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), kernel_mode(log):
-        _call(function, args, kwargs)
+    with contextlib.ExitStack() as stack:
+        if not measured:
+            _adapt_torch(log)
+            fake_tensors = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
+            for context in (resizing_reported(log.resized), fake_tensors, kernel_mode(log)):
+                stack.enter_context(context)
+        try:
+            function(*args, **kwargs)
+        except SystemExit as error:  # `exit()` without an error ends it as in a group
+            if error.code:
+                raise
     return log.events
-
-
-def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Call the function; `exit()` without an error ends it as in a group."""
-    try:
-        function(*args, **kwargs)
-    except SystemExit as error:
-        if error.code:
-            raise
 
 
 def _adapt_torch(log: RankLog) -> None:
     """Replace functions of torch that need data, or count what a real rank does not have."""
-
-    def resize(original: Callable[..., Any], storage: Any, size: int) -> Any:
-        result = original(storage, size)
-        log.resized(storage)
-        return result
-
-    def unrecorded(original: Callable[..., Any], *args: Any) -> Any:
-        with log.pause():
-            return original(*args)
 
     def swap(original: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> None:
         if is_fake(one) and is_fake(other) and one.device == other.device:
@@ -86,7 +76,7 @@ def _adapt_torch(log: RankLog) -> None:
                     setattr(part, name, torch.nn.Parameter(empty, parameter.requires_grad))
         return original(module, **kwargs)
 
-    iterate = DataLoader.__iter__
+    iterate = DataLoader.__iter__  # which records the batches
 
     def iterate_here(loader: Any) -> Any:
         loader.num_workers = loader.timeout = 0  # processes of its own would have to send tensors without data
@@ -97,14 +87,11 @@ def _adapt_torch(log: RankLog) -> None:
     # It repeats in many lines what an error says, such as one on shapes that do not fit.
     logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
     DataLoader.__iter__ = iterate_here  # type: ignore[method-assign]
-    module_class: Any = torch.nn.Module
-    module_class.to_empty = in_place_of(module_class.to_empty, to_empty)
-    torch.utils.swap_tensors = in_place_of(torch.utils.swap_tensors, swap)
-    storage_class: Any = torch.UntypedStorage
-    storage_class.resize_ = in_place_of(storage_class.resize_, resize)
+    wrap(torch.nn.Module, to_empty=to_empty)
+    wrap(torch.utils, swap_tensors=swap)
     follow_streams(log)
     SIMULATION.replace("_object_to_tensor", computed)
-    SIMULATION.replace("_propagate_tensor_meta_non_cached", unrecorded)
+    SIMULATION.replace("_propagate_tensor_meta_non_cached", computed)  # its tensors are not those of a real rank
     SIMULATION.set("_chunk_with_empty", _Chunks)
 
 
@@ -114,17 +101,16 @@ def follow_streams(log: RankLog) -> None:
     FSDP2 gathers the parameters of the next layer on other streams, while the default stream computes. On the CPU it
     calls the same methods of `torch.cpu`, which do nothing there.
     """
-    streams: list[Any] = [cpu.current_stream()]  # the default stream is number 0
+    streams: dict[Any, int] = {cpu.current_stream(): 0}  # their numbers; this is the default stream
     recorded: dict[int, tuple[Any, int]] = {}  # by the id of an event: the event, which must live on, and its number
+    numbers = itertools.count()
 
     def number_of(stream: Any) -> int:
-        stream = cpu.current_stream() if stream is None else stream
-        if stream not in streams:
-            streams.append(stream)
-        return streams.index(stream)
+        return streams.setdefault(cpu.current_stream() if stream is None else stream, len(streams))
 
     def record(event: Any, stream: Any = None) -> None:
-        recorded[id(event)] = event, log.record_on(number_of(stream))
+        recorded[id(event)] = event, next(numbers)
+        log.add(StreamEvent(recorded[id(event)][1], number_of(stream), waits=False))
 
     def record_event(stream: Any, event: Any = None) -> Any:
         event = event or cpu.Event()
@@ -133,19 +119,19 @@ def follow_streams(log: RankLog) -> None:
 
     def wait(event: Any, stream: Any = None) -> None:
         if id(event) in recorded:
-            log.wait_on(number_of(stream), recorded[id(event)][1])
+            log.add(StreamEvent(recorded[id(event)][1], number_of(stream), waits=True))
 
     def wait_stream(stream: Any, other: Any) -> None:
-        log.wait_on(number_of(stream), log.record_on(number_of(other)))
+        wait(record_event(other), stream)
 
     class StreamContext(cpu.StreamContext):
         def __enter__(self) -> None:
             super().__enter__()
-            log.switch(number_of(None))
+            log.add(OnStream(number_of(None)))
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            log.switch(number_of(None))
+            log.add(OnStream(number_of(None)))
 
     methods: dict[Any, dict[str, Any]] = {
         cpu.Stream: {"record_event": record_event, "wait_stream": wait_stream, "wait_event": lambda stream, e: wait(e, stream)},

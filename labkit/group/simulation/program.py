@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from labkit.costs.device import Kernel
 from labkit.recording.events import Scalar
 from labkit.recording.schema import Span
-
-E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +94,17 @@ class Program:
     @property
     def kernels(self) -> list[Kernel]:
         """The kernels, in program order."""
-        return self._all(Kernel)
+        return [event for event in self.events if isinstance(event, Kernel)]
 
     @property
     def communications(self) -> list[Communication]:
         """The communications, in the order in which they are issued."""
-        return self._all(Communication)
+        return [event for event in self.events if isinstance(event, Communication)]
 
     @property
     def peers(self) -> set[int]:
         """The global ranks with which the rank exchanges messages."""
         return {communication.peer for communication in self.communications if communication.peer >= 0}
-
-    def _all(self, kind: type[E]) -> list[E]:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 def with_marks(

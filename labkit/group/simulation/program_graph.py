@@ -39,11 +39,10 @@ from labkit.recording.events import Columns, Scalar
 from labkit.recording.group_keys import GroupKind, ends_of, kind_of, of_ranks, pair_key
 from labkit.recording.operations import OTHER, type_of
 from labkit.recording.schema import COMMUNICATION, MEMORY, MEMORY_KINDS, Span
-from labkit.tracing.replaying.graph import END, ISSUE, PLAIN, START, WAIT, WAIT_END, WAIT_START, Gate, Graph, ThreadEvents
+from labkit.tracing.replaying.graph import END, ISSUE, PLAIN, START, TIMES, WAIT, WAIT_END, WAIT_START, Gate, Graph, ThreadEvents
 from labkit.tracing.replaying.times import Rules, Times, play
 from labkit.tracing.trace import Trace
 
-TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # as in `tracing.replaying.graph.ThreadEvents.times`
 OTHERS: Final = MEMORY + MEMORY_KINDS[-1]  # all tensors that `track_memory` does not count as of another kind
 
 Operation = tuple[str, int]  # the key of its group and its number in it
@@ -70,19 +69,19 @@ class ProgramGraph:
         self._node_of = as_network(link, self.size).nodes_among(self.size) if link is not None else ()
         self._spans: list[Span] = []
         self._members: defaultdict[Operation, list[tuple[int, Communication]]] = defaultdict(list)
-        self._gates: list[Gate] = []
+        self.gates: list[Gate] = []
         threads = [thread for program in programs.values() for thread in _SimulatedRank(self, program, device).threads(name)]
         self._check_answers()
         stands_for, ahead = self._ranks_like(), device is not None and device.runs_ahead
         for members in self._members.values():
             rows, (_, first) = [row for row, _ in members], members[0]
             everyone, alike = () if first.peer >= 0 else first.group, self._alike(rows, first, stands_for)
-            self._gates.append(Gate(type_of(first.name), rows, rows, rows, everyone, alike, ahead))
+            self.gates.append(Gate(type_of(first.name), rows, rows, rows, everyone, alike, ahead))
         count = len(self._spans)
         trace = Trace(Columns.of(self._spans), ranks=[f"rank {rank}" for rank in range(self.size)])
         none = np.zeros(count, np.int64)
         # Its spans have no times, and those without a name only take part in it.
-        self.graph = Graph(trace, self._gates, none, none > 0, none - 1, {}, [-1] * count, threads)
+        self.graph = Graph(trace, self.gates, none, none > 0, none - 1, {}, [-1] * count, threads)
         late = [late_ns if span.kind == "communication" else 0 for span in self._spans]
         gaps, nbytes = [thread.gaps for thread in threads], [span.nbytes for span in self._spans]
         self.rules = Rules(gaps, [0] * count, late, [0] * count, {}, {}, link, nbytes, [1.0] * count)
@@ -105,17 +104,6 @@ class ProgramGraph:
             rank, of.name, "communication", nbytes=of.nbytes, peer=of.peer, root=of.root, group=key, match=match, line=of.line
         )
         self._members[key, match].append((row, of))
-        return row
-
-    def raise_value(self, number: int, least: float) -> None:
-        """Raise a value to at least `least`."""
-        row, rank, name, value = self.values[number]
-        self.values[number] = row, rank, name, max(value, least)
-
-    def wait_for(self, event: int, rank: int) -> int:
-        """Add a span that completes as soon as another has been issued, and return its number."""
-        row = self.add(rank)
-        self._gates.append(Gate(OTHER, [event], [row], [event]))
         return row
 
     @staticmethod
@@ -203,7 +191,8 @@ class _SimulatedRank:
                 self._work_ns[self._stream] += event.seconds(self._device) * 1e9
             elif isinstance(event, Memory) and counted:
                 live_bytes = event.live_bytes
-                self._whole.raise_value(most, live_bytes - sum(kinds.values()))
+                row, rank, of_others, value = self._whole.values[most]
+                self._whole.values[most] = row, rank, of_others, max(value, live_bytes - sum(kinds.values()))
             elif isinstance(event, Mark):
                 self._mark(event)
                 most = self._value(OTHERS, max(0, live_bytes - sum(kinds.values()))) if counted else -1
@@ -267,7 +256,8 @@ class _SimulatedRank:
         recorded, stream, waited = self._events[event.number]
         if stream == event.stream:
             return
-        row = self._whole.wait_for(recorded, self._rank)
+        row = self._whole.add(self._rank)  # completes as soon as the event has been issued
+        self._whole.gates.append(Gate(OTHER, [recorded], [row], [recorded]))
         self._append(PLAIN, row, WAIT_START, event.stream)
         self._append(WAIT, row, WAIT_END, event.stream)
         if event.stream:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from labkit.costs.kernels import LiveTensors
-from labkit.group.simulation.program import Communication, Elapsed, Event, Memory, OnStream, StreamEvent, Wait
+from labkit.group.simulation.program import Communication, Elapsed, Event, Memory, Wait
 from labkit.recording.torch_internals import SIMULATION
 
 
@@ -24,27 +24,14 @@ class RankLog(LiveTensors):
         super().__init__()
         self.measured = measured
         self.events: list[tuple[int, Event]] = []
-        self.paused = False  # while torch computes with tensors that a real rank does not have
         self._without_value: set[int] = set()  # the storages of numbers that depend on other ranks or on data
         self._communications = 0
-        self._writes: dict[int, list[int]] = {}  # of each communication that nothing has waited for: storages
-        self._written_by: dict[int, int] = {}  # the reverse
-        self._stream = 0
-        self._stream_events = 0
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Record nothing inside this context."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+        self._pending: set[int] = set()  # the communications that nothing has waited for
+        self._written_by: dict[int, int] = {}  # by storage: the last communication that writes it
 
     def add(self, event: Event) -> None:
-        """Record an event, unless paused."""
-        if not self.paused:
-            self.events.append((time.perf_counter_ns(), event))
+        """Record an event."""
+        self.events.append((time.perf_counter_ns(), event))
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -77,46 +64,22 @@ class RankLog(LiveTensors):
         """Record a communication that writes tensors, so that what uses them waits for it; return its number."""
         number, self._communications = self._communications, self._communications + 1
         self.add(Communication(number, **fields))
-        self._writes[number] = []
+        self._pending.add(number)
         for tensor in written:
-            key = self.key_of(tensor.untyped_storage())
-            self._writes[number].append(key)
-            self._written_by[key] = number
+            self._written_by[self.key_of(tensor.untyped_storage())] = number
         return number
 
     def wait(self, number: int) -> None:
         """Record that the rank waits for a communication, unless it has done so before."""
-        keys = self._writes.pop(number, None)
-        if keys is None:
-            return
-        for key in keys:
-            if self._written_by.get(key) == number:
-                del self._written_by[key]
-        self.add(Wait(number))
+        if number in self._pending:
+            self._pending.remove(number)
+            self.add(Wait(number))
 
     def uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record waits for the communications that write these tensors."""
-        if self._written_by:
+        if self._pending:
             for tensor in tensors:
-                number = self._written_by.get(id(tensor.untyped_storage()))
-                if number is not None:
-                    self.wait(number)
-
-    def switch(self, stream: int) -> None:
-        """Record that what follows is issued on this stream."""
-        if stream != self._stream:
-            self._stream = stream
-            self.add(OnStream(stream))
-
-    def record_on(self, stream: int) -> int:
-        """Record an event on a stream, and return its number."""
-        number, self._stream_events = self._stream_events, self._stream_events + 1
-        self.add(StreamEvent(number, stream, waits=False))
-        return number
-
-    def wait_on(self, stream: int, number: int) -> None:
-        """Record that a stream waits for an event."""
-        self.add(StreamEvent(number, stream, waits=True))
+                self.wait(self._written_by.get(id(tensor.untyped_storage()), -1))
 
 
 def is_fake(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.import_hook import when_imported
-from labkit.recording.torch_internals import in_place_of
+from labkit.recording.torch_internals import wrap
 
 HERE: Final = ("cpu", "meta")  # devices of a simulated rank's tensors
 # What cannot be simulated, where it is, and why.
@@ -62,7 +62,7 @@ def _check_stages(module: Any) -> None:
             )
         original(*args, **kwargs)
 
-    module.PipelineStage.__init__ = in_place_of(module.PipelineStage.__init__, create)
+    wrap(module.PipelineStage, __init__=create)
 
 
 def _refuse_module(module: ModuleType) -> None:
@@ -78,7 +78,7 @@ def _save_nothing() -> None:
             notes.append("torch.save")
             print("labkit: torch.save saves nothing in a simulation, whose parameters are not trained.", file=sys.stderr)
 
-    torch.save = in_place_of(torch.save, save)
+    wrap(torch, save=save)
 
 
 def check_device(device: Any) -> None:
@@ -102,9 +102,6 @@ def refuse_other_devices() -> None:
     def move_to_gpu(_: Callable[..., Any], __: Any, device: Any = "cuda", **___: Any) -> None:
         check_device(0 if device is None else device)
 
-    tensor_class: Any = torch.Tensor
-    tensor_class.to = in_place_of(tensor_class.to, move)
-    tensor_class.cuda = in_place_of(tensor_class.cuda, move_to_gpu)
-    module_class: Any = torch.nn.Module
-    module_class.cuda = in_place_of(module_class.cuda, move_to_gpu)
-    torch.cuda.set_device = in_place_of(torch.cuda.set_device, lambda _, device: check_device(device))
+    wrap(torch.Tensor, to=move, cuda=move_to_gpu)
+    wrap(torch.nn.Module, cuda=move_to_gpu)
+    wrap(torch.cuda, set_device=lambda _, device: check_device(device))

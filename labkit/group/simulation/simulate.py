@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
@@ -31,17 +32,13 @@ WIDEST: Final = 72  # characters of such a line: each covers the one before
 LINK: Final = Link(gbit_per_s=1000, latency_us=100)  # slow enough to be what an operation waits for
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Simulation:
-    """A program as `simulate` computed it. Figures and `step_ms` accept it as a run.
+    """A program as `simulate` computed it. Figures and `step_ms` accept it as a run."""
 
-    Attributes:
-        size: the number of simulated ranks.
-        programs: what each executed rank does, by rank; plain data, without times.
-        trace: when the executed ranks, or those of `show=`, do it.
-    """
-
-    def __init__(self, size: int, programs: Mapping[int, Program], trace: Trace) -> None:
-        self.size, self.programs, self.trace = size, programs, trace
+    size: int  # the number of simulated ranks
+    programs: Mapping[int, Program]  # what each executed rank does, by rank; plain data, without times
+    trace: Trace  # when the executed ranks, or those of `show=`, do it
 
     @property
     def step_ms(self) -> float:
@@ -175,19 +172,6 @@ def programs_of(
     return dict(sorted(programs.items()))
 
 
-class _SimulatedExecution:
-    """A function that is executed as one of many ranks; messages call it by the function's name."""
-
-    def __init__(self, function: Callable[..., Any], ranks: Sequence[int], size: int, measured: bool) -> None:
-        self._function, self._ranks, self._size, self._measured = function, ranks, size, measured
-        self.__name__ = name_of(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from labkit.group.simulation.fake_rank import execute
-
-        return execute(self._function, args, kwargs, self._ranks, self._size, self._measured)
-
-
 def execute_ranks(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -198,8 +182,15 @@ def execute_ranks(
     measured: bool = False,
 ) -> dict[int, Program]:
     """Execute a function as the given ranks of `size`, at the same time."""
+
+    def executed(*args: Any, **kwargs: Any) -> Any:
+        from labkit.group.simulation.fake_rank import execute
+
+        return execute(function, args, kwargs, ranks, size, measured)
+
+    executed.__name__ = name_of(function)  # by which messages call it
     with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:
-        run = group.run(_SimulatedExecution(function, ranks, size, measured), *args, **kwargs)
+        run = group.run(executed, *args, **kwargs)
     programs = {}
     for number, rank in enumerate(ranks):
         trace = run.trace.filter(rank=number)

@@ -73,7 +73,9 @@ def simulated_process_group(log: RankLog) -> Any:
             if type_of(name).name not in ALIKE:
                 log.forget_values(tensor for tensor in results if not is_fake(tensor))
                 if log.measured:
-                    self.fill(results)
+                    with log.uncounted(), torch.no_grad():
+                        for tensor in results:  # what was in memory may be slow to compute with; torch takes a one as yes
+                            tensor.fill_(0 if tensor.is_floating_point() else 1)
             group = fields.pop("group", self._ranks)
             number = log.communicate(
                 results, name=name, nbytes=most_nbytes(tensors), group=group, process_group=self._name(),
@@ -82,16 +84,6 @@ def simulated_process_group(log: RankLog) -> Any:
             if self._together is not None:
                 self._together.append((number, results))
             return _Issued(log, [number], results)
-
-        @staticmethod
-        def fill(tensors: list[torch.Tensor]) -> None:
-            """Replace what was in memory before, which may be slow to compute with; torch takes a one as yes."""
-            with log.uncounted(), torch.no_grad():
-                for tensor in tensors:
-                    tensor.fill_(0 if tensor.is_floating_point() else 1)
-
-        def uncounted(self) -> Any:
-            return log.uncounted()
 
         def _name(self) -> str:
             """Return torch's name of the group, with its axis in a device mesh."""
@@ -136,13 +128,13 @@ def simulated_process_group(log: RankLog) -> Any:
 
     for method, (kind, form) in methods().items():
         if hasattr(torchs, method) and method not in vars(SimulatedGroup):
-            setattr(SimulatedGroup, method, _collective(kind, form))
+            setattr(SimulatedGroup, method, _collective(log, kind, form))
     SimulatedGroup.__name__ = SimulatedGroup.__qualname__ = torchs.__name__
     SimulatedGroup.__module__ = torchs.__module__
     return SimulatedGroup
 
 
-def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
+def _collective(log: RankLog, kind: OperationType, form: Form) -> Callable[..., Any]:
     of_one = next((other for other in kind.forms if other.name == form.of_one), None)
 
     def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +142,7 @@ def _collective(kind: OperationType, form: Form) -> Callable[..., Any]:
         called = of_one if of_one is not None and len(arguments[0]) == 1 else form
         root = c10d.get_global_rank(self, root_of(arguments)) if kind.rooted else -1
         if not any(map(is_fake, tensors_in(arguments))):
-            with self.uncounted():
+            with log.uncounted():
                 computed(_as_if_equal, kind.name, arguments, self.size())
         return self.issue(called.name, arguments, () if kind.traffic is Traffic.TOGETHER else arguments[:1], root=root)
 

@@ -17,7 +17,7 @@ from labkit.errors.exceptions import LabError
 from labkit.group.simulation.kernel_mode import computed
 from labkit.group.simulation.rank_log import RankLog
 from labkit.recording.record import is_students
-from labkit.recording.torch_internals import SIMULATION, in_place_of
+from labkit.recording.torch_internals import SIMULATION, wrap
 
 ARITHMETIC: Final = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
@@ -127,17 +127,13 @@ def hide_values(log: RankLog) -> None:
     def finite(answer: bool) -> Callable[..., bool]:
         return lambda original, number: answer if isinstance(number, UnknownNumber) else original(number)
 
-    for name, answer in FINITE.items():
-        setattr(math, name, in_place_of(getattr(math, name), finite(answer)))
+    wrap(math, **{name: finite(answer) for name, answer in FINITE.items()})
     ours: dict[str, Callable[..., Any]] = {
         "item": item,
         "__float__": lambda original, tensor: math.nan if hidden(tensor) else computed(original, tensor),
     }
     ours |= {"__format__": in_words, "__repr__": shown, "tolist": tolist}
     ours |= {name: refusing(use) for name, use in NUMBERS.items()}
-    tensor_class: Any = torch.Tensor
     fake_tensor = SIMULATION["FakeTensor"]
-    for name, function in ours.items():
-        if name in vars(fake_tensor):  # otherwise it inherits the method
-            setattr(fake_tensor, name, in_place_of(getattr(fake_tensor, name), function))
-        setattr(tensor_class, name, in_place_of(getattr(tensor_class, name), function))
+    wrap(fake_tensor, **{name: function for name, function in ours.items() if name in vars(fake_tensor)})  # it inherits others
+    wrap(torch.Tensor, **ours)

@@ -166,19 +166,19 @@ def _slow_ranks(graph: Graph, recorded: Rules) -> Iterator[tuple[str, ProgramCha
 
 def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the changes that make sense for a trace, each in a student's words."""
-    trace, nothing = graph.trace, ProgramChanges()
+    trace = graph.trace
     yield from twice_as_fast(graph)
     if trace.columns.data["issue_delay_ns"].any():
-        yield "a core for each rank", replace(nothing, own_cores=True)
+        yield "a core for each rank", ProgramChanges(own_cores=True)
     took = _took(graph, recorded)
     if not took:
         return
     total = trace.duration_ns * len(trace.ranks)
-    yield "all gradients in one bucket", replace(nothing, one_bucket=True)
+    yield "all gradients in one bucket", ProgramChanges(one_bucket=True)
     if trace.link is None:
         for name in sorted(took, key=lambda name: -took[name])[:2]:
             if took[name] > NOTICED * total:
-                yield f"{name} twice as fast", replace(nothing, faster={name: 2})
+                yield f"{name} twice as fast", ProgramChanges(faster={name: 2})
     else:
         yield from better_links(trace)
 

@@ -40,6 +40,7 @@ from labkit.tracing.intervals import union
 from labkit.tracing.trace import Trace
 
 START, END, WAIT_START, WAIT_END = range(4)  # which time of a span an event determines
+TIMES: Final = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # the fields of a span that have them
 PLAIN, ISSUE, WAIT = range(3)  # kinds of events
 IN_CPP: Final = (GRADIENTS, RECEIVED_GRADIENTS, RECEIVED_REPLY)  # records without duration of what C++ threads do
 MEETING: Final = (GroupKind.COLLECTIVE, GroupKind.PAIR, GroupKind.CALL, GroupKind.RENDEZVOUS, GroupKind.CREATION)

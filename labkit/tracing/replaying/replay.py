@@ -17,13 +17,12 @@ from labkit.errors.wrong_calls import check_number, public_api
 from labkit.recording.events import WAITS, Columns
 from labkit.recording.schema import STEP
 from labkit.tracing.replaying.changes import AS_RECORDED, AsRecorded, ProgramChanges, had_cores, of_other_threads, rules_for
-from labkit.tracing.replaying.graph import END, START, WAIT_END, WAIT_START, Graph, graph_of
+from labkit.tracing.replaying.graph import END, START, TIMES, WAIT_END, WAIT_START, Graph, graph_of
 from labkit.tracing.replaying.times import Rules, Times, measured, play
 from labkit.tracing.step_times import HasTrace, spread_ns, trace_of
 from labkit.tracing.trace import Trace
 
 DELAYS = ("issue_delay_ns", "wait_delay_ns")
-TIMES = ("start_ns", "end_ns", "wait_start_ns", "wait_end_ns")  # in the order of `ThreadEvents.times`
 
 
 @public_api

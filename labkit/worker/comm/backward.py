@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from labkit.costs.kernels import tensors_in
 from labkit.recording.group_keys import DIST_BACKWARD
 from labkit.recording.operations import GRADIENTS, RECEIVED_GRADIENTS
 from labkit.recording.record import clock, student_line
 from labkit.recording.ring_buffer import RingWriter
 from labkit.recording.schema import AUTOMATIC, COMPUTE, OWN_THREAD
 from labkit.recording.torch_internals import BACKWARD, REMOTE_CONTEXT
-from labkit.worker.comm.descriptions import tensors_in
 from labkit.worker.comm.operation import Operation
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from labkit.costs.kernels import tensors_in
 from labkit.recording.group_keys import of_exchange, of_parts, of_tensor
 from labkit.recording.operations import Form, OperationType, Traffic
 from labkit.recording.torch_internals import SPARSE
@@ -101,15 +102,6 @@ def nbytes_of(value: Any) -> int:
         elif SPARSE.found:
             nbytes += sum(SPARSE[part](tensor).nbytes for part in ("_values", "_indices"))
     return nbytes
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, including those in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from labkit.recording.torch_internals import in_place_of
+from labkit.recording.torch_internals import wrap
 from labkit.worker.comm.operation import Operation
 
 EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
@@ -67,11 +67,8 @@ class Futures:
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""
-        future = torch.Future
-        future.wait = in_place_of(future.wait, self._wait)  # type: ignore[method-assign]
-        future.then = in_place_of(future.then, self._then)  # type: ignore[method-assign]
-        torch.futures.collect_all = in_place_of(torch.futures.collect_all, self._collect_all)
-        torch.futures.wait_all = in_place_of(torch.futures.wait_all, _wait_all)
+        wrap(torch.Future, wait=self._wait, then=self._then)
+        wrap(torch.futures, collect_all=self._collect_all, wait_all=_wait_all)
         atexit.register(self._let_go)
 
     def _let_go(self) -> None:

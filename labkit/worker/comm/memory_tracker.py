@@ -139,7 +139,7 @@ class Tracker:
         self._written_ns = self._at_ns
         try:
             saving = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(self, tensor), _Saved.tensor)
-            with _resizing_reported(self._resized), saving:
+            with resizing_reported(self._resized), saving:
                 yield
         finally:
             for handle in handles:
@@ -322,7 +322,7 @@ def _gathering(modules: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 
 @contextlib.contextmanager
-def _resizing_reported(tell: Callable[[Any], None]) -> Iterator[None]:
+def resizing_reported(tell: Callable[[Any], None]) -> Iterator[None]:
     """Inside this context, call `tell` with each storage that Python code has resized."""
     from torch import UntypedStorage
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.recording.import_hook import when_imported
 from labkit.recording.rank_facts import SKETCH, Fact, FactKind
 from labkit.recording.record import student_line
-from labkit.recording.torch_internals import DDP_HOOKS, MODES, in_place_of
+from labkit.recording.torch_internals import DDP_HOOKS, MODES, wrap
 from labkit.worker.comm.backward import in_backward
 
 FIRST_STEPS: Final = 2  # are looked at, and then
@@ -129,7 +129,7 @@ class TrainingFacts:
 
         no_sync.__doc__ = original.__doc__
         DistributedDataParallel.no_sync = no_sync  # type: ignore[assignment, method-assign]
-        DistributedDataParallel.__init__ = in_place_of(DistributedDataParallel.__init__, create)  # type: ignore[method-assign]
+        wrap(DistributedDataParallel, __init__=create)
 
     def _watch_samplers(self, module: ModuleType) -> None:
         def iterate(original: Callable[..., Iterator[Any]], sampler: Any) -> Iterator[Any]:
@@ -139,9 +139,7 @@ class TrainingFacts:
             self._epochs[sampler] = self._epochs.get(sampler, 0) + 1
             original(sampler, epoch)
 
-        sampler = module.DistributedSampler
-        sampler.__iter__ = in_place_of(sampler.__iter__, iterate)
-        sampler.set_epoch = in_place_of(sampler.set_epoch, set_epoch)
+        wrap(module.DistributedSampler, __iter__=iterate, set_epoch=set_epoch)
 
     @staticmethod
     def _passed(items: Iterator[Any], fact: Fact) -> Iterator[Any]:
