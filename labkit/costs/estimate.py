@@ -114,22 +114,9 @@ def best_estimate(work: Workload, precision: Precision, strategy: Strategy, clus
         and choice.micro_batch in (None, samples // count)
     ]
     kinds = ("none",) if work.hidden_bytes is None else (choice.recompute,) if choice.recompute else RECOMPUTE
-    found = [_estimate(work, precision, strategy, cluster, choice, count, kind) for count in counts for kind in kinds]
+    steps = [_RankStep(work, precision, strategy, cluster, choice, count, kind) for count in counts for kind in kinds]
+    found = [step.estimate() for step in steps]
     return min(found, key=lambda each: (each.missing_bytes, each.step_s), default=None)
-
-
-def _estimate(
-    work: Workload, precision: Precision, strategy: Strategy, cluster: Cluster, choice: Choice, micro_batches: int, recompute: str
-) -> Estimate:
-    axes = {axis: strategy.axis(axis, cluster) for axis, _ in strategy.axes}
-    step = _RankStep(work, precision, strategy, cluster, choice, micro_batches, recompute)
-    exposed_s = {axis: seconds for axis, seconds in step.exposed_s().items() if axis in axes}
-    return Estimate(
-        strategy=strategy, cluster=cluster, samples=work.samples, tokens=work.tokens and work.tokens * work.samples,
-        model_flops=3 * work.forward_flops * work.samples, micro_batches=micro_batches, recompute=recompute,
-        memory_bytes=step.memory_bytes(), compute_s=step.compute_s + step.optimizer_s, bubble_s=step.bubble_s(),
-        exposed_s=exposed_s, level={name: axis.level for name, axis in axes.items()},
-    )  # fmt: skip
 
 
 class _RankStep:
@@ -158,6 +145,18 @@ class _RankStep:
         self.owned = self.parameters / (self.shards if strategy.stage else 1)
         moved = precision.parameter_bytes + precision.gradient_bytes + 2 * precision.optimizer_bytes
         self.optimizer_s = work.trained * self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
+
+    def estimate(self) -> Estimate:
+        """What the strategy needs."""
+        work, axes = self.work, {axis: self.strategy.axis(axis, self.cluster) for axis, _ in self.strategy.axes}
+        exposed_s = {axis: seconds for axis, seconds in self.exposed_s().items() if axis in axes}
+        return Estimate(
+            strategy=self.strategy, cluster=self.cluster, samples=work.samples, tokens=work.tokens and work.tokens * work.samples,
+            model_flops=3 * work.forward_flops * work.samples, micro_batches=self.micro_batches, recompute=self.recompute,
+            memory_bytes=max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values())),
+            compute_s=self.compute_s + self.optimizer_s, bubble_s=self.bubble_s(), exposed_s=exposed_s,
+            level={name: axis.level for name, axis in axes.items()},
+        )  # fmt: skip
 
     def _stages(self) -> list[_Stage]:
         """The first stage of a pipeline, one in the middle, and the last; or the only one."""
@@ -249,10 +248,6 @@ class _RankStep:
         summed = sum_s + others * max(0.0, sum_s - max(backward_s, again_s + scatter_s))
         gathered = self.micro_batches if self.strategy.stage == 3 else 1  # stage 2 keeps the parameters for the whole step
         return gathered * forward + self.micro_batches * backward, self.micro_batches * summed
-
-    def memory_bytes(self) -> dict[str, float]:
-        """Memory of the rank that needs most, by kind."""
-        return max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values()))
 
     def _memory_of(self, stage: _Stage) -> dict[str, float]:
         """Memory of a stage by kind, at the moment that needs most: in the backward pass or the optimizer's step."""

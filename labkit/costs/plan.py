@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,7 +41,7 @@ class Change:
 
     def __str__(self) -> str:
         how = "at least" if self.factor > 1 else "at most"
-        return f"{self.winner} is faster than {self.best} with {how} {self.factor:.3g} times {_CHANGES[self.of][0]}"
+        return f"{self.winner} is faster than {self.best} with {how} {self.factor:.3g} times {_CHANGES[self.of]}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,21 +96,22 @@ class Plan:
         if other.name == best.name:
             raise ValueError(f"break_even({winner!r}): this is the best strategy already")
         found = []
-        for of, (_, changed) in _CHANGES.items():
+        for of in _CHANGES:
             for towards in (2.0, 0.5):
-                factor = self._turning_point(best, other, changed, towards, whole=of == "batch")
+                factor = self._turning_point(best, other, of, towards)
                 if factor is not None:
                     found.append(Change(other.name, best.name, of, factor))
         return tuple(sorted(found, key=lambda change: abs(math.log(change.factor))))
 
-    def _turning_point(self, best: Estimate, other: Estimate, changed: Changed, towards: float, *, whole: bool) -> float | None:
+    def _turning_point(self, best: Estimate, other: Estimate, of: str, towards: float) -> float | None:
         """Return the factor nearest to 1 from which another strategy wins; the batch changes in powers of two only."""
 
         def wins(factor: float) -> bool:
-            work, cluster = changed(self.work, self.cluster, factor)
+            work, cluster = _changed(of, self.work, self.cluster, factor)
             one, two = (best_estimate(work, self.precision, each.strategy, cluster, self.choice) for each in (other, best))
             return one is not None and one.fits and (two is None or not two.fits or one.step_s < two.step_s)
 
+        whole = of == "batch"
         loses, factor = 1.0, towards
         while not wins(factor):
             loses, factor = factor, factor * towards
@@ -319,34 +320,22 @@ def _texts(row: Estimate) -> tuple[str, ...]:
     )
 
 
-Changed = Callable[[Workload, Cluster, float], tuple[Workload, Cluster]]
-
-
-def _link(level: str) -> Changed:
-    def changed(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-        link: Link = getattr(cluster.network, level)
-        faster: Any = {level: replace(link, gbit_per_s=link.gbit_per_s * factor, name="")}
-        return work, replace(cluster, link=replace(cluster.network, **faster))
-
-    return changed
-
-
-def _device(*rates: str) -> Changed:
-    def changed(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-        better: Any = {rate: getattr(cluster.device, rate) * factor for rate in rates}
-        return work, replace(cluster, device=replace(cluster.device, **better))
-
-    return changed
-
-
-def _batch(work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
-    return replace(work, samples=round(work.samples * factor)), cluster
-
-
-_CHANGES: Final[Mapping[str, tuple[str, Changed]]] = {  # what changes, in words, and how
-    "between": ("the bandwidth between nodes", _link("between")),
-    "inside": ("the bandwidth inside nodes", _link("inside")),
-    "device": ("the device's rates", _device("tflop_per_s", "gbyte_per_s")),
-    "memory": ("the device's memory", _device("memory_gb")),
-    "batch": ("the batch", _batch),
+_CHANGES: Final = {  # what changes, in words
+    "between": "the bandwidth between nodes",
+    "inside": "the bandwidth inside nodes",
+    "device": "the device's rates",
+    "memory": "the device's memory",
+    "batch": "the batch",
 }
+
+
+def _changed(of: str, work: Workload, cluster: Cluster, factor: float) -> tuple[Workload, Cluster]:
+    if of == "batch":
+        return replace(work, samples=round(work.samples * factor)), cluster
+    if of in ("device", "memory"):
+        rates = ("memory_gb",) if of == "memory" else ("tflop_per_s", "tflop_per_s_32", "gbyte_per_s")
+        better: Any = {rate: value * factor for rate in rates if (value := getattr(cluster.device, rate)) is not None}
+        return work, replace(cluster, device=replace(cluster.device, **better))
+    link: Link = getattr(cluster.network, of)
+    faster: Any = {of: replace(link, gbit_per_s=link.gbit_per_s * factor, name="")}
+    return work, replace(cluster, link=replace(cluster.network, **faster))

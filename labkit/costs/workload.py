@@ -70,27 +70,18 @@ def workload_of(
     """Return what a step of a model asks for.
 
     The batch of a transformer is the number of its sequences, that of a module its inputs, a tensor or several. A
-    `TypeError` or `ValueError` says that the batch does not suit the model.
+    `TypeError` or `ValueError` says that the batch does not suit the model. Operations of a transformer: 2·Ψ per token
+    and 4·l·h·s for attention, of Chowdhery et al., "PaLM", 2022, appendix B.
     """
-    if isinstance(model, Transformer):
-        expected = f"batch={batch!r}: expected the sequences of a step, a whole number from 1, or tokens_per_batch="
-        check_number(batch, expected, whole=True, at_least=1)
+    if not isinstance(model, Transformer):
         if trainable is not None:
-            expected = f"trainable={trainable!r}: expected a whole number, at most the {model.parameters:,} parameters"
-            check_number(trainable, expected, whole=True, at_least=0, below=model.parameters + 1)
-        return _of_transformer(model, batch, precision, sequence_parallel, trainable)
+            raise ValueError(f"trainable={trainable!r}: a module's own parameters say it, by requires_grad")
+        return _of_module(model, batch)
+    expected = f"batch={batch!r}: expected the sequences of a step, a whole number from 1, or tokens_per_batch="
+    check_number(batch, expected, whole=True, at_least=1)
     if trainable is not None:
-        raise ValueError(f"trainable={trainable!r}: a module's own parameters say it, by requires_grad")
-    return _of_module(model, batch)
-
-
-def _of_transformer(
-    model: Transformer, sequences: int, precision: Precision, sequence_parallel: bool, trainable: int | None
-) -> Workload:
-    """Return what a step of a transformer asks for.
-
-    Operations: 2·Ψ per token and 4·l·h·s for attention, of Chowdhery et al., "PaLM", 2022, appendix B.
-    """
+        expected = f"trainable={trainable!r}: expected a whole number, at most the {model.parameters:,} parameters"
+        check_number(trainable, expected, whole=True, at_least=0, below=model.parameters + 1)
     tokens = model.sequence
 
     @functools.cache
@@ -105,7 +96,7 @@ def _of_transformer(
         return Parts(*counted_parts(model, Cut(ranks, divides, frozen), dtype))
 
     return Workload(
-        samples=sequences, tokens=tokens, parameters=model.parameters, layers=model.layers, heads=model.all_heads,
+        samples=batch, tokens=tokens, parameters=model.parameters, layers=model.layers, heads=model.all_heads,
         trained=1.0 if trainable is None else trainable / model.parameters,
         first_parameters=model.embedding_parameters, last_parameters=model.vocabulary * model.width, tied=model.shares_output,
         forward_flops=tokens * (2 * model.active_parameters + 4 * model.layers * model.width * tokens),

@@ -10,7 +10,7 @@ import pytest
 
 import labkit as lab
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
-from labkit.costs.estimate import Choice, Estimate, _estimate, best_estimate
+from labkit.costs.estimate import Choice, Estimate, _RankStep, best_estimate
 from labkit.costs.passes import Cost
 from labkit.costs.workload import Parts, Precision, Workload
 
@@ -57,7 +57,7 @@ ADAM_S = 40e6 * (4 + 4 + 16) / 10e9  # all parameters, gradients and twice the s
 
 
 def estimate(*axes: tuple[str, int], stage: int = 0, micro_batches: int = 1, recompute: str = "none", **chosen: Any) -> Estimate:
-    return _estimate(WORK, SINGLE, Strategy(axes, stage), CLUSTER, Choice(**chosen), micro_batches, recompute)
+    return _RankStep(WORK, SINGLE, Strategy(axes, stage), CLUSTER, Choice(**chosen), micro_batches, recompute).estimate()
 
 
 def best(work: Workload, strategy: Strategy, cluster: lab.Cluster) -> Estimate:
@@ -84,12 +84,12 @@ def test_ddp() -> None:
 
 def test_adam_on_a_gpu_changes_all_parameters_at_one_time() -> None:
     gpu = replace(CLUSTER, device=replace(DEVICE, runs_ahead=True))
-    row = _estimate(WORK, SINGLE, Strategy(((REPLICATE, 4),), 0), gpu, Choice(), 1, "none")
+    row = _RankStep(WORK, SINGLE, Strategy(((REPLICATE, 4),), 0), gpu, Choice(), 1, "none").estimate()
     assert row.memory_bytes["activations"] == 0  # they are freed by then
     assert row.memory_bytes["buffers"] == 160e6 + 160e6  # buckets, and the roots of the second moments
     for optimizer_bytes, roots in ((0, 0), (4, 80e6)):  # SGD; moments of 16 bits
         size = replace(SINGLE, optimizer_bytes=optimizer_bytes)
-        other = _estimate(WORK, size, Strategy(((REPLICATE, 4),), 0), gpu, Choice(), 1, "none")
+        other = _RankStep(WORK, size, Strategy(((REPLICATE, 4),), 0), gpu, Choice(), 1, "none").estimate()
         assert other.memory_bytes["buffers"] == 160e6 + roots
 
 
@@ -198,7 +198,7 @@ def test_a_batch_that_cannot_be_divided_has_no_estimate() -> None:
 
 def test_one_rank_only_computes() -> None:
     alone = lab.Cluster(ranks=1, device=DEVICE, link=lab.Link.nvlink4)
-    row = _estimate(WORK, SINGLE, Strategy((), 0), alone, Choice(), 1, "none")
+    row = _RankStep(WORK, SINGLE, Strategy((), 0), alone, Choice(), 1, "none").estimate()
     assert row.step_s == pytest.approx(8 * 0.3 + ADAM_S)
     assert row.exposed_s == {}
     assert row.memory_bytes["buffers"] == 0

@@ -106,6 +106,20 @@ def test_more_memory_lets_another_strategy_win() -> None:
     assert not less[name].fits or less[name].step_s > less["pipeline 4"].step_s
 
 
+def test_all_rates_of_a_device_change_together() -> None:
+    device = replace(DEVICE, tflop_per_s_32=DEVICE.tflop_per_s / 4)
+    found, name = planned(replace(CLUSTER, device=device)), "pipeline 4"
+    (factor,) = [change.factor for change in found.break_even(name) if change.of == "device"]
+
+    def faster(times: float) -> Plan:
+        rates = {rate: getattr(device, rate) * times for rate in ("tflop_per_s", "tflop_per_s_32", "gbyte_per_s")}
+        return planned(replace(CLUSTER, device=replace(device, **rates)))
+
+    best = found[0].name
+    assert faster(factor * 0.98)[name].step_s > faster(factor * 0.98)[best].step_s
+    assert faster(factor * 1.02)[name].step_s < faster(factor * 1.02)[best].step_s
+
+
 def test_break_even_needs_another_strategy() -> None:
     found = planned()
     with pytest.raises(ValueError, match="the best strategy already"):
