@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from labkit.costs.device import Device
 from labkit.costs.link import Link
 from labkit.costs.network import Network, as_network
-from labkit.costs.rounds import Round
+from labkit.costs.rounds import Round, possible_rounds
 from labkit.costs.workload import Workload
 from labkit.errors.wrong_calls import check_number, public_class
 
@@ -22,11 +22,12 @@ REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
 PIPELINE: Final = "pipeline"
 TENSOR: Final = "tensor"
-MOST_RANKS: Final = 1 << 17  # for which a plan takes about ten seconds
+REMEMBERED: Final = 1 << 10  # groups of ranks whose rounds are
+MOST_RANKS: Final = 1 << 17  # for which a plan takes half a minute
 
 
 @public_class
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A cluster: `lab.Cluster(ranks=16, device=lab.Device.h100, link=lab.Network(nodes=2, inside=..., between=...))`.
 
@@ -49,6 +50,7 @@ class Cluster:
     def __post_init__(self) -> None:
         expected = f"Cluster(ranks={self.ranks!r}): expected a whole number from 1 to {MOST_RANKS:,}"
         check_number(self.ranks, expected, whole=True, at_least=1, below=MOST_RANKS + 1)
+        object.__setattr__(self, "ranks", int(self.ranks))  # numpy's whole numbers may overflow
         if not isinstance(self.device, Device):
             raise TypeError(f"Cluster(device={self.device!r}): expected a lab.Device, as in device=lab.Device.h100")
         if self.ranks % self.network.nodes:
@@ -56,7 +58,7 @@ class Cluster:
                 f"Cluster(ranks={self.ranks}) on {self.network.nodes} nodes: expected equally many ranks on each node"
             )
 
-    @property
+    @cached_property
     def network(self) -> Network:
         """The network; a single link is a network of one node."""
         return as_network(self.link, self.ranks)
@@ -67,7 +69,9 @@ class Cluster:
         return self.ranks // self.network.nodes
 
     def of(self, ranks: int) -> Cluster:
-        """Return a cluster with another number of ranks, and as many on each node, if it has more than one."""
+        """Return a cluster with another number of ranks, over the same link, or with as many on each node."""
+        if isinstance(self.link, Link):  # a node of any size
+            return replace(self, ranks=ranks)
         each = self.ranks_per_node
         expected = f"ranks={ranks!r}: expected whole numbers from 1, above the {each} ranks of a node multiples of it"
         check_number(ranks, expected, whole=True, at_least=1)
@@ -86,34 +90,55 @@ class MeshAxis:
     stride: int  # the distance between neighbours of a group, in ranks
 
     @property
-    def nodes(self) -> tuple[int, ...]:
-        """The node of each rank, group after group, of all groups that can meet on a node; the others do the same."""
+    def groups(self) -> _AxisGroups:
+        """Where its groups are."""
         assert self.network.ranks is not None
         each, block = self.network.ranks // self.network.nodes, self.size * self.stride
         alike = max(each, block) if max(each, block) % min(each, block) == 0 else self.network.ranks
-        return _nodes_of(each, alike, self.size, self.stride)
+        return _AxisGroups(each, alike, self.size, self.stride)
 
     @property
     def level(self) -> str:
         """The level that its groups cross: "between" nodes, or "inside" a node."""
-        return "between" if any(len(set(group)) > 1 for group in self._groups()) else "inside"
+        return "inside" if _hop(self.groups).between is None else "between"
 
     def message_s(self, nbytes: float) -> float:
         """Return how long it takes until each rank has received a message from its neighbour, all at the same time."""
-        pairs = [pair for group in self._groups() for pair in pairwise(group)]
-        leaving = Counter(sender for sender, receiver in pairs if sender != receiver)
-        inside = 1.0 if any(sender == receiver for sender, receiver in pairs) else None
-        return self.network.rounds_s([Round(1, inside, max(leaving.values(), default=None))], nbytes)
+        return self.network.rounds_s([_hop(self.groups)], nbytes)
 
-    def _groups(self) -> list[tuple[int, ...]]:
-        nodes = self.nodes
-        return [nodes[first : first + self.size] for first in range(0, len(nodes), self.size)]
+    def collective_s(self, operation: str, nbytes: float, *, fastest: bool) -> float:
+        """Return how long all groups take for a collective at the same time, if `fastest` with its best algorithm."""
+        return min(self.network.rounds_s(each, nbytes) for each in _collective(self.groups, operation, fastest))
 
 
-@lru_cache(maxsize=1 << 8)
-def _nodes_of(ranks_per_node: int, ranks: int, size: int, stride: int) -> tuple[int, ...]:
-    firsts = [rank for rank in range(ranks) if rank // stride % size == 0]
-    return tuple((first + k * stride) // ranks_per_node for first in firsts for k in range(size))
+class _AxisGroups(NamedTuple):
+    """The groups of an axis that can meet on a node; all others do the same."""
+
+    ranks_per_node: int
+    ranks: int
+    size: int
+    stride: int
+
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank, group after group."""
+        firsts = [rank for rank in range(self.ranks) if rank // self.stride % self.size == 0]
+        return tuple((first + k * self.stride) // self.ranks_per_node for first in firsts for k in range(self.size))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _hop(groups: _AxisGroups) -> Round:
+    """A message of each rank to its neighbour."""
+    nodes = groups.nodes()
+    pairs = [pair for first in range(0, len(nodes), groups.size) for pair in pairwise(nodes[first : first + groups.size])]
+    leaving = Counter(sender for sender, receiver in pairs if sender != receiver)
+    inside = 1.0 if any(sender == receiver for sender, receiver in pairs) else None
+    return Round(1, inside, max(leaving.values(), default=None))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _collective(groups: _AxisGroups, operation: str, fastest: bool) -> list[tuple[Round, ...]]:
+    nodes = groups.nodes()
+    return possible_rounds(operation, nodes, len(nodes) // groups.size, fastest=fastest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +215,7 @@ def _with_data(cluster: Cluster, stages: int, tensor: int) -> Iterator[Strategy]
             yield Strategy(kept, stage if data > 1 else 0)
 
 
+@lru_cache(maxsize=1 << 8)
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, the smallest first."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy, divisors
-from labkit.costs.rounds import possible_rounds
 from labkit.costs.workload import Precision, Workload
 
 RECOMPUTE: Final = ("none", "selective", "layer")
@@ -42,7 +41,7 @@ class Estimate:
     cluster: Cluster
     samples: int  # of a step, of all ranks together
     tokens: int | None  # of a step; None: unknown
-    model_flops: float  # of a step, as MFU counts them: without recomputation, attention without its mask
+    model_flops: float  # of a step, as MFU counts them: without recomputation and the embedding, attention without its mask
     micro_batches: int  # m, in how many parts each rank computes its share of the batch
     recompute: str  # what the backward pass computes again instead of keeping it, one of `RECOMPUTE`
     memory_bytes: Mapping[str, float]  # of the rank and the moment that need most, by kind (`PLANNED_KINDS`)
@@ -110,6 +109,7 @@ def best_estimate(work: Workload, precision: Precision, strategy: Strategy, clus
         count
         for count in divisors(samples)
         if (given or count >= strategy.size(PIPELINE))
+        and (choice.chunks == 1 or count % strategy.size(PIPELINE) == 0)
         and choice.accumulate in (None, count)
         and choice.micro_batch in (None, samples // count)
     ]
@@ -152,7 +152,7 @@ class _RankStep:
         exposed_s = {axis: seconds for axis, seconds in self.exposed_s().items() if axis in axes}
         return Estimate(
             strategy=self.strategy, cluster=self.cluster, samples=work.samples, tokens=work.tokens and work.tokens * work.samples,
-            model_flops=3 * work.forward_flops * work.samples, micro_batches=self.micro_batches, recompute=self.recompute,
+            model_flops=work.flops * work.samples, micro_batches=self.micro_batches, recompute=self.recompute,
             memory_bytes=max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values())),
             compute_s=self.compute_s + self.optimizer_s, bubble_s=self.bubble_s(), exposed_s=exposed_s,
             level={name: axis.level for name, axis in axes.items()},
@@ -195,9 +195,8 @@ class _RankStep:
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
         """How long all groups along an axis take for a collective that each carries out at the same time."""
-        along, ahead = self.strategy.axis(axis, self.cluster), self.cluster.device.runs_ahead
-        choices = possible_rounds(operation, along.nodes, len(along.nodes) // along.size, fastest=ahead)
-        return min(along.network.rounds_s(each, nbytes) for each in choices)
+        along = self.strategy.axis(axis, self.cluster)
+        return along.collective_s(operation, nbytes, fastest=self.cluster.device.runs_ahead)
 
     def bubble_s(self) -> float:
         """(s−1)·(t_f + t_b)/v: a stage waits for the first micro-batch to arrive and for the last to come back."""
@@ -259,7 +258,7 @@ class _RankStep:
             unit, around = 0.0, whole
         if zero == 3:
             copies = size.compute_bytes * around
-            of_layers = copies + GATHERED_LAYERS * size.compute_bytes * unit
+            of_layers = copies + min(GATHERED_LAYERS, stage.layers) * size.compute_bytes * unit
         else:  # all gathered parameters, or copies in 16 bits
             copies = size.compute_bytes * whole if zero == 2 or size.compute_bytes < size.parameter_bytes else 0.0
             of_layers = copies
@@ -281,6 +280,7 @@ class _RankStep:
         )
         if zero == 0 and self.strategy.size(REPLICATE) > 1:
             buffers += size.gradient_bytes * trained * whole  # DDP's buckets
+        buffers += self.work.buffer_bytes
         return {
             "parameters": size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
             "gradients": gradients,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.costs.device import ATTENTION, Device, Kernel
-from labkit.costs.kernels import LiveTensors, kernel_of, tensors_in
+from labkit.costs.kernels import LiveTensors, kernel_of, tensors_in, without_fused_lstm
 from labkit.recording.torch_internals import DISPATCH, SIMULATION
 
-SAMPLES: Final = (2, 3)  # with which a part is counted: all its numbers grow linearly with them
-COSTS: Final = 1 << 12  # how many are remembered; a large plan needs some hundred
+SAMPLES: Final = (2, 3, 5)  # with which a part is counted: from two, its numbers for the third must follow
+COSTS: Final = 1 << 14  # how many are remembered; a large plan needs some thousand
 PRODUCTS: Final = ("mm", "addmm")  # matrix products with parameters; selective recomputation keeps their results
 Inputs = Callable[[int], Sequence[torch.Tensor]]  # of a module, by the number of samples
 
@@ -32,10 +33,10 @@ class Passes:
     saved_bytes: float  # the output, and what is kept for the backward pass
     output_bytes: float
     products_bytes: float  # the output, and what selective recomputation keeps: results of matrix products and of attention
-    peak_bytes: float  # the most that exist at one time
+    live_bytes: tuple[float, ...]  # that exist after each operator
 
 
-class Cost(NamedTuple):
+class PassCost(NamedTuple):
     """What the passes of a part of a model cost on a device, the backward pass with what it computes again."""
 
     forward_s: float
@@ -47,19 +48,48 @@ class Cost(NamedTuple):
 class Counted:
     """A part of a model, for any number of samples."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs) -> None:
-        self._two, self._three = (_count(module, inputs, samples) for samples in SAMPLES)
-        names = [[kernel.name for kernel in each.forward + each.backward] for each in (self._two, self._three)]
-        if names[0] != names[1]:
-            raise ValueError(f"it calls other operators for {SAMPLES[0]} samples than for {SAMPLES[1]}")
+    def __init__(self, module: nn.Module, inputs: Inputs, *, dtype: torch.dtype | None = None, multiple: int = 1) -> None:
+        """Count a module.
+
+        `dtype` is what kernels compute with; default: the types of the module's parameters. The numbers of samples are
+        multiples of `multiple`.
+        """
+        self._counts = [multiple * samples for samples in SAMPLES]
+        *self._found, last = (_count(module, inputs, samples, dtype) for samples in self._counts)
+        names = [[kernel.name for kernel in each.forward + each.backward] for each in (*self._found, last)]
+        if names[0] != names[1] or names[0] != names[2]:
+            raise ValueError("it calls other operators for other numbers of samples")
+        if self.at(self._counts[2]) != last:
+            raise ValueError("its work does not grow linearly with the samples")
 
     def at(self, samples: float) -> Passes:
         """Return the passes for so many samples."""
-        passes: Passes = _along(self._two, self._three, samples)
-        return passes
+        (one, other), (first, second) = self._found, self._counts[:2]
+        times = (samples - first) / (second - first)
+
+        def along(a: float, b: float) -> float:
+            return a + (b - a) * times
+
+        def kernels(some: Iterable[Kernel], more: Iterable[Kernel]) -> tuple[Kernel, ...]:
+            return tuple(
+                Kernel(
+                    a.name,
+                    along(a.flops, b.flops),
+                    along(a.read_bytes, b.read_bytes),
+                    along(a.written_bytes, b.written_bytes),
+                    a.wide,
+                )
+                for a, b in zip(some, more, strict=True)
+            )
+
+        return Passes(
+            kernels(one.forward, other.forward), kernels(one.backward, other.backward), along(one.saved_bytes, other.saved_bytes),
+            along(one.output_bytes, other.output_bytes), along(one.products_bytes, other.products_bytes),
+            tuple(map(along, one.live_bytes, other.live_bytes)),
+        )  # fmt: skip
 
     @functools.lru_cache(maxsize=COSTS)  # noqa: B019  # it keeps alive at most so many
-    def cost(self, samples: float, device: Device, recompute: str) -> Cost:
+    def cost(self, samples: float, device: Device, recompute: str) -> PassCost:
         """Return what so many samples cost, if the backward pass computes nothing, "selective" or the "layer" again."""
 
         def seconds(kernels: Iterable[Kernel]) -> float:
@@ -71,17 +101,7 @@ class Counted:
             "selective": ([kernel for kernel in passes.forward if not _is_kept(kernel)], passes.products_bytes),
             "layer": (passes.forward, passes.output_bytes),
         }[recompute]
-        return Cost(seconds(passes.forward), seconds(passes.backward) + seconds(again), kept_bytes, passes.peak_bytes)
-
-
-def _along(two: Any, three: Any, samples: float) -> Any:
-    """Return what so many samples give, where two and three of them give these; all else is equal."""
-    if isinstance(two, tuple):
-        return tuple(_along(a, b, samples) for a, b in zip(two, three, strict=True))
-    if is_dataclass(two):
-        values = (_along(getattr(two, each.name), getattr(three, each.name), samples) for each in fields(two))
-        return type(two)(*values)  # type: ignore[misc]  # a class, not an object
-    return two if two == three else two + (three - two) * (samples - SAMPLES[0])
+        return PassCost(seconds(passes.forward), seconds(passes.backward) + seconds(again), kept_bytes, max(passes.live_bytes))
 
 
 def _is_kept(kernel: Kernel) -> bool:
@@ -95,14 +115,12 @@ class _Counter(LiveTensors):
         super().__init__()
         self.kernels: list[Kernel] = []
         self.kept_bytes = 0.0  # of all results of matrix products and of attention, as torch's selective checkpoints keep them
-        self.most_bytes = 0
-
-    def changed(self) -> None:
-        self.most_bytes = max(self.most_bytes, self.live_bytes)
+        self.moments: list[int] = []  # the live bytes after each operator
 
     def add(self, kernel: Kernel | None, results: Iterable[torch.Tensor]) -> None:
         """Note an operator and its results."""
         self.hold(results)
+        self.moments.append(self.live_bytes)
         if kernel is not None:
             self.kernels.append(kernel)
             self.kept_bytes += kernel.written_bytes if _is_kept(kernel) else 0
@@ -126,31 +144,50 @@ def _counting(counter: _Counter) -> Any:
     return CountingMode()
 
 
-def _count(module: nn.Module, inputs: Inputs, samples: int) -> Passes:
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo afterwards what a forward pass stores in a module, such as a mask that it makes once."""
+    owned = [each for part in module.modules() for each in (vars(part), *vars(part).values()) if isinstance(each, dict)]
+    kept = [dict(each) for each in owned]
+    try:
+        yield
+    finally:
+        for each, before in zip(owned, kept, strict=True):
+            each.clear()
+            each.update(before)
+
+
+def _count(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype | None) -> Passes:
     """Count a module's passes for so many samples."""
     counter = _Counter()
     # It repeats in many lines what an error says, such as one on shapes that do not fit.
     logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
-    anywhere = torch.device("cpu"), torch.inference_mode(False), torch.enable_grad()  # whatever the caller has set
+    anywhere = (  # whatever the caller has set
+        torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False),
+        torch.autocast("cpu", enabled=False), sdpa_kernel(list(SDPBackend.__members__.values())),
+    )  # fmt: skip
+    fake = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        for context in (*anywhere, SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True), _counting(counter)):
+        for context in (*anywhere, without_fused_lstm(), _restored(module), fake, _counting(counter)):
             stack.enter_context(context)
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        state = {name: torch.empty_like(each, device="cpu").requires_grad_(each.requires_grad) for name, each in tensors}
-        for tensor in state.values():
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(_free)
+        state = {name: torch.empty_like(each, device="cpu") for name, each in module.named_buffers()}
+        for name, each in module.named_parameters():
+            state[name] = torch.empty_like(each, device="cpu", dtype=dtype).requires_grad_(each.requires_grad)
+            if each.requires_grad:
+                state[name].register_post_accumulate_grad_hook(_free)
         given = inputs(samples)
-        before = counter.most_bytes = counter.live_bytes
+        before = counter.live_bytes
+        counter.moments.clear()
         output = functional_call(module, state, tuple(given))
         forward, saved = counter.take(), counter.live_bytes - before
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not outputs and any(tensor.requires_grad for tensor in state.values()):
-            raise ValueError("no output depends on its parameters")
+            raise ValueError("no tensor of its output (a tensor, list, tuple or dict) depends on its parameters")
         output_bytes = sum(tensor.nbytes for tensor in outputs)
         kept = counter.kept_bytes + output_bytes
         torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
-    return Passes(forward, counter.take(), saved, output_bytes, kept, counter.most_bytes - before)
+    live = tuple(moment - before for moment in counter.moments)
+    return Passes(forward, counter.take(), saved, output_bytes, kept, live)
 
 
 def _free(parameter: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from labkit.costs.cluster import Cluster, strategies
+from labkit.costs.cluster import PIPELINE, Cluster, strategies
 from labkit.costs.estimate import PLANNED_KINDS, RECOMPUTE, UNITS, Choice, Estimate, best_estimate
 from labkit.costs.link import Link
 from labkit.costs.transformer import Transformer
@@ -32,16 +32,19 @@ WORDS: Final = (HEADINGS.index("strategy"), HEADINGS.index("exposed communicatio
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the cluster or the batch that makes a strategy faster than the one that was the fastest."""
+    """A change of the cluster or the batch after which a strategy is better than the one that was the fastest."""
 
     winner: str  # the name of the strategy
     best: str  # that of the one that was the fastest
     of: str  # what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch"
     factor: float  # at least, if it is above 1, else at most
+    best_fits: bool = True  # also then; else the memory is too small, or the batch cannot be divided
 
     def __str__(self) -> str:
-        how = "at least" if self.factor > 1 else "at most"
-        return f"{self.winner} is faster than {self.best} with {how} {self.factor:.3g} times {_CHANGES[self.of]}"
+        how, beyond = ("at least", 1.005) if self.factor > 1 else ("at most", 0.995)
+        factor = self.factor * (1 if self.of == "batch" else beyond)  # so that three digits are on the side where it holds
+        outcome = f"is faster than {self.best}" if self.best_fits else f"is possible, and {self.best} is not,"
+        return f"{self.winner} {outcome} with {how} {factor:.3g} times {_CHANGES[self.of]}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,7 +67,9 @@ class Plan:
         return tuple(row for row in self.rows if row.fits)
 
     def __getitem__(self, name: str | int) -> Estimate:
-        if isinstance(name, int):
+        if not isinstance(name, str):
+            if not self.rows:
+                raise IndexError(f"this plan has no rows. {' '.join(self._notes()[2:])}")
             return self.rows[name]
         for row in self.rows:
             if row.name == name:
@@ -73,11 +78,11 @@ class Plan:
 
     @public_api
     def break_even(self, winner: str | None = None) -> tuple[Change, ...]:
-        """Return the smallest changes, one at a time, after which a strategy would be faster than the best.
+        """Return the smallest changes, one at a time, after which a strategy would be better than the best.
 
-        Both strategies choose their number of micro-batches again after a change. The changes are factors of the
-        bandwidths, the device's rates and memory, and the batch, from 1/64 to 64; each but
-        the batch is where both are equally fast. A third strategy may then be faster than both.
+        It is faster, or the best is no longer possible. Both choose their number of micro-batches again after a change.
+        The changes are factors of the bandwidths, the device's rates and memory, and the batch (powers of two), from
+        1/64 to 64. A third strategy may then be faster than both.
 
         Args:
             winner: the name of the strategy that is to win; default: the second best that fits.
@@ -87,7 +92,7 @@ class Plan:
         """
         if not self.fitting:
             raise ValueError("break_even(): no strategy fits this cluster, so there is no best one")
-        if len({row.cluster.ranks for row in self.rows}) > 1:
+        if self._several:
             raise ValueError("break_even(): this plan has several numbers of ranks; plan one of them")
         best = self.fitting[0]
         if winner is None and len(self.fitting) < 2:
@@ -95,21 +100,20 @@ class Plan:
         other = self.fitting[1] if winner is None else self[winner]
         if other.name == best.name:
             raise ValueError(f"break_even({winner!r}): this is the best strategy already")
-        found = []
-        for of in _CHANGES:
-            for towards in (2.0, 0.5):
-                factor = self._turning_point(best, other, of, towards)
-                if factor is not None:
-                    found.append(Change(other.name, best.name, of, factor))
-        return tuple(sorted(found, key=lambda change: abs(math.log(change.factor))))
+        changes = (self._turning_point(best, other, of, towards) for of in _CHANGES for towards in (2.0, 0.5))
+        return tuple(sorted(filter(None, changes), key=lambda change: abs(math.log(change.factor))))
 
-    def _turning_point(self, best: Estimate, other: Estimate, of: str, towards: float) -> float | None:
-        """Return the factor nearest to 1 from which another strategy wins; the batch changes in powers of two only."""
+    def _turning_point(self, best: Estimate, other: Estimate, of: str, towards: float) -> Change | None:
+        """Return the change nearest to 1 from which another strategy wins; the batch changes in powers of two only."""
+
+        def estimate(row: Estimate, factor: float) -> Estimate | None:
+            work, cluster = _changed(of, self.work, self.cluster, factor)
+            found = best_estimate(work, self.precision, row.strategy, cluster, self.choice)
+            return found if found and found.fits else None
 
         def wins(factor: float) -> bool:
-            work, cluster = _changed(of, self.work, self.cluster, factor)
-            one, two = (best_estimate(work, self.precision, each.strategy, cluster, self.choice) for each in (other, best))
-            return one is not None and one.fits and (two is None or not two.fits or one.step_s < two.step_s)
+            one, two = estimate(other, factor), estimate(best, factor)
+            return one is not None and (two is None or one.step_s < two.step_s)
 
         whole = of == "batch"
         loses, factor = 1.0, towards
@@ -120,27 +124,35 @@ class Plan:
         for _ in range(0 if whole else 12):
             middle = math.sqrt(loses * factor)
             loses, factor = (loses, middle) if wins(middle) else (middle, factor)
-        return factor
+        return Change(other.name, best.name, of, factor, best_fits=estimate(best, factor) is not None)
 
     def cells(self) -> list[tuple[str, ...]]:
         """The texts of the table, row by row."""
-        several = len({row.cluster.ranks for row in self.rows}) > 1
-        names = [f"{row.cluster.ranks} ranks: {row.name}" if several else row.name for row in self.rows[:SHOWN]]
-        return [(name, *_texts(row)[1:]) for name, row in zip(names, self.rows, strict=False)]
+        return [(self._name(row), *_texts(row)) for row in self.rows[:SHOWN]]
+
+    def _name(self, row: Estimate) -> str:
+        return f"{row.cluster.ranks} ranks: {row.name}" if self._several else row.name
+
+    @property
+    def _several(self) -> bool:
+        """Whether it is for several numbers of ranks."""
+        return any(row.cluster.ranks != self.cluster.ranks for row in self.rows)
 
     def _title(self) -> str:
         memory = self.cluster.device.memory_gb
         limit = "" if math.isinf(memory) else f" with {bytes_in_words(memory * 1e9)} each"
+        samples = sorted({row.samples for row in self.rows} or {self.work.samples})
+        of_step = counted(samples[0], "sample") if len(samples) == 1 else f"{samples[0]} to {samples[-1]} samples"
         return (
-            f"{self.work.parameters:,.0f} parameters, {counted(self.work.samples, 'sample')} per step, "
+            f"{self.work.parameters:,.0f} parameters, {of_step} per step, {'up to ' if self._several else ''}"
             f"{counted(self.cluster.ranks, 'rank')}{limit}, {self.cluster.link}"
         )
 
     def _notes(self) -> list[str]:
-        unit = "Tokens" if self.work.tokens else "Samples"
+        rate = self._headings()[4].capitalize()
         notes = [
             "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
-            f"{unit}/s are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, or what Adam needs in its step.",
+            f"{rate} are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, what Adam needs, or a module's own.",
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
@@ -156,10 +168,13 @@ class Plan:
         return notes
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), *Table(HEADINGS, self.cells(), WORDS).lines(), *self._notes()])
+        return "\n".join([self._title(), *Table(self._headings(), self.cells(), WORDS).lines(), *self._notes()])
+
+    def _headings(self) -> tuple[str, ...]:
+        return HEADINGS if self.work.tokens else tuple(each.replace("tokens", "samples") for each in HEADINGS)
 
     def _repr_html_(self) -> str:
-        table = Table(HEADINGS, self.cells(), WORDS).html("padding:2px 4px;white-space:nowrap;text-align:{}")
+        table = Table(self._headings(), self.cells(), WORDS).html("padding:2px 4px;white-space:nowrap;text-align:{}")
         caption = f'<caption style="text-align:left">{html.escape(self._title())}</caption>'
         notes = "<br>".join(map(html.escape, self._notes()))
         return f"{table.replace(', ', ',<br>').replace('<table>', f'<table>{caption}')}<small>{notes}</small>"
@@ -184,7 +199,7 @@ def plan(
     gradient_bytes: float | None = None,
     optimizer_bytes: float | None = None,
     compute_bytes: float | None = None,
-    trainable: int | None = None,
+    lora_rank: int | None = None,
 ) -> Plan:
     """Compare all strategies for a model on a cluster: what fits, how long a step takes, and what limits it.
 
@@ -203,9 +218,11 @@ def plan(
         batch: a step of all ranks together: for a transformer a number of sequences; for a module its inputs, a tensor
             or a tuple of tensors, whose first dimension is the batch.
         cluster: the ranks, their devices and their network.
-        tokens_per_batch: in place of `batch`, the tokens of a step of a transformer. Neither is needed if `strategy`,
-            `micro_batch` and `accumulate` are given.
-        ranks: several numbers of ranks, as many on each node as in `cluster`; the plan has the best strategy for each.
+        tokens_per_batch: in place of `batch`, about the tokens of a step of a transformer: their number of sequences is
+            rounded to a multiple of the ranks. Neither is needed if `strategy`, `micro_batch` and `accumulate` are
+            given.
+        ranks: several numbers of ranks; the plan has the best strategy for each. In a network, each node has as many as
+            in `cluster`.
         strategy: the only one to plan, by its name, such as "FSDP2 8".
         micro_batch: the samples that a replica computes at one time.
         accumulate: the micro-batches of a replica in a step.
@@ -219,10 +236,10 @@ def plan(
         gradient_bytes: bytes per gradient; default: as many as a parameter's.
         optimizer_bytes: bytes of the optimizer's state per parameter; default: those of Adam, 12 in mixed precision
             with its 32-bit copy of the parameters, else two parameters'. SGD has 0, with momentum a parameter's.
-        compute_bytes: bytes of what kernels compute with and FSDP gathers; default: `parameter_bytes`. FSDP2's mixed
-            precision has `parameter_bytes=4, compute_bytes=2`.
-        trainable: the parameters that are trained, such as those of LoRA, while all others are frozen; default: all. A
-            module says so itself.
+        compute_bytes: bytes of what kernels compute with (at least 2) and FSDP gathers; default: `parameter_bytes`.
+            FSDP2's mixed precision has `parameter_bytes=4, compute_bytes=2`.
+        lora_rank: the rank of LoRA's adapters beside all linear layers of a transformer (those of experts excepted),
+            whose own weights are frozen; default: no adapters. A module has its own.
 
     Returns:
         the plan, a table in a notebook.
@@ -239,24 +256,35 @@ def plan(
     choice = Choice(
         micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, chunks=chunks, fsdp_unit=fsdp_unit
     )  # fmt: skip
-    follows = batch is None and tokens_per_batch is None and None not in (strategy, micro_batch, accumulate)
-    given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch)
-    work = workload_of(model, 1 if follows else given, precision, sequence_parallel=sequence_parallel, trainable=trainable)
+    is_module = not isinstance(model, Transformer)
+    if is_module and (recompute not in (None, "none") or chunks > 1):
+        raise ValueError("recompute and chunks: expected a lab.Transformer; which layers a module has is unknown")
+    if ranks is not None and not ranks:
+        raise ValueError("ranks=[]: expected at least one number of ranks")
+    clusters = [cluster] if ranks is None else [cluster.of(count) for count in ranks]
+    largest = max(clusters, key=lambda each: each.ranks)
+    follows = batch is None and tokens_per_batch is None and None not in (strategy, micro_batch, accumulate) and not is_module
+    given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch, largest.ranks)
+    work = workload_of(model, 1 if follows else given, precision, sequence_parallel=sequence_parallel, lora_rank=lora_rank)
     rows: list[Estimate] = []
     undivided: list[str] = []
-    for planned in [cluster] if ranks is None else [cluster.of(count) for count in ranks]:
-        chosen = [each for each in strategies(work, planned) if strategy in (None, each.name)]
+    names: list[str] = []
+    for planned in clusters:
+        stages = work.layers // chunks  # at most: each chunk has a layer
+        possible = [each for each in strategies(work, planned) if each.size(PIPELINE) <= max(1, stages)]
+        names += [each.name for each in possible]
+        chosen = [each for each in possible if strategy in (None, each.name)]
         if follows and chosen:
-            work = replace(work, samples=(micro_batch or 1) * (accumulate or 1) * chosen[0].data_ranks)
+            work = replace(work, samples=int(micro_batch or 1) * int(accumulate or 1) * chosen[0].data_ranks)
         found = {each.name: best_estimate(work, precision, each, planned, choice) for each in chosen}
         undivided += [name for name, row in found.items() if row is None]
         best = _sorted(row for row in found.values() if row is not None)
         rows += best if ranks is None else best[:1]
-    if strategy is not None and not rows and strategy not in undivided:
-        names = [each.name for each in strategies(work, cluster)]
-        where = f"no strategy of {counted(cluster.ranks, 'rank')} has this name"
+    if strategy is not None and strategy not in names:
+        counts = listed([str(each.ranks) for each in clusters], word="or")
+        where = f"no strategy of {counts} ranks{f' and {chunks} chunks' if chunks > 1 else ''} has this name"
         raise ValueError(f"strategy={strategy!r}: {where}; {did_you_mean(strategy, names)}")
-    return Plan(tuple(rows), tuple(undivided), work, precision, cluster, choice)
+    return Plan(tuple(rows), tuple(undivided), work, precision, largest, choice)
 
 
 def _sorted(rows: Iterable[Estimate]) -> list[Estimate]:
@@ -283,24 +311,26 @@ def _precision(model: Any, parameter: Any, gradient: Any, optimizer: Any, comput
     for name, value in given.items():
         if value is not None:
             zero = name in ("gradient_bytes", "optimizer_bytes")
-            expected = f"{name}={value!r}: expected a number of bytes, {'from' if zero else 'above'} 0"
-            check_number(value, expected, at_least=0, above=-math.inf if zero else 0, below=math.inf)
-    size = parameter
+            expected = f"{name}={value!r}: expected a number of bytes, {'from' if zero else 'above'} 0 and below 1,000"
+            check_number(value, expected, at_least=0, above=-math.inf if zero else 0, below=1e3)
+    size = trained = parameter
     if size is None:
-        size = 2 if isinstance(model, Transformer) else module_bytes(model)
+        size, trained = (2, 2) if isinstance(model, Transformer) else module_bytes(model)
     defaults = {
-        "parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 12 if size <= 2 else 2 * size, "compute_bytes": size
+        "parameter_bytes": size, "gradient_bytes": trained, "optimizer_bytes": 12 if trained <= 2 else 2 * trained,
+        "compute_bytes": size,
     }  # fmt: skip
     return Precision(**(defaults | {name: value for name, value in given.items() if value is not None}))
 
 
-def _sequences(model: Any, batch: Any, tokens: Any) -> int:
-    """The number of sequences of a batch that is given in tokens."""
+def _sequences(model: Any, batch: Any, tokens: Any, ranks: int) -> int:
+    """The number of sequences of a batch of about so many tokens: a multiple of the ranks, if it is not less."""
     if batch is not None or not isinstance(model, Transformer):
         raise ValueError("tokens_per_batch: expected either this or batch, and this for a lab.Transformer only")
     expected = f"tokens_per_batch={tokens!r}: expected a whole number of tokens, at least the {model.sequence} of a sequence"
     check_number(tokens, expected, whole=True, at_least=model.sequence)
-    return int(tokens) // model.sequence
+    count = int(tokens) // model.sequence
+    return count if count < ranks else round(int(tokens) / model.sequence / ranks) * ranks
 
 
 def _texts(row: Estimate) -> tuple[str, ...]:
@@ -308,7 +338,6 @@ def _texts(row: Estimate) -> tuple[str, ...]:
         f"{axis} {in_words(seconds, 's')} {row.level[axis]}" for axis, seconds in row.exposed_s.items() if seconds
     )
     return (
-        row.name,
         f"{row.micro_batches}{AGAIN[row.recompute]}",
         bytes_in_words(row.needed_bytes),
         in_words(row.step_s, "s") if row.fits else "too large",

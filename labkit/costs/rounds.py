@@ -6,6 +6,7 @@ leave or enter the same node share its one connection to the other nodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -100,7 +101,7 @@ def _over_nodes(operation: str, nodes: Nodes, groups: int, algorithm: str) -> tu
 
 def _hierarchical(nodes: Nodes) -> tuple[Round, ...]:
     """The rounds by level: a reduce-scatter inside, an all-reduce between, an all-gather inside; rings."""
-    each = [nodes.count(node) for node in sorted(set(nodes))]
+    each = list(Counter(nodes).values())
     if len(set(each)) > 1:
         raise ValueError(f"algorithm='hierarchical' with {each} ranks on the nodes: expected equally many on each node")
     count, q = len(each), each[0]

@@ -80,8 +80,11 @@ class Transformer:
             if value is not None:
                 expected = f"Transformer({name}={value!r}): expected a whole number from 1 to 10⁷"
                 check_number(value, expected, whole=True, at_least=1, below=10**7 + 1)
+                object.__setattr__(self, name, int(value))  # numpy's whole numbers may overflow
         if self.width % self.all_heads:
             raise ValueError(f"Transformer(heads={self.heads}): expected a divisor of the width, {self.width}")
+        if self.style == "llama" and self.width // self.all_heads % 2:
+            raise ValueError(f"Transformer(heads={self.heads}): expected heads of an even size, for rotary positions")
         if self.all_heads % self.key_heads:
             raise ValueError(f"Transformer(kv_heads={self.kv_heads}): expected a divisor of the {self.all_heads} heads")
         if self.active_experts > self.experts:
@@ -131,6 +134,12 @@ class Transformer:
     def active_parameters(self) -> int:
         """Those that compute a token: `parameters` without the experts that the router does not choose."""
         return self._parameters_with(self.active_experts)
+
+    def lora_parameters(self, rank: int) -> int:
+        """Return the number of parameters of LoRA's adapters beside all linear layers, the experts' excepted."""
+        h, of_key = self.width, self.width * self.key_heads // self.all_heads
+        of_mlp = (2 if self.style == "gpt" else 3) * (h + self.inner_width) if self.experts == 1 else 0
+        return self.layers * rank * (2 * 2 * h + 2 * (h + of_key) + of_mlp)
 
 
 def _named(name: str, layers: int, width: int, heads: int, sequence: int, vocabulary: int, **others: Any) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, embedding, gelu, pad, scaled_dot_product_attention, silu, softmax
+from torch.nn.functional import cross_entropy, embedding, gelu, scaled_dot_product_attention, silu, softmax
 
 from labkit.costs.passes import Counted
 
@@ -22,7 +22,7 @@ class Cut:
 
     ranks: int
     sequence: bool  # whether it divides the tokens between the matrix products, too
-    frozen: bool = False  # whether the weights are not trained
+    lora_rank: int = 0  # if it is not 0, the weights are frozen, and have adapters
 
 
 @functools.lru_cache(maxsize=1 << 5)
@@ -37,11 +37,13 @@ def counted_parts(model: Transformer, cut: Cut, dtype: torch.dtype) -> tuple[Cou
         return torch.empty(samples, model.sequence, dtype=torch.long)
 
     with torch.device("meta"):
-        parts = (part(model, cut).to(dtype).requires_grad_(not cut.frozen) for part in (_Embedding, _Layer, _Head))
-        first, layer, head = parts
+        first, layer, head = (part(model, cut).to(dtype) for part in (_Embedding, _Layer, _Head))
+    for part in (first, layer, head):
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(not cut.lora_rank or "adapter" in name)
     return (
         Counted(first, lambda samples: [words(samples)]),
-        Counted(layer, lambda samples: [hidden(samples)]),
+        Counted(layer, lambda samples: [hidden(samples)], multiple=model.experts),  # equally many tokens for each
         Counted(head, lambda samples: [hidden(samples), words(samples)]),
     )
 
@@ -67,11 +69,13 @@ class _Layer(nn.Module):
         self.size = width // model.all_heads
         self.inner = model.inner_width // cut.ranks
         self.norms = nn.ModuleList(_norm(model) for _ in range(2))
-        self.query = nn.Linear(width, (self.heads + 2 * self.shared) * self.size, bias=gpt)
-        self.output = nn.Linear(self.heads * self.size, width, bias=gpt)
-        up, count = self.inner * (1 if gpt else 2), model.experts
+        rank = cut.lora_rank
+        self.query = _Linear(width, (self.heads + 2 * self.shared) * self.size, gpt, 3 * rank)  # and key, and value
+        self.output = _Linear(self.heads * self.size, width, gpt, rank)
+        products, count = 1 if gpt else 2, model.experts
+        up = self.inner * products
         if count == 1:
-            self.up, self.down = nn.Linear(width, up, bias=gpt), nn.Linear(self.inner, width, bias=gpt)
+            self.up, self.down = _Linear(width, up, gpt, products * rank), _Linear(self.inner, width, gpt, rank)
         else:
             self.router = nn.Linear(width, count, bias=False)
             self.experts_up = nn.Parameter(torch.empty(count, width, up))
@@ -103,10 +107,9 @@ class _Layer(nn.Module):
         experts, active = self.model.experts, self.model.active_experts
         share = self.router(x).softmax(-1)[..., :active, None]
         copies = x.flatten(0, 1).repeat_interleave(active, 0)
-        full = pad(copies, (0, 0, 0, -len(copies) % experts)).unflatten(0, (experts, -1))  # equally many for each expert
-        found = (self._activated(full @ self.experts_up) @ self.experts_down).flatten(0, 1)[: len(copies)]
-        summed: torch.Tensor = (found.view(*x.shape[:2], active, -1) * share).sum(2)
-        return summed
+        full = copies.unflatten(0, (experts, -1))  # equally many for each expert
+        found = (self._activated(full @ self.experts_up) @ self.experts_down).flatten(0, 1)
+        return self._dropped((found.view(*x.shape[:2], active, -1) * share).sum(2))
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         return torch.native_dropout(x, 0.1, True)[0] if self.model.dropout else x
@@ -116,6 +119,21 @@ class _Layer(nn.Module):
             return gelu(x)
         gate, up = x.chunk(2, -1)
         return silu(gate) * up
+
+
+class _Linear(nn.Module):
+    """A linear layer, with LoRA's adapters beside it if `rank` is not 0: two narrow ones, whose result is added."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=bias)
+        self.adapter: nn.Module | None = None
+        if rank:
+            self.adapter = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x)
+        return found if self.adapter is None else found + self.adapter(x) * 2.0
 
 
 class _Head(nn.Module):

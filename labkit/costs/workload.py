@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.transformer import Transformer
+from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import check_number
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from labkit.costs.passes import Counted
+
+
+MOST_SAMPLES: Final = 10**10  # of a step: larger numbers take long to divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,13 @@ class Workload:
     last_parameters: float  # and of the head, which a pipeline's last stage has; a copy if it is tied to the embedding
     tied: bool
     layers: int  # equal ones; a pipeline has whole layers in each stage, FSDP gathers one at a time
-    forward_flops: float  # of the forward pass as MFU counts them; the backward pass has twice as many
+    flops: float  # of both passes, as MFU counts them
+    buffer_bytes: float  # of a module's own buffers, of all samples together
     # A layer's output, which tensor parallelism sums and a pipeline sends. None: unknown, so neither is possible, and
     # nothing can be recomputed.
     hidden_bytes: float | None
     heads: int  # the most ranks among which a layer can be divided
-    parts: Callable[[int], Parts] = field(compare=False, repr=False)  # by the number of ranks that divide a layer
+    parts: Callable[[int], Parts] = field(repr=False)  # by the number of ranks that divide a layer
 
 
 def workload_of(
@@ -65,7 +70,7 @@ def workload_of(
     precision: Precision,
     *,
     sequence_parallel: bool = True,
-    trainable: int | None = None,
+    lora_rank: int | None = None,
 ) -> Workload:
     """Return what a step of a model asks for.
 
@@ -74,38 +79,44 @@ def workload_of(
     and 4·l·h·s for attention, of Chowdhery et al., "PaLM", 2022, appendix B.
     """
     if not isinstance(model, Transformer):
-        if trainable is not None:
-            raise ValueError(f"trainable={trainable!r}: a module's own parameters say it, by requires_grad")
-        return _of_module(model, batch)
-    expected = f"batch={batch!r}: expected the sequences of a step, a whole number from 1, or tokens_per_batch="
-    check_number(batch, expected, whole=True, at_least=1)
-    if trainable is not None:
-        expected = f"trainable={trainable!r}: expected a whole number, at most the {model.parameters:,} parameters"
-        check_number(trainable, expected, whole=True, at_least=0, below=model.parameters + 1)
-    tokens = model.sequence
-
-    @functools.cache
-    def parts(ranks: int) -> Parts:
-        import torch
-
-        from labkit.costs.transformer_parts import Cut, counted_parts
-
-        dtype = torch.float32 if precision.compute_bytes > 2 else torch.bfloat16
-        frozen = trainable is not None and trainable < model.parameters
-        divides = sequence_parallel and ranks > 1 and tokens % ranks == 0
-        return Parts(*counted_parts(model, Cut(ranks, divides, frozen), dtype))
-
+        if lora_rank is not None:
+            raise ValueError(f"lora_rank={lora_rank!r}: a module has its adapters itself; freeze the others by requires_grad")
+        return _of_module(model, batch, precision)
+    expected = f"batch={batch!r}: expected the sequences of a step, from 1 to {MOST_SAMPLES:,}, or tokens_per_batch="
+    check_number(batch, expected, whole=True, at_least=1, below=MOST_SAMPLES + 1)
+    rank = 0
+    if lora_rank is not None:
+        expected = f"lora_rank={lora_rank!r}: expected a whole number from 1 to the width, {model.width}"
+        check_number(lora_rank, expected, whole=True, at_least=1, below=model.width + 1)
+        rank = int(lora_rank)
+    tokens, head, adapters = model.sequence, model.vocabulary * model.width, model.lora_parameters(rank)
+    # The embedding only reads its rows; as the head, it computes. Of frozen weights no gradients are computed.
+    computing = model.active_parameters - model.embedding_parameters + model.shares_output * head
+    per_token = (4 if rank else 6) * computing + 6 * adapters + 12 * model.layers * model.width * tokens
+    parameters = model.parameters + adapters
     return Workload(
-        samples=batch, tokens=tokens, parameters=model.parameters, layers=model.layers, heads=model.all_heads,
-        trained=1.0 if trainable is None else trainable / model.parameters,
-        first_parameters=model.embedding_parameters, last_parameters=model.vocabulary * model.width, tied=model.shares_output,
-        forward_flops=tokens * (2 * model.active_parameters + 4 * model.layers * model.width * tokens),
-        hidden_bytes=tokens * model.width * precision.compute_bytes, parts=parts,
+        samples=int(batch), tokens=tokens, parameters=parameters, layers=model.layers, heads=model.all_heads,
+        trained=adapters / parameters if rank else 1.0, first_parameters=model.embedding_parameters, last_parameters=head,
+        tied=model.shares_output, flops=tokens * per_token, buffer_bytes=0.0,
+        hidden_bytes=tokens * model.width * max(2.0, precision.compute_bytes),
+        parts=functools.partial(_parts, model, precision.compute_bytes > 2, sequence_parallel, rank),
     )  # fmt: skip
 
 
-def module_bytes(model: nn.Module) -> float:
-    """Return the bytes of a module's parameter; a `TypeError` or `ValueError` says what is wrong with the module."""
+def _parts(model: Transformer, single: bool, sequence_parallel: bool, lora_rank: int, ranks: int) -> Parts:
+    import torch
+
+    from labkit.costs.transformer_parts import Cut, counted_parts
+
+    divides = sequence_parallel and ranks > 1 and model.sequence % ranks == 0
+    return Parts(*counted_parts(model, Cut(ranks, divides, lora_rank), torch.float32 if single else torch.bfloat16))
+
+
+def module_bytes(model: nn.Module) -> tuple[float, ...]:
+    """Return the bytes of a module's parameter, and of a trained one.
+
+    A `TypeError` or `ValueError` says what is wrong with the module.
+    """
     from torch import nn
 
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -118,10 +129,13 @@ def module_bytes(model: nn.Module) -> float:
         raise ValueError(f"model={name}: expected a module with parameters")
     if any(isinstance(each, nn.UninitializedParameter) for each in parameters):
         raise ValueError(f"model={name}: it has lazy layers, whose sizes are unknown until the module is called once")
-    return sum(each.nbytes for each in parameters) / sum(each.numel() for each in parameters)
+    trained = [each for each in parameters if each.requires_grad]
+    return tuple(
+        sum(each.nbytes for each in part) / sum(each.numel() for each in part) for part in (parameters, trained or parameters)
+    )
 
 
-def _of_module(model: nn.Module, batch: Any) -> Workload:
+def _of_module(model: nn.Module, batch: Any, precision: Precision) -> Workload:
     """Return what a step of a module asks for: it computes shapes only, with neither numbers nor memory."""
     import torch
 
@@ -129,27 +143,40 @@ def _of_module(model: nn.Module, batch: Any) -> Workload:
     if not inputs or not all(isinstance(each, torch.Tensor) and each.dim() and len(each) for each in inputs):
         raise TypeError(f"batch={type(batch).__name__}: expected the inputs of a step, a tensor with samples, or a tuple of them")
     samples = len(inputs[0])
-    whole = _counted_module(model, inputs)
+    if any(len(each) != samples for each in inputs):
+        counts = listed([str(len(each)) for each in inputs])
+        raise ValueError(f"batch: the first dimensions are {counts}; expected inputs with equally many samples")
+    half = precision.compute_bytes <= 2 < module_bytes(model)[0]
+    whole = _counted_module(model, inputs, torch.bfloat16 if half else None)
+    passes = whole.at(1)
     count = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     layers = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
     return Workload(
         samples=samples, tokens=None, parameters=count, trained=trained / count, layers=layers, heads=1,
         first_parameters=0, last_parameters=0, tied=False, hidden_bytes=None,
-        forward_flops=sum(kernel.flops for kernel in whole.at(1).forward),
-        parts=lambda _: Parts(None, None, whole),
+        flops=sum(kernel.flops for kernel in passes.forward + passes.backward),
+        buffer_bytes=sum(each.nbytes for each in model.buffers()), parts=functools.partial(_whole, whole),
     )  # fmt: skip
 
 
-def _counted_module(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Counted:
+def _whole(counted: Counted, _: int) -> Parts:
+    return Parts(None, None, counted)
+
+
+def _counted_module(model: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Counted:
     """Count a module's passes; a `ValueError` says why they cannot be counted."""
     import torch
 
     from labkit.costs.passes import SAMPLES, Counted
 
+    def some(given: torch.Tensor, samples: int) -> torch.Tensor:
+        cast = dtype if given.is_floating_point() else None
+        return torch.empty(samples, *given.shape[1:], dtype=cast or given.dtype)
+
     name, shapes = type(model).__name__, ", ".join(str((SAMPLES[0], *each.shape[1:])) for each in inputs)
     try:
-        return Counted(model, lambda samples: [torch.empty(samples, *each.shape[1:], dtype=each.dtype) for each in inputs])
+        return Counted(model, lambda samples: [some(each, samples) for each in inputs], dtype=dtype)
     except Exception as error:  # noqa: BLE001  # whatever the module's own code raises
         if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
             why = "it decides by the numbers in a tensor, and a plan knows shapes only"

@@ -46,7 +46,7 @@ def test_wrong_clusters_are_refused(wrong: dict[str, object], error: type[Except
 )
 def test_an_axis_has_groups_on_nodes(size: int, stride: int, groups: list[list[int]], level: str) -> None:
     axis = MeshAxis(NETWORK, size, stride)
-    assert axis.nodes == tuple(NETWORK.node_of(rank) for group in groups for rank in group)
+    assert axis.groups.nodes() == tuple(NETWORK.node_of(rank) for group in groups for rank in group)
     assert axis.level == level
 
 
@@ -56,11 +56,10 @@ def test_some_groups_stand_for_all(size: int, stride: int, nodes: int) -> None:
     axis = MeshAxis(lab.Network(nodes=nodes, inside=INSIDE, between=BETWEEN, ranks=24), size, stride)
     firsts = [rank for rank in range(24) if rank // stride % size == 0]
     every = [(first + k * stride) * nodes // 24 for first in firsts for k in range(size)]
-    assert set(axis.nodes) <= set(every)
+    assert set(axis.groups.nodes()) <= set(every)
     for operation in ("all_reduce", "all_gather"):
-        times = [
-            axis.network.rounds_s(rounds(operation, tuple(given), len(given) // size), 1e6) for given in (axis.nodes, every)
-        ]  # fmt: skip
+        both = axis.groups.nodes(), tuple(every)
+        times = [axis.network.rounds_s(rounds(operation, given, len(given) // size), 1e6) for given in both]
         assert times[0] == times[1]
 
 

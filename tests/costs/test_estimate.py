@@ -11,7 +11,7 @@ import pytest
 import labkit as lab
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Strategy
 from labkit.costs.estimate import Choice, Estimate, _RankStep, best_estimate
-from labkit.costs.passes import Cost
+from labkit.costs.passes import PassCost
 from labkit.costs.workload import Parts, Precision, Workload
 
 # A link of 1 GB/s inside and one of 0.1 GB/s between the nodes; a device that computes 10¹² operations per second.
@@ -36,11 +36,11 @@ class Part:
     output: float
     peak: float
 
-    def cost(self, samples: float, device: lab.Device, recompute: str) -> Cost:
+    def cost(self, samples: float, device: lab.Device, recompute: str) -> PassCost:
         forward_s = samples * self.forward_s / device.tflop_per_s
         again_s = {"none": 0.0, "selective": self.again_s / self.forward_s * forward_s, "layer": forward_s}[recompute]
         kept = {"none": self.saved, "selective": self.kept, "layer": self.output}[recompute]
-        return Cost(forward_s, 2 * forward_s + again_s, samples * kept, samples * self.peak)
+        return PassCost(forward_s, 2 * forward_s + again_s, samples * kept, samples * self.peak)
 
 
 def parts(ranks: int) -> Any:
@@ -51,7 +51,7 @@ def parts(ranks: int) -> Any:
 
 WORK = Workload(
     samples=8, tokens=10, parameters=40e6, trained=1.0, first_parameters=0, last_parameters=0, tied=False, layers=4,
-    forward_flops=1e11, hidden_bytes=1e5, heads=4, parts=parts,
+    flops=3e11, buffer_bytes=0, hidden_bytes=1e5, heads=4, parts=parts,
 )  # fmt: skip
 ADAM_S = 40e6 * (4 + 4 + 16) / 10e9  # all parameters, gradients and twice the state pass through the memory
 

@@ -52,9 +52,10 @@ def test_the_backward_pass_has_twice_the_products_of_the_forward_pass() -> None:
     found = layer(attention="math").at(SAMPLES)
     forward, backward = (sum(kernel.flops for kernel in part) for part in (found.forward, found.backward))
     assert backward == 2 * forward
-    frozen = layer(Cut(1, sequence=False, frozen=True), attention="math").at(SAMPLES)
+    frozen = layer(Cut(1, sequence=False, lora_rank=1), attention="math").at(SAMPLES)
     weights = 24 * VALUES * WIDTH
-    assert sum(kernel.flops for kernel in frozen.backward) == backward - weights
+    assert sum(kernel.flops for kernel in frozen.backward) == pytest.approx(backward - weights, rel=0.01)
+    assert frozen.saved_bytes > found.saved_bytes, "adapters need the same inputs as weights"
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
@@ -79,7 +80,7 @@ def test_logits_in_32_bits_are_kept_and_their_gradients_come_on_top() -> None:
     head = counted_parts(model(vocabulary=50_000), WHOLE, torch.bfloat16)[2].at(SAMPLES)
     logits = 4 * SAMPLES * TOKENS * 50_000
     assert head.saved_bytes == pytest.approx(logits, rel=0.05)
-    assert head.peak_bytes == pytest.approx(3 * logits, rel=0.05)  # of the log-probabilities, and of the logits
+    assert max(head.live_bytes) == pytest.approx(3 * logits, rel=0.05)  # of the log-probabilities, and of the logits
 
 
 def test_numbers_grow_linearly_with_the_samples() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,7 +183,9 @@ def test_bytes_of_the_optimizer_can_be_given() -> None:
 
 
 def test_a_change_reads_as_a_sentence_says_it() -> None:
-    assert str(Change("A", "B", "inside", 1.284)) == "A is faster than B with at least 1.28 times the bandwidth inside nodes"
+    assert str(Change("A", "B", "inside", 1.284)) == "A is faster than B with at least 1.29 times the bandwidth inside nodes"
+    no_more = Change("A", "B", "memory", 0.5214, best_fits=False)
+    assert str(no_more) == "A is possible, and B is not, with at most 0.519 times the device's memory"
     assert str(Change("A", "B", "batch", 0.5)) == "A is faster than B with at most 0.5 times the batch"
 
 
@@ -205,7 +209,7 @@ def test_tokens_per_second_hours_and_mfu() -> None:
     row = planned()["DDP 4"]
     assert row.tokens_per_s == 8 * 64 / row.step_s / 4
     assert row.hours(3600 * 8 * 64) == pytest.approx(row.step_s)
-    parameters, tokens = MODEL.parameters, 8 * 64
+    parameters, tokens = MODEL.parameters - 64 * 256, 8 * 64  # the table of positions computes nothing
     assert row.mfu == pytest.approx((6 * parameters + 12 * 4 * 256 * 64) * tokens / row.step_s / 4 / 0.05e12)
     module = lab.plan(nn.Linear(4, 4), torch.ones(8, 4), CLUSTER)[0]
     assert module.tokens_per_s == 8 / module.step_s / 4  # of samples
@@ -230,12 +234,14 @@ def test_meshes_with_equal_numbers_are_one_row() -> None:
 
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
     options: dict[str, Any] = {"strategy": "DDP 4", "accumulate": 2}
-    all_of_them = lab.plan(MODEL, 8, CLUSTER, **options)[0]
-    few = lab.plan(MODEL, 8, CLUSTER, trainable=MODEL.parameters // 100, **options)[0]
-    for kind in ("gradients", "optimizer"):
-        assert few.memory_bytes[kind] == pytest.approx(all_of_them.memory_bytes[kind] / 100, rel=1e-3)
-    assert few.memory_bytes["parameters"] == all_of_them.memory_bytes["parameters"]
+    model = replace(MODEL, width=1024)
+    all_of_them, few = (lab.plan(model, 8, CLUSTER, lora_rank=rank, **options)[0] for rank in (None, 1))
+    adapters = model.lora_parameters(1)
+    assert few.memory_bytes["optimizer"] == pytest.approx(12 * adapters)
+    assert few.memory_bytes["gradients"] == pytest.approx(2 * adapters)
+    assert few.memory_bytes["parameters"] == all_of_them.memory_bytes["parameters"] + 2 * adapters
     assert few.compute_s < 0.8 * all_of_them.compute_s  # no gradients of weights
+    assert 0 < few.mfu < 1
 
 
 def test_shards_in_32_bits_are_gathered_in_16() -> None:
@@ -272,13 +278,58 @@ def test_a_model_larger_than_a_device_is_not_to_be_made_there() -> None:
         ({"micro_batch": 0}, "micro_batch=0: expected a whole number from 1"),
         ({"parameter_bytes": 0}, "parameter_bytes=0: expected a number of bytes, above 0"),
         ({"tokens_per_batch": 512}, "either this or batch"),
-        ({"trainable": 10**12}, "at most the 3,307,008 parameters"),
+        ({"lora_rank": 0}, "from 1 to the width, 256"),
+        ({"strategy": "pipeline 4", "chunks": 2}, "no strategy of 4 ranks and 2 chunks has this name"),  # of four layers
+        ({"ranks": []}, "at least one number of ranks"),
         ({"ranks": [0]}, "ranks=0"),
     ],
 )
 def test_a_wrong_choice_is_refused(options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         lab.plan(MODEL, 8, CLUSTER, **options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    of_numpy = lab.Transformer(**{name: np.int32(getattr(MODEL, name)) for name in ("layers", "width", "sequence", "vocabulary")})
+    cluster = replace(CLUSTER, ranks=np.int32(4))
+    found = lab.plan(of_numpy, np.int32(2**30), cluster, strategy="pipeline 4", accumulate=np.int32(2**10))
+    assert found[0] == lab.plan(MODEL, 2**30, CLUSTER, strategy="pipeline 4", accumulate=2**10)[0]
+
+
+def test_a_plan_without_rows_says_why() -> None:
+    found = lab.plan(MODEL, 9, CLUSTER, strategy="DDP 4")
+    with pytest.raises(IndexError, match=r"no rows. The batch cannot be divided .* of DDP 4"):
+        found[0]
+
+
+def test_a_plan_can_be_pickled() -> None:
+    found = planned()
+    again = pickle.loads(pickle.dumps(found))
+    assert repr(again) == repr(found)
+    assert again.break_even() == found.break_even()
+
+
+def test_tokens_are_rounded_so_that_all_ranks_divide_them() -> None:
+    found = lab.plan(MODEL, tokens_per_batch=30 * MODEL.sequence, cluster=CLUSTER, ranks=[4, 8])
+    assert [row.samples for row in found.rows] == [32, 32]
+    assert "32 samples per step, up to 8 ranks" in repr(found)
+    alone = lab.plan(MODEL, 8, CLUSTER, ranks=[2])
+    assert "8 samples per step, 2 ranks" in repr(alone)
+
+
+def test_a_module_that_is_not_linear_is_refused() -> None:
+    class Pairs(nn.Linear):  # each sample is compared with all others
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            return found @ found.T
+
+    with pytest.raises(ValueError, match="does not grow linearly"):
+        lab.plan(Pairs(8, 8), torch.empty(16, 8), CLUSTER)
+    with pytest.raises(ValueError, match="first dimensions are 16 and 4"):
+        lab.plan(nn.Bilinear(8, 8, 8), (torch.empty(16, 8), torch.empty(4, 8)), CLUSTER)
+    with pytest.raises(ValueError, match="recompute and chunks"):
+        lab.plan(nn.Linear(8, 8), torch.empty(16, 8), CLUSTER, recompute="layer")
+    assert "samples/s" in repr(lab.plan(nn.Linear(8, 8), torch.empty(16, 8), CLUSTER))
 
 
 def test_the_search_does_not_grow_with_the_batch() -> None:
