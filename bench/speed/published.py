@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 import labkit as lab
-from bench.page import options, publish, table
-from bench.speed.published_rows import MEMORY_FACTS, MODELS, RUNS, SOURCES, PublishedRun, Setup
+from bench.page import options, publish, say, table
+from bench.speed.published_rows import MEMORY_FACTS, MODELS, RUNS, SOURCES, PublishedRun, Setup, data_ranks
+from bench.speed.transformers import Training, train
 from labkit.costs.estimate import Estimate
 
 DEVICES: Final = {
@@ -26,6 +27,8 @@ NVLINK2: Final = lab.Link(gbit_per_s=1200, latency_us=2)  # NVIDIA V100 data she
 INSIDE: Final = {"nvlink2": NVLINK2, "nvlink3": lab.Link.nvlink3, "nvlink4": lab.Link.nvlink4, "pcie4": lab.Link.pcie4}
 UNKNOWN_GBIT_PER_S: Final = 3200  # between nodes, where a source does not say
 LATENCY_US: Final = 5
+SIMULATED: Final = ("M09", "M16", "T01", "TL01", "F02")  # with strategies of our own program
+STEPS: Final = 2
 FAR: Final = 0.4  # an error that the page names
 
 
@@ -41,18 +44,22 @@ class Compared(NamedTuple):
         return self.row.tokens_per_s / self.run.tokens_per_s
 
 
-def planned(setup: Setup) -> Estimate | None:
-    """Return the plan's row for a setup; None if the plan has no such mesh or schedule."""
+def network_of(setup: Setup) -> lab.Network:
+    """Return the network of a setup."""
     per_node = min(setup.per_node, setup.ranks)
     between = lab.Link(gbit_per_s=setup.between_gbit_per_s or UNKNOWN_GBIT_PER_S, latency_us=LATENCY_US)
-    network = lab.Network(nodes=setup.ranks // per_node, inside=INSIDE[setup.inside], between=between)
+    return lab.Network(nodes=setup.ranks // per_node, inside=INSIDE[setup.inside], between=between)
+
+
+def planned(setup: Setup) -> Estimate | None:
+    """Return the plan's row for a setup; None if the plan has no such mesh or schedule."""
     kind, _, chunks = setup.schedule.partition(" ")
     if kind == "zero_bubble":
         return None
     try:
         plan = lab.plan(
             lab.Transformer(**MODELS[setup.model], sequence=setup.sequence), setup.sequences,
-            lab.Cluster(ranks=setup.ranks, device=DEVICES[setup.device], link=network), strategy=setup.strategy,
+            lab.Cluster(ranks=setup.ranks, device=DEVICES[setup.device], link=network_of(setup)), strategy=setup.strategy,
             micro_batch=setup.micro_batch, recompute=setup.recompute, chunks=int(chunks or 1),
             sequence_parallel=setup.sequence_parallel, parameter_bytes=setup.parameter_bytes,
             gradient_bytes=setup.gradient_bytes, optimizer_bytes=setup.optimizer_bytes, compute_bytes=setup.compute_bytes,
@@ -82,6 +89,33 @@ def cells(each: Compared) -> list[str]:
         f"{run.key} {run.model}", f"{run.ranks:,} {run.device}", run.strategy, f"{run.micro_batch} {run.recompute}",
         f"{run.tokens_per_s:,.0f}", f"{row.tokens_per_s:,.0f}", f"{each.ratio:.2f}", memory, f"{row.needed_bytes / 1e9:.0f}",
     ]  # fmt: skip
+
+
+def simulated(run: PublishedRun) -> tuple[float, float]:
+    """Return the tokens per second and the bytes of each GPU that `lab.simulate` finds for a run."""
+    how = Training(
+        strategy=run.strategy, micro_batch=run.micro_batch, recompute=run.recompute, mixed=run.parameter_bytes == 4,
+        accumulate=run.sequences // data_ranks(run.strategy) // run.micro_batch,
+    )  # fmt: skip
+    shape = lab.Transformer(**MODELS[run.model], sequence=run.sequence)
+    sim = lab.simulate(train, shape, how, STEPS, ranks=run.ranks, link=network_of(run), device=DEVICES[run.device])
+    return run.sequences * run.sequence / run.ranks / (sim.step_ms / 1e3), lab.memory_mb(sim) * 1e6
+
+
+def simulations(found: Sequence[Compared]) -> list[list[str]]:
+    """A row for each run that is simulated, too."""
+    rows = []
+    for run, row in found:
+        if run.key in SIMULATED:
+            say(f"simulating {run.key}")
+            tokens_per_s, nbytes = simulated(run)
+            memory = f"{run.memory_gb:.0f}" if run.memory_gb else ""
+            rows.append([
+                f"{run.key} {run.model}", run.strategy, f"{run.tokens_per_s:,.0f}", f"{row.tokens_per_s:,.0f}",
+                f"{tokens_per_s:,.0f}", f"{tokens_per_s / run.tokens_per_s:.2f}", memory, f"{row.needed_bytes / 1e9:.0f}",
+                f"{nbytes / 1e9:.0f}",
+            ])  # fmt: skip
+    return rows
 
 
 def by(name: str, found: Sequence[Compared]) -> list[list[str]]:
@@ -135,12 +169,14 @@ def main() -> None:
     lines = [
         INTRODUCTION, *textwrap.wrap(summary, 120), "",
         table(("source", "runs", "planned ÷ published", "range", "memory"), by("source", found)), "", SHOWN,
-        table(HEADINGS, list(map(cells, shown(found)))), "",
+        table(HEADINGS, list(map(cells, shown(found)))), "", BESIDE, table(THREE, simulations(found)), "",
         *(line for name in dict.fromkeys(each.run.source for each in found) for line in item(name)),
     ]  # fmt: skip
     publish(lines, arguments.write)
 
 
+THREE: Final = ("run", "strategy", "tokens/s", "planned", "simulated", "ratio", "GB", "planned", "simulated")
+BESIDE: Final = "Some of them, and `lab.simulate` of a program of our own:\n"
 HEADINGS: Final = ("run", "GPUs", "strategy", "micro-batch", "tokens/s", "planned", "ratio", "GB", "planned")
 INTRODUCTION: Final = """## Published runs
 
