@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention, silu, softmax
+from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention, silu, softmax
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -42,7 +42,7 @@ class Training:
     micro_batch: int = 1
     accumulate: int = 1
     recompute: str = "none"
-    mixed: bool = False  # parameters in float32, FSDP2 computes in bfloat16
+    mixed: bool = False  # parameters in float32, FSDP2 or autocast computes in bfloat16
 
 
 class Attention(nn.Module):
@@ -70,9 +70,13 @@ class Attention(nn.Module):
         else:
             scores = query @ key.transpose(-1, -2) * self.head**-0.5
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-            found = softmax(scores.masked_fill(later, float("-inf")), -1) @ value
-        result: Tensor = self.output(found.transpose(1, 2).flatten(2))
-        return result
+            found = dropped(softmax(scores.masked_fill(later, float("-inf")), -1), self.shape) @ value
+        return dropped(self.output(found.transpose(1, 2).flatten(2)), self.shape)
+
+
+def dropped(x: Tensor, shape: lab.Transformer) -> Tensor:
+    """Drop a tenth of the values, if the shape says so."""
+    return dropout(x, 0.1) if shape.dropout else x
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
@@ -86,15 +90,15 @@ class Mlp(nn.Module):
 
     def __init__(self, shape: lab.Transformer) -> None:
         super().__init__()
-        gpt = shape.style == "gpt"
+        self.shape, gpt = shape, shape.style == "gpt"
         self.gate = None if gpt else nn.Linear(shape.width, shape.inner_width, bias=False)
         self.up = nn.Linear(shape.width, shape.inner_width, bias=gpt)
         self.down = nn.Linear(shape.inner_width, shape.width, bias=gpt)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to `x`, shape (batch, tokens, width)."""
-        result: Tensor = self.down(gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x))
-        return result
+        inner = gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x)
+        return dropped(self.down(inner), self.shape)
 
 
 class Block(nn.Module):
@@ -196,6 +200,7 @@ def train(shape: lab.Transformer, how: Training, steps: int = 3) -> None:
             with (
                 synchronized(parallel, how, last=number == how.accumulate - 1),
                 loss_parallel() if tensor_parallel else nullcontext(),
+                torch.autocast("cpu", torch.bfloat16, enabled=how.mixed and not isinstance(parallel, FSDPModule)),
             ):
                 (loss_of(parallel(words), targets) / how.accumulate).backward()
         optimizer.step()
