@@ -1,6 +1,7 @@
-"""What `lab.plan` says beside what was published: tokens per second, and memory.
+"""What `lab.plan` and `lab.simulate` say beside what was published: tokens per second, and memory.
 
-python -m bench.speed.published                            every run
+python -m bench.speed.published                            every run; a minute, and 15 for simulations
+python -m bench.speed.published --only V02                 those whose key, model or source contains this
 python -m bench.speed.published --write docs/planning.md   a part of them, and a summary, into the page
 """
 
@@ -13,8 +14,9 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 import labkit as lab
-from bench.page import options, publish, table
-from bench.speed.published_rows import MEMORY_FACTS, MODELS, RUNS, SOURCES, PublishedRun, Setup
+from bench.page import options, publish, say, table
+from bench.speed.published_rows import MEMORY_FACTS, MODELS, RUNS, SOURCES, PublishedRun, Setup, data_ranks
+from bench.speed.transformers import Training, train
 from labkit.costs.estimate import Estimate
 
 DEVICES: Final = {
@@ -26,14 +28,19 @@ NVLINK2: Final = lab.Link(gbit_per_s=1200, latency_us=2)  # NVIDIA V100 data she
 INSIDE: Final = {"nvlink2": NVLINK2, "nvlink3": lab.Link.nvlink3, "nvlink4": lab.Link.nvlink4, "pcie4": lab.Link.pcie4}
 UNKNOWN_GBIT_PER_S: Final = 3200  # between nodes, where a source does not say
 LATENCY_US: Final = 5
+SIMULATED: Final = (  # several devices, numbers of ranks, sizes and strategies, all with few micro-batches
+    "V02", "V06", "G01", "K10", "F01", "F02", "M09", "M15", "M16", "M27", "M58", "T01", "T03", "T10", "T13",
+)  # fmt: skip
+STEPS: Final = 2
 FAR: Final = 0.4  # an error that the page names
 
 
 class Compared(NamedTuple):
-    """A run, and what the plan says."""
+    """A run, and what plan and simulation say."""
 
     run: PublishedRun
     row: Estimate
+    simulated: tuple[float, float] | None = None  # tokens per second, and bytes, of each GPU; of those in SIMULATED
 
     @property
     def ratio(self) -> float:
@@ -41,18 +48,22 @@ class Compared(NamedTuple):
         return self.row.tokens_per_s / self.run.tokens_per_s
 
 
-def planned(setup: Setup) -> Estimate | None:
-    """Return the plan's row for a setup; None if the plan has no such mesh or schedule."""
+def network_of(setup: Setup) -> lab.Network:
+    """Return the network of a setup."""
     per_node = min(setup.per_node, setup.ranks)
     between = lab.Link(gbit_per_s=setup.between_gbit_per_s or UNKNOWN_GBIT_PER_S, latency_us=LATENCY_US)
-    network = lab.Network(nodes=setup.ranks // per_node, inside=INSIDE[setup.inside], between=between)
+    return lab.Network(nodes=setup.ranks // per_node, inside=INSIDE[setup.inside], between=between)
+
+
+def planned(setup: Setup) -> Estimate | None:
+    """Return the plan's row for a setup; None if the plan has no such mesh or schedule."""
     kind, _, chunks = setup.schedule.partition(" ")
     if kind == "zero_bubble":
         return None
     try:
         plan = lab.plan(
             lab.Transformer(**MODELS[setup.model], sequence=setup.sequence), setup.sequences,
-            lab.Cluster(ranks=setup.ranks, device=DEVICES[setup.device], link=network), strategy=setup.strategy,
+            lab.Cluster(ranks=setup.ranks, device=DEVICES[setup.device], link=network_of(setup)), strategy=setup.strategy,
             micro_batch=setup.micro_batch, recompute=setup.recompute, chunks=int(chunks or 1),
             sequence_parallel=setup.sequence_parallel, parameter_bytes=setup.parameter_bytes,
             gradient_bytes=setup.gradient_bytes, optimizer_bytes=setup.optimizer_bytes, compute_bytes=setup.compute_bytes,
@@ -76,12 +87,31 @@ def error(each: Compared) -> float:
 
 def cells(each: Compared) -> list[str]:
     """A row of the table of runs."""
-    run, row = each
-    memory = f"{run.memory_gb:.0f}" if run.memory_gb else ""
+    run, row, found = each
+
+    def rate(tokens_per_s: float) -> str:
+        return f"{tokens_per_s:,.0f} ({tokens_per_s / run.tokens_per_s:.2f})"
+
     return [
         f"{run.key} {run.model}", f"{run.ranks:,} {run.device}", run.strategy, f"{run.micro_batch} {run.recompute}",
-        f"{run.tokens_per_s:,.0f}", f"{row.tokens_per_s:,.0f}", f"{each.ratio:.2f}", memory, f"{row.needed_bytes / 1e9:.0f}",
+        f"{run.tokens_per_s:,.0f}", rate(row.tokens_per_s), rate(found[0]) if found else "",
+        f"{run.memory_gb:.0f}" if run.memory_gb else "", f"{row.needed_bytes / 1e9:.0f}",
+        f"{found[1] / 1e9:.0f}" if found else "",
     ]  # fmt: skip
+
+
+def simulated(run: PublishedRun) -> tuple[float, float] | None:
+    """Return the tokens per second and the bytes of each GPU that `lab.simulate` finds for a run in SIMULATED."""
+    if run.key not in SIMULATED:
+        return None
+    say(f"simulating {run.key}")
+    how = Training(
+        strategy=run.strategy, micro_batch=run.micro_batch, recompute=run.recompute, mixed=run.parameter_bytes == 4,
+        accumulate=run.sequences // data_ranks(run.strategy) // run.micro_batch,
+    )  # fmt: skip
+    shape = lab.Transformer(**MODELS[run.model], sequence=run.sequence)
+    sim = lab.simulate(train, shape, how, STEPS, ranks=run.ranks, link=network_of(run), device=DEVICES[run.device])
+    return run.sequences * run.sequence / run.ranks / (sim.step_ms / 1e3), lab.memory_mb(sim) * 1e6
 
 
 def by(name: str, found: Sequence[Compared]) -> list[list[str]]:
@@ -99,12 +129,12 @@ def by(name: str, found: Sequence[Compared]) -> list[list[str]]:
 
 
 def shown(found: Sequence[Compared]) -> list[Compared]:
-    """The first run of each source and device, and all that are far off."""
+    """The first run of each source and device, all that are far off, and all that were simulated."""
     chosen: dict[str, Compared] = {}
     seen: set[tuple[str, ...]] = set()
     for each in found:
         kind = each.run.source, each.run.device
-        if kind not in seen or error(each) > FAR:
+        if kind not in seen or error(each) > FAR or each.simulated:
             seen.add(kind)
             chosen[each.run.key] = each
     return list(chosen.values())
@@ -118,7 +148,8 @@ def item(source: str) -> list[str]:
 def main() -> None:
     """Compare all runs, print them, and optionally keep a part of them in a page."""
     arguments = options("bench.speed.published", __doc__)
-    found = compared(run for run in RUNS if arguments.only in run.key + run.model + run.source)
+    plans = compared(run for run in RUNS if arguments.only in run.key + run.model + run.source)
+    found = [each._replace(simulated=simulated(each.run)) for each in plans]
     print(table(HEADINGS, list(map(cells, found))), end="\n\n")
     errors = [statistics.median(error(each) for each in found[half::2]) for half in (0, 1)]
     within = sum(error(each) <= FAR for each in found) / len(found)
@@ -130,7 +161,7 @@ def main() -> None:
         f"generation of GPUs, the share of the data sheet's rate, so that the median of every second run is near 1. The median "
         f"error of these is {errors[0]:.0%}, that of the others {errors[1]:.0%}. Of {len(too_large)} setups that ran out of "
         f"memory, the plan says of {len(wrong)} that it fits: "
-        f"{', '.join(wrong)}."
+        f"{', '.join(wrong)}.{_simulations(found)}"
     )
     lines = [
         INTRODUCTION, *textwrap.wrap(summary, 120), "",
@@ -141,16 +172,26 @@ def main() -> None:
     publish(lines, arguments.write)
 
 
-HEADINGS: Final = ("run", "GPUs", "strategy", "micro-batch", "tokens/s", "planned", "ratio", "GB", "planned")
+def _simulations(found: Sequence[Compared]) -> str:
+    errors = [abs(each.simulated[0] / each.run.tokens_per_s - 1) for each in found if each.simulated]
+    if not errors:
+        return ""
+    return f" The median error of {len(errors)} simulations is {statistics.median(errors):.0%}, the largest {max(errors):.0%}."
+
+
+HEADINGS: Final = (
+    "run", "GPUs", "strategy", "micro-batch", "tokens/s", "planned", "simulated", "GB", "planned", "simulated",
+)  # fmt: skip
 INTRODUCTION: Final = """## Published runs
 
 `python -m bench.speed.published --write docs/planning.md` writes this section, and prints all runs; what each source
 leaves open, and what was presumed, is in `bench/speed/published_rows.py`.
 """
-SHOWN: Final = """The first run of each source and device, and all that are more than 40 % off; tokens per second and GB of one
-GPU. Published peaks are what the allocator had reserved, or what `nvidia-smi` showed. BigScience: widths of
-14,400 are no multiples of 128, and large runs may have waited for each kernel (`CUDA_LAUNCH_BLOCKING`). DLPerf:
-100 Gbit/s for eight GPUs, and a V100 has no NVLink to three others of its node.
+SHOWN: Final = """The first run of each source and device, all that are more than 40 % off, and fifteen that
+`lab.simulate` executed, too, in a program of our own, `bench/speed/transformers.py`; tokens per second, beside the
+published ones, and GB of one GPU. Published peaks are what the allocator had reserved, or what `nvidia-smi` showed.
+BigScience: widths of 14,400 are no multiples of 128, and large runs may have waited for each kernel
+(`CUDA_LAUNCH_BLOCKING`). DLPerf: 100 Gbit/s for eight GPUs, and a V100 has no NVLink to three others of its node.
 """
 
 

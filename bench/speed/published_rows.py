@@ -124,7 +124,6 @@ class Setup:
     gradient_bytes: float
     optimizer_bytes: float
     compute_bytes: float  # what kernels compute with, and what FSDP gathers
-    reduce_bytes: float  # per value, when gradients are reduced
     schedule: str = "1f1b"  # or "interleaved N", with N chunks per rank, or "zero_bubble"
     sequence_parallel: bool = False  # with tensor parallelism
     compiled: bool = False  # with torch.compile
@@ -159,8 +158,8 @@ def data_ranks(strategy: str) -> int:
 
 
 def _run(*, nbytes: tuple[float, ...], note: str = "", also: str = "", **given: Any) -> PublishedRun:
-    """Return a row of a table; `nbytes`: of parameters, gradients, optimizer, computation and reduced gradients."""
-    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "compute_bytes", "reduce_bytes")
+    """Return a row of a table; `nbytes`: of parameters, gradients, optimizer and computation."""
+    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "compute_bytes")
     given |= dict(zip(names, nbytes, strict=True)) | {"note": "; ".join(filter(None, (also, note)))}
     given |= {"per_node": 8, "inside": DEVICES[given["device"]][1]}
     if "strategy" not in given:
@@ -194,11 +193,10 @@ def _table(columns: str, *rows: tuple[Any, ...], **common: Any) -> list[Publishe
     return [_run(**common | dict(zip(columns.split(), row, strict=True))) for row in rows]
 
 
-FSDP_32: Final = (4, 4, 8, 2, 4)
-FSDP_16: Final = (4, 4, 8, 2, 2)
-HALF: Final = (2, 2, 12, 2, 2)
-SUMMED: Final = (2, 4, 12, 2, 4)  # gradients are summed in 32 bits
-BLOOM: Final = (2, 6, 12, 2, 2)  # also, in 4 bytes more, as the source says
+MIXED: Final = (4, 4, 8, 2)
+HALF: Final = (2, 2, 12, 2)
+SUMMED: Final = (2, 4, 12, 2)  # gradients are summed in 32 bits
+BLOOM: Final = (2, 6, 12, 2)  # also, in 4 bytes more, as the source says
 A100: Final[dict[str, Any]] = {"device": "a100_80", "between_gbit_per_s": None}
 A100_1600: Final[dict[str, Any]] = {"device": "a100_80", "between_gbit_per_s": 1600}
 JEAN_ZAY: Final[dict[str, Any]] = {
@@ -226,7 +224,7 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("M13", "mpt_1b", 8, 2048, 14, 448, "none", 20513), ("M14", "mpt_760m", 8, 2048, 24, 384, "none", 32434),
         ("M15", "mpt_350m", 8, 2048, 32, 512, "none", 58782), ("M16", "mpt_125m", 8, 2048, 32, 512, "none", 141737),
         ("M18", "mpt_125m", 8, 65536, 1, 16, "none", 20368),
-        source="mosaic", **A100_1600, data="FSDP2", nbytes=FSDP_32, note=SHARDED,
+        source="mosaic", **A100_1600, data="FSDP2", nbytes=MIXED, note=SHARDED,
     ),
     *_table(  # the mode PURE, which reduces in 16 bits
         "key model ranks sequence micro_batch sequences recompute tokens_per_s",
@@ -235,7 +233,7 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("M27", "mpt_7b", 128, 2048, 18, 2304, "layer", 3623), ("M31", "mpt_7b", 8, 2048, 12, 384, "layer", 3679),
         ("M33", "mpt_3b", 8, 2048, 5, 320, "none", 10065), ("M35", "mpt_1b", 8, 2048, 8, 512, "none", 19271),
         ("M37", "mpt_350m", 128, 2048, 18, 2304, "none", 51934), ("M39", "mpt_125m", 128, 2048, 26, 3328, "none", 123936),
-        source="mosaic", device="a100_40", between_gbit_per_s=1600, data="FSDP2", nbytes=FSDP_16, note=SHARDED,
+        source="mosaic", device="a100_40", between_gbit_per_s=1600, data="FSDP2", nbytes=MIXED, note=SHARDED,
     ),
     *_table(
         "key model ranks sequence micro_batch sequences recompute tokens_per_s",
@@ -245,14 +243,14 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("M59", "mpt_7b", 8, 8192, 8, 128, "layer", 6935), ("M60", "mpt_3b", 64, 2048, 6, 1152, "none", 22525),
         ("M62", "mpt_1b", 8, 2048, 14, 112, "none", 45455), ("M64", "mpt_760m", 8, 2048, 24, 384, "none", 63147),
         ("M66", "mpt_13b", 8, 32768, 1, 24, "layer", 1976),
-        source="mosaic", device="h100", between_gbit_per_s=None, data="FSDP2", nbytes=FSDP_32,
+        source="mosaic", device="h100", between_gbit_per_s=None, data="FSDP2", nbytes=MIXED,
         note=f"{SHARDED}; network not stated",
     ),
     *_table(
         "key ranks sequences compiled tokens_per_s gib",
         ("T01", 8, 16, False, 5762, 82.4), ("T02", 8, 16, True, 6667, 77.0),
         ("T03", 128, 256, False, 5605, 67.0), ("T04", 128, 256, True, 6514, 62.0),
-        source="titan_2412", **META, model="llama3_8b", data="FSDP2", micro_batch=2, recompute="selective", nbytes=FSDP_32,
+        source="titan_2412", **META, model="llama3_8b", data="FSDP2", micro_batch=2, recompute="selective", nbytes=MIXED,
         note=f"{OPERATORS}; {TITAN}",
     ),
     *_table(
@@ -261,18 +259,18 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("T12", "llama3_70b", 8192, 1, "layer", 331, ""), ("T13", "llama2_13b", 4096, 2, "none", 2162, ""),
         ("T14", "llama2_13b", 4096, 2, "selective", 1914, LAYERS), ("T15", "llama2_13b", 4096, 2, "selective", 1904, OPERATORS),
         ("T16", "llama2_70b", 4096, 1, "selective", 355, OPERATORS), ("T17", "llama2_70b", 4096, 2, "layer", 353, ""),
-        source="titan_2024", **A100, strategy="FSDP2 64", nbytes=FSDP_32, note=EAGER,
+        source="titan_2024", **A100, strategy="FSDP2 64", nbytes=MIXED, note=EAGER,
     ),
     _run(
         key="TT2", source="titan_2024", **META | {"between_gbit_per_s": None}, model="llama3_405b", strategy="FSDP2 16 × TP 8",
-        sequences=32, micro_batch=2, recompute="layer", nbytes=FSDP_32, tokens_per_s=109, sequence_parallel=True,
+        sequences=32, micro_batch=2, recompute="layer", nbytes=MIXED, tokens_per_s=109, sequence_parallel=True,
         note=f"sequence presumed: the published MFU follows from it; {EAGER}",
     ),
     *_table(
         "key model strategy micro_batch recompute tokens_per_s also",
         ("AT1", "llama3_70b", "FSDP2 32 × TP 8", 16, "layer", 597.3, "with asynchronous TP 652.4"),
         ("AT2", "llama3_8b", "FSDP2 8 × TP 8", 12, "selective", 4378, f"with asynchronous TP 4,809.4; {OPERATORS}"),
-        source="titan_async", **META, nbytes=FSDP_32, sequence_parallel=True, compiled=True, note=TITAN,
+        source="titan_async", **META, nbytes=MIXED, sequence_parallel=True, compiled=True, note=TITAN,
     ),
     *_table(
         "key device between_gbit_per_s model strategy recompute tokens_per_s also",
@@ -284,13 +282,13 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("I06", "h100", 800, "llama2_13b", "HSDP 12×8", "selective", 3800, f"HSDP presumed, as on A100; {NTH}"),
         ("I07", "h100", 800, "llama2_34b", "FSDP2 96", "layer", 1550, f"full shard presumed, as on A100; {FEWER}"),
         ("I08", "h100", 800, "llama2_70b", "FSDP2 96", "layer", 800, f"full shard presumed, as on A100; {FEWER}"),
-        source="ibm", sequence=4096, micro_batch=2, nbytes=FSDP_16, note="FSDP1; NVLink and one micro-batch per step presumed",
+        source="ibm", sequence=4096, micro_batch=2, nbytes=MIXED, note="FSDP1; NVLink and one micro-batch per step presumed",
     ),
     *_table(
         "key model strategy micro_batch recompute tokens_per_s",
         ("I11", "llama2_7b", "HSDP 16×8", 2, "none", 3760), ("I12", "llama2_13b", "HSDP 16×8", 1, "none", 1700),
         ("I13", "llama2_34b", "FSDP2 128", 8, "layer", 772), ("I14", "llama2_70b", "FSDP2 128", 6, "layer", 380),
-        source="fms_fsdp", sequence=4096, device="a100_80", between_gbit_per_s=400, nbytes=FSDP_16,
+        source="fms_fsdp", sequence=4096, device="a100_80", between_gbit_per_s=400, nbytes=MIXED,
         note="FSDP1; network of I01, NVLink and one micro-batch per step presumed",
     ),
     *_table(
@@ -307,12 +305,12 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("F01", "gpt3_125m", "DDP", 32, 256, 1310e3 / 8), ("F02", "gpt3_355m", "DDP", 16, 256, 503e3 / 8),
         ("F03", "gpt3_760m", "ZeRO-1", 16, 256, 245e3 / 8), ("F04", "gpt3_1.3b", "ZeRO-1", 8, 512, 169e3 / 8),
         ("F05", "gpt3_2.7b", "ZeRO-1", 4, 512, 85e3 / 8),
-        source="flash", **A100, ranks=8, sequence=2048, recompute="none", nbytes=FSDP_32,
+        source="flash", **A100, ranks=8, sequence=2048, recompute="none", nbytes=MIXED,
         note=f"micro-batch and ZeRO presumed from the configuration for 80 GB; {FUSED}",
     ),
     _run(
         key="TL01", source="tinyllama", model="tinyllama", sequence=2048, device="a100_40", between_gbit_per_s=None,
-        strategy="FSDP2 16", sequences=1024, micro_batch=8, recompute="none", nbytes=FSDP_16, tokens_per_s=24e3,
+        strategy="FSDP2 16", sequences=1024, micro_batch=8, recompute="none", nbytes=MIXED, tokens_per_s=24e3,
         note=f"FSDP1; network not stated; NVLink, two nodes, 16-bit gathers and reductions presumed; {FUSED}",
     ),
     *_table(
@@ -337,7 +335,7 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
     ),
     _run(
         key="K01", source="nanogpt_110", step_s=0.56266, model="gpt2_124m", sequence=1024, device="a100_40",
-        between_gbit_per_s=None, strategy="DDP 8", sequences=480, micro_batch=12, recompute="none", nbytes=FSDP_32, compiled=True,
+        between_gbit_per_s=None, strategy="DDP 8", sequences=480, micro_batch=12, recompute="none", nbytes=MIXED, compiled=True,
         note="median of 11 steps; 40 GB, NVLink and flash attention (three days old then) presumed; 32-bit parameters, 16-bit "
         "autocast; a vocabulary of 50,257, which commit 77e7e04c padded two days later, for about 25 % faster steps",
     ),
@@ -386,7 +384,7 @@ RUNS: Final[tuple[PublishedRun, ...]] = (
         ("V06", "1536x16", 1, 8, 1, 16, 16, 0.64213, 6264), ("V09", "1536x16", 2, 4, 1, 16, 8, 0.53969, 6366),
         ("V11", "2304x24", 2, 8, 1, 16, 8, 1.26853, 6998), ("V13", "1536x16", 8, 1, 4, 512, 2, 4.00631, 8712),
         ("V15", "2304x24", 2, 4, 4, 512, 8, 13.11718, 11958),
-        source="dlperf", device="v100_16", between_gbit_per_s=100, sequence=2048, recompute="layer", nbytes=FSDP_16,
+        source="dlperf", device="v100_16", between_gbit_per_s=100, sequence=2048, recompute="layer", nbytes=MIXED,
         note="OneFlow, not PyTorch; all bytes per parameter presumed",
     ),
     *_table(

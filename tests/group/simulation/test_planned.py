@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import pytest
-from planned_programs import Training, train
 
 import labkit as lab
+from bench.speed.transformers import Training, train
 
 pytestmark = pytest.mark.processes
 STEPS: Final = 2  # the second finds the optimizer's state

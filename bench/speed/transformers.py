@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention, silu, softmax
+from torch.nn.functional import cross_entropy, dropout, gelu, scaled_dot_product_attention, silu, softmax
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -42,10 +42,12 @@ class Training:
     micro_batch: int = 1
     accumulate: int = 1
     recompute: str = "none"
-    mixed: bool = False  # parameters in float32, FSDP2 computes in bfloat16
+    mixed: bool = False  # parameters in float32, FSDP2 or autocast computes in bfloat16
 
 
 class Attention(nn.Module):
+    """Causal attention, in which groups of heads may share keys and values."""
+
     def __init__(self, shape: lab.Transformer) -> None:
         super().__init__()
         self.shape, self.head, gpt = shape, shape.width // shape.all_heads, shape.style == "gpt"
@@ -54,6 +56,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.width, shape.width, bias=gpt)
 
     def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
+        """Return what is added to `x`, shape (batch, tokens, width)."""
         query, key, value = (
             part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
@@ -67,9 +70,13 @@ class Attention(nn.Module):
         else:
             scores = query @ key.transpose(-1, -2) * self.head**-0.5
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-            found = softmax(scores.masked_fill(later, float("-inf")), -1) @ value
-        result: Tensor = self.output(found.transpose(1, 2).flatten(2))
-        return result
+            found = dropped(softmax(scores.masked_fill(later, float("-inf")), -1), self.shape) @ value
+        return dropped(self.output(found.transpose(1, 2).flatten(2)), self.shape)
+
+
+def dropped(x: Tensor, shape: lab.Transformer) -> Tensor:
+    """Drop a tenth of the values, if the shape says so."""
+    return dropout(x, 0.1) if shape.dropout else x
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
@@ -79,25 +86,31 @@ def rotated(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
+    """Two products with GELU between them, or the three of SwiGLU."""
+
     def __init__(self, shape: lab.Transformer) -> None:
         super().__init__()
-        gpt = shape.style == "gpt"
+        self.shape, gpt = shape, shape.style == "gpt"
         self.gate = None if gpt else nn.Linear(shape.width, shape.inner_width, bias=False)
         self.up = nn.Linear(shape.width, shape.inner_width, bias=gpt)
         self.down = nn.Linear(shape.inner_width, shape.width, bias=gpt)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x))
-        return result
+        """Return what is added to `x`, shape (batch, tokens, width)."""
+        inner = gelu(self.up(x)) if self.gate is None else silu(self.gate(x)) * self.up(x)
+        return dropped(self.down(inner), self.shape)
 
 
 class Block(nn.Module):
+    """Attention and the MLP, each after a norm."""
+
     def __init__(self, shape: lab.Transformer) -> None:
         super().__init__()
         self.norm_1, self.attention = norm(shape), Attention(shape)
         self.norm_2, self.mlp = norm(shape), Mlp(shape)
 
     def forward(self, x: Tensor, turns: Tensor | None) -> Tensor:
+        """Return the next value of the residual stream."""
         x = x + self.attention(self.norm_1(x), turns)
         result: Tensor = x + self.mlp(self.norm_2(x))
         return result
@@ -123,6 +136,7 @@ class Model(nn.Module):
         self.tie()
 
     def tie(self) -> None:
+        """Let the output share the weights of the embedding, if the shape says so."""
         if self.shape.shares_output and self.words is not None and self.output is not None:
             self.output.weight = self.words.weight
 
@@ -136,6 +150,7 @@ class Model(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the scores of each next token, or what the next stage takes."""
         if self.words is not None:
             x = self.words(x)
         if self.places is not None:
@@ -157,10 +172,12 @@ class Model(nn.Module):
 
 
 def keeps_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products with weights, and of fused attention."""
     return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss, computed in 32 bits."""
     return cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
@@ -183,6 +200,7 @@ def train(shape: lab.Transformer, how: Training, steps: int = 3) -> None:
             with (
                 synchronized(parallel, how, last=number == how.accumulate - 1),
                 loss_parallel() if tensor_parallel else nullcontext(),
+                torch.autocast("cpu", torch.bfloat16, enabled=how.mixed and not isinstance(parallel, FSDPModule)),
             ):
                 (loss_of(parallel(words), targets) / how.accumulate).backward()
         optimizer.step()
@@ -190,6 +208,7 @@ def train(shape: lab.Transformer, how: Training, steps: int = 3) -> None:
 
 
 def batch(shape: lab.Transformer, sequences: int) -> tuple[Tensor, Tensor]:
+    """Return random words, and for each the one that follows, shapes (sequences, tokens)."""
     words = torch.randint(0, shape.vocabulary, (sequences, shape.sequence + 1), device=lab.device())
     return words[:, :-1], words[:, 1:]
 
@@ -200,7 +219,8 @@ def distributed(model: Model, how: Training) -> nn.Module:
     if how.strategy.startswith("DDP"):
         return DistributedDataParallel(model.allocate())
     if how.strategy.startswith(("FSDP2", "ZeRO-2", "HSDP")):
-        names, sizes = ("shard",), (ranks,)
+        names: tuple[str, ...] = ("shard",)
+        sizes: tuple[int, ...] = (ranks,)
         if how.strategy.startswith("HSDP"):
             names, sizes = ("replicate", "shard"), tuple(map(int, how.strategy.split()[1].split("×")))
         options: dict[str, Any] = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=names)}
@@ -235,7 +255,7 @@ def distributed(model: Model, how: Training) -> nn.Module:
 def synchronized(model: nn.Module, how: Training, *, last: bool) -> AbstractContextManager[None]:
     """Let DDP sum the gradients of the last micro-batch only, and ZeRO-2 keep the parameters until then."""
     if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()  # type: ignore[no-any-return]
+        return model.no_sync()
     if isinstance(model, FSDPModule) and how.strategy.startswith("ZeRO-2"):
         model.set_reshard_after_backward(last)
     return nullcontext()
@@ -253,11 +273,12 @@ def train_stage(shape: lab.Transformer, how: Training, steps: int) -> None:
         torch.empty(how.micro_batch, shape.sequence, size, device="meta", requires_grad=True)
         for size in (shape.width, shape.vocabulary)
     )
-    given = torch.empty(how.micro_batch, shape.sequence, dtype=torch.long, device="meta") if first else hidden
-    stage = PipelineStage(model, rank, ranks, lab.device(), input_args=given, output_args=scores if last else hidden)
+    taken = torch.empty(how.micro_batch, shape.sequence, dtype=torch.long, device="meta") if first else hidden
+    stage = PipelineStage(model, rank, ranks, lab.device(), input_args=taken, output_args=scores if last else hidden)
     schedule = Schedule1F1B(stage, n_microbatches=how.accumulate, loss_fn=loss_of)
     for _ in lab.steps(range(steps)):
         words, targets = batch(shape, how.micro_batch * how.accumulate)
-        schedule.step(*([words] if first else []), **({"target": targets} if last else {}), return_outputs=False)
+        given: Any = {"target": targets} if last else {}
+        schedule.step(*([words] if first else []), return_outputs=False, **given)
         optimizer.step()
         optimizer.zero_grad()
