@@ -270,7 +270,7 @@ def plan(
     undivided: list[str] = []
     names: list[str] = []
     for planned in clusters:
-        stages = work.layers // chunks  # at most: each chunk has a layer
+        stages = (work.layers + 2) // chunks  # at most: each chunk has a layer, but for the first and the last
         possible = [each for each in strategies(work, planned) if each.size(PIPELINE) <= max(1, stages)]
         names += [each.name for each in possible]
         chosen = [each for each in possible if strategy in (None, each.name)]
