@@ -65,7 +65,7 @@ def main() -> None:
 ALL_HEADINGS: Final = ("program", "simulated [ms]", "real [ms]", "own cores [ms]", "real, all tries [ms]", "ratio")
 INTRODUCTION: Final = f"""## Measured
 
-`python -m bench.speed.simulated --write docs/simulate.md` writes this section and prints each program's times. First,
+`python -m bench.speed.simulated --write docs/simulate.md` writes this section and prints each program's times:
 `measured=True` beside real groups over a link of {LINK}: {TRIES} of each in turns, medians of `step_ms`. Where
 ranks outnumber cores, the real run is replayed as if each had its own (`lab.replay(run, own_cores=True)`). Layers that
 sleep are not disturbed by other ranks; layers that compute are.
