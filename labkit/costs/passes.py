@@ -185,7 +185,8 @@ def _count(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype |
             raise ValueError("no tensor of its output (a tensor, list, tuple or dict) depends on its parameters")
         output_bytes = sum(tensor.nbytes for tensor in outputs)
         kept = counter.kept_bytes + output_bytes
-        torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+        starts = [tensor for tensor in outputs if not tensor.dim()] or outputs  # losses, if there are some
+        torch.autograd.backward(starts, [torch.empty_like(tensor) for tensor in starts])
     live = tuple(moment - before for moment in counter.moments)
     return Passes(forward, counter.take(), saved, output_bytes, kept, live)
 

@@ -233,7 +233,7 @@ def plan(
         sequence_parallel: whether tensor parallelism also divides the tokens between the matrix products.
         parameter_bytes: bytes per parameter; default: 2 (mixed precision) for a transformer, those of its own type for
             a module.
-        gradient_bytes: bytes per gradient; default: as many as a parameter's.
+        gradient_bytes: bytes per gradient; default: as many as a parameter's, but at least 2.
         optimizer_bytes: bytes of the optimizer's state per parameter; default: those of Adam, 12 in mixed precision
             with its 32-bit copy of the parameters, else two parameters'. SGD has 0, with momentum a parameter's.
         compute_bytes: bytes of what kernels compute with (at least 2) and FSDP gathers; default: `parameter_bytes`.
@@ -317,7 +317,7 @@ def _precision(model: Any, parameter: Any, gradient: Any, optimizer: Any, comput
     if size is None:
         size, trained = (2, 2) if isinstance(model, Transformer) else module_bytes(model)
     defaults = {
-        "parameter_bytes": size, "gradient_bytes": trained, "optimizer_bytes": 12 if trained <= 2 else 2 * trained,
+        "parameter_bytes": size, "gradient_bytes": max(2, trained), "optimizer_bytes": 12 if trained <= 2 else 2 * trained,
         "compute_bytes": size,
     }  # fmt: skip
     return Precision(**(defaults | {name: value for name, value in given.items() if value is not None}))

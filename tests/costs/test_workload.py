@@ -123,6 +123,18 @@ def test_frozen_parameters_of_a_module_have_no_gradients() -> None:
     assert [kernel.name for kernel in work.parts(1).last.at(16).backward].count("mm") == 1  # of the last layer's weight
 
 
+def test_the_backward_pass_starts_from_the_loss_alone() -> None:
+    class WithLoss(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            found = super().forward(x)
+            return (found, found.square().mean()) if self.both else found.square().mean()
+
+    single, both = (WithLoss(100, 50) for _ in range(2))
+    single.both, both.both = False, True
+    passes = [work_of(net, torch.empty(16, 100)).parts(1).last.at(16) for net in (single, both)]
+    assert passes[0].backward == passes[1].backward
+
+
 def test_a_module_with_buffers_and_two_inputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
