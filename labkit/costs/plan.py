@@ -91,7 +91,7 @@ class Plan:
             ValueError: there is no such strategy, or nothing fits.
         """
         if not self.fitting:
-            raise ValueError("break_even(): no strategy fits this cluster, so there is no best one")
+            raise ValueError("break_even(): no strategy fits this cluster and batch, so there is no best one")
         if self._several:
             raise ValueError("break_even(): this plan has several numbers of ranks; plan one of them")
         best = self.fitting[0]
@@ -149,7 +149,7 @@ class Plan:
         )
 
     def _notes(self) -> list[str]:
-        rate = self._headings()[4].capitalize()
+        rate = "Tokens/s" if self.work.tokens else "Samples/s"
         notes = [
             "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
             f"{rate} are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, what Adam needs, or a module's own.",
@@ -164,7 +164,7 @@ class Plan:
             )
         if self.undivided:
             names = ", ".join(self.undivided[:3]) + (", ..." if len(self.undivided) > 3 else "")
-            notes.append(f"The batch cannot be divided among the replicas, or into enough micro-batches, of {names}.")
+            notes.append(f"The batch cannot be divided as asked among the replicas and micro-batches of {names}.")
         return notes
 
     def __repr__(self) -> str:

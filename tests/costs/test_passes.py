@@ -8,7 +8,7 @@ from torch import nn
 
 import labkit as lab
 from labkit.costs.device import Kernel
-from labkit.costs.passes import Counted
+from labkit.costs.passes import Counted, _count
 from labkit.costs.transformer_parts import Cut, counted_parts
 
 HEADS, WIDTH, TOKENS, SAMPLES = 16, 1024, 512, 3
@@ -94,6 +94,25 @@ def test_numbers_grow_linearly_with_the_samples() -> None:
     assert (relu.flops, relu.read_bytes, relu.written_bytes) == (0, 4 * 64 * 20, 4 * 64 * 20)
     assert (found.saved_bytes, found.output_bytes) == (4 * 64 * 20, 4 * 64 * 20)  # the input is the program's own
     assert found.products_bytes == 2 * 4 * 64 * 20  # the product and the output
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), (256,)),
+        (nn.TransformerEncoderLayer(64, 4, batch_first=True), (16, 64)),
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten()), (3, 8, 8)),
+        (nn.LSTM(64, 64, batch_first=True), (10, 64)),
+    ],
+    ids=["mlp", "encoder", "convolution", "lstm"],
+)
+def test_what_is_extrapolated_is_what_a_large_batch_needs(module: nn.Module, shape: tuple[int, ...]) -> None:
+    """For few samples gradients of weights need most memory, for many the activations."""
+
+    def inputs(samples: int) -> list[torch.Tensor]:
+        return [torch.empty(samples, *shape)]
+
+    assert Counted(module, inputs).at(4096) == _count(module, inputs, 4096, None)
 
 
 def test_each_kernel_takes_at_least_its_launch() -> None:
