@@ -26,6 +26,7 @@ _TRUSTED: Final = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "decimal": ("Decimal",),
     "fractions": ("Fraction",),
+    "labkit.costs.device": ("Kernel",),
     "labkit.errors.exit_reasons": ("Cause",),
     "labkit.errors.exceptions": ("RankFailure",),
     "labkit.recording.rank_facts": ("Fact", "FactKind"),
