@@ -31,8 +31,8 @@ from labkit.teaching.classroom.packed_answer import only_trusted_pickles
 from labkit.teaching.exercises.comparisons import AnswerError
 
 EVENTS = (
-    Kernel("mm", 1.0, 1.0, 1.0), Memory(1), Elapsed(1), Communication(0, "send", 1, (0, 1), "0"), Wait(0), Mark("step", "step", True),
-    OnStream(1), StreamEvent(0, 1, True), Value("loss", 1.0),
+    Kernel("mm", 1.0, 1.0, 1.0), Memory(1), Elapsed(1), Communication(0, "send", 1, (0, 1), "0"), Wait(0),
+    Mark("step", "step", True), OnStream(1), StreamEvent(0, 1, True), Value("loss", 1.0),
 )  # fmt: skip
 DATA = [
     1, "text", [1.5, None], {"a": (1, 2)}, {1, 2}, range(3), 2j, collections.Counter("aab"), decimal.Decimal("1.5"),
