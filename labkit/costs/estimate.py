@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from labkit.costs.cluster import PIPELINE, REPLICATE, SHARD, TENSOR, Cluster, Strategy, divisors
+from labkit.costs.device import Device
 from labkit.costs.workload import Precision, Workload
 
 RECOMPUTE: Final = ("none", "selective", "layer")
@@ -31,6 +32,7 @@ class Choice:
     recompute: str | None = None  # one of `RECOMPUTE`
     chunks: int = 1  # parts of the model on each rank of a pipeline; above 1, interleaved 1F1B
     fsdp_unit: str = "layer"  # what FSDP gathers at one time, one of `UNITS`
+    offload: Device | None = None  # the share of its host that a rank has, if this keeps what FSDP2 shards, and steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Estimate:
     bubble_s: float  # how long a rank waits because the pipeline fills and drains
     exposed_s: Mapping[str, float]  # communication during which nothing is computed, by axis
     level: Mapping[str, str]  # that the communication of each axis crosses, "inside" a node or "between" nodes
+    offload: Device | None  # the rank's share of its host, if FSDP2 keeps there what it shards
+    host_bytes: float  # of the rank there
 
     @property
     def name(self) -> str:
@@ -62,8 +66,9 @@ class Estimate:
 
     @property
     def missing_bytes(self) -> float:
-        """By how much the memory of a device is too small; 0 if the strategy fits."""
-        return max(0.0, self.needed_bytes - self.cluster.device.memory_gb * 1e9)
+        """By how much the memory of a device, and of its host, is too small; 0 if the strategy fits."""
+        of_host = self.offload.memory_gb * 1e9 if self.offload else math.inf
+        return max(0.0, self.needed_bytes - self.cluster.device.memory_gb * 1e9) + max(0.0, self.host_bytes - of_host)
 
     @property
     def needed_bytes(self) -> float:
@@ -144,18 +149,21 @@ class _RankStep:
         self.compute_s = micro_batches * (slowest.forward_s + slowest.backward_s)
         self.owned = self.parameters / (self.shards if strategy.stage else 1)
         moved = precision.parameter_bytes + precision.gradient_bytes + 2 * precision.optimizer_bytes
-        self.optimizer_s = work.trained * self.owned * moved / (cluster.device.gbyte_per_s * 1e9)
+        self.optimizer_s = work.trained * self.owned * moved / ((choice.offload or cluster.device).gbyte_per_s * 1e9)
 
     def estimate(self) -> Estimate:
         """What the strategy needs."""
         work, axes = self.work, {axis: self.strategy.axis(axis, self.cluster) for axis, _ in self.strategy.axes}
+        size = self.precision
+        of_host = size.parameter_bytes + work.trained * (size.gradient_bytes + size.optimizer_bytes)
         exposed_s = {axis: seconds for axis, seconds in self.exposed_s().items() if axis in axes}
         return Estimate(
             strategy=self.strategy, cluster=self.cluster, samples=work.samples, tokens=work.tokens and work.tokens * work.samples,
             model_flops=work.flops * work.samples, micro_batches=self.micro_batches, recompute=self.recompute,
             memory_bytes=max(map(self._memory_of, self.stage_list), key=lambda kinds: sum(kinds.values())),
             compute_s=self.compute_s + self.optimizer_s, bubble_s=self.bubble_s(), exposed_s=exposed_s,
-            level={name: axis.level for name, axis in axes.items()},
+            level={name: axis.level for name, axis in axes.items()}, offload=self.choice.offload,
+            host_bytes=of_host * self.owned if self.choice.offload else 0.0,
         )  # fmt: skip
 
     def _stages(self) -> list[_Stage]:
@@ -233,12 +241,19 @@ class _RankStep:
         """Layers of FSDP2: gathered before use, their gradients scattered; of HSDP also summed over the replicas.
 
         The first gather and the last scatter (and sum) are exposed; the others as far as they take longer than a layer.
+        What is offloaded comes from the host before it is gathered; gradients go there, which adds them to those of
+        earlier micro-batches: it reads two and writes one.
         """
         units = math.ceil(self.work.layers / self.stages) if self.choice.fsdp_unit == "layer" else 1
         others, of_unit = units - 1, self.parameters / units
         gather_s = self._seconds(SHARD, "all_gather", self.precision.compute_bytes * of_unit)
         gradient_bytes = self.precision.gradient_bytes * self.work.trained * of_unit
         scatter_s = self._seconds(SHARD, "reduce_scatter", gradient_bytes)
+        if self.choice.offload is not None:
+            host_bytes_per_s = self.choice.offload.gbyte_per_s * 1e9
+            gather_s += self.precision.parameter_bytes * of_unit / self.shards / host_bytes_per_s
+            moves = 1 + 3 * (1 - 1 / self.micro_batches)
+            scatter_s += moves * gradient_bytes / self.shards / host_bytes_per_s
         sum_s = self._seconds(REPLICATE, "all_reduce", gradient_bytes / self.shards)
         forward_s, backward_s = self.forward_s / units, self.backward_s / units
         forward = gather_s + others * max(0.0, gather_s - forward_s)
@@ -264,7 +279,8 @@ class _RankStep:
             of_layers = copies
         if zero > 1:  # gradients that are not yet scattered
             of_layers += trained * (size.gradient_bytes * unit + size.compute_bytes * around)
-        gradients = size.gradient_bytes * (owned if zero > 1 else trained * whole)
+        here = 0.0 if self.choice.offload else 1.0  # the part of what is sharded that the device keeps
+        gradients = here * size.gradient_bytes * (owned if zero > 1 else trained * whole)
         before = gradients if self.micro_batches > 1 else 0.0
         if self.parts.layer is None:  # of a module, nobody knows what exists when: its pass counts as the head's
             before, copies = gradients, of_layers
@@ -275,16 +291,16 @@ class _RankStep:
             (before, saved + stage.end_bytes, copies),  # the backward pass of the head,
             (before, saved + stage.layer_bytes, of_layers),  # of the last layer,
             (gradients, left + stage.layer_bytes, of_layers),  # of the first;
-            (gradients, 0.0, step_bytes * owned),  # the optimizer's step
+            (gradients, 0.0, here * step_bytes * owned),  # the optimizer's step
             key=sum,
         )
         if zero == 0 and self.strategy.size(REPLICATE) > 1:
             buffers += size.gradient_bytes * trained * whole  # DDP's buckets
         buffers += self.work.buffer_bytes
         return {
-            "parameters": size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
+            "parameters": here * size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
             "gradients": gradients,
-            "optimizer": size.optimizer_bytes * owned,
+            "optimizer": here * size.optimizer_bytes * owned,
             "activations": activations,
             "buffers": buffers,
         }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from labkit.costs.cluster import PIPELINE, Cluster, strategies
+from labkit.costs.device import Device
 from labkit.costs.estimate import PLANNED_KINDS, RECOMPUTE, UNITS, Choice, Estimate, best_estimate
 from labkit.costs.link import Link
 from labkit.costs.transformer import Transformer
@@ -156,6 +157,13 @@ class Plan:
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
+        if self.choice.offload and self.rows:
+            best, gb = self.rows[0], self.choice.offload.memory_gb
+            limit = "" if math.isinf(gb) else f", of {bytes_in_words(gb * 1e9)} that it has there"
+            notes.append(
+                "The host keeps parameters, gradients and optimizer state: "
+                f"{bytes_in_words(best.host_bytes)} for each rank of {self._name(best)}{limit}."
+            )
         whole = self.precision.parameter_bytes * self.work.parameters
         if any(row.fits and whole > row.cluster.device.memory_gb * 1e9 for row in self.rows):
             notes.append(
@@ -194,6 +202,7 @@ def plan(
     recompute: str | None = None,
     chunks: int = 1,
     fsdp_unit: str = "layer",
+    offload: Device | None = None,
     sequence_parallel: bool = True,
     parameter_bytes: float | None = None,
     gradient_bytes: float | None = None,
@@ -230,6 +239,9 @@ def plan(
             "selective" (everything but the results of matrix products with weights and of fused attention).
         chunks: the parts of the model on each rank of a pipeline; above 1, interleaved 1F1B.
         fsdp_unit: what FSDP gathers at one time: "layer", or the whole "model".
+        offload: FSDP2's `CPUOffloadPolicy`: the share of the host's memory that each rank has, with its rate, at which
+            parameters and gradients move and the optimizer steps there, as in
+            `lab.Device(tflop_per_s=1, gbyte_per_s=20, memory_gb=64)`; default: nothing is offloaded.
         sequence_parallel: whether tensor parallelism also divides the tokens between the matrix products.
         parameter_bytes: bytes per parameter; default: 2 (mixed precision) for a transformer, those of its own type for
             a module.
@@ -252,9 +264,11 @@ def plan(
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster={cluster!r}: expected a lab.Cluster")
     _check(micro_batch, accumulate, recompute, chunks, fsdp_unit)
+    if not isinstance(offload, Device | None):
+        raise TypeError(f"offload={offload!r}: expected a lab.Device with the rate and the memory that each rank has on its host")
     precision = _precision(model, parameter_bytes, gradient_bytes, optimizer_bytes, compute_bytes)
     choice = Choice(
-        micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, chunks=chunks, fsdp_unit=fsdp_unit
+        micro_batch=micro_batch, accumulate=accumulate, recompute=recompute, chunks=chunks, fsdp_unit=fsdp_unit, offload=offload
     )  # fmt: skip
     is_module = not isinstance(model, Transformer)
     if is_module and (recompute not in (None, "none") or chunks > 1):
@@ -271,7 +285,11 @@ def plan(
     names: list[str] = []
     for planned in clusters:
         stages = (work.layers + 2) // chunks  # at most: each chunk has a layer, but for the first and the last
-        possible = [each for each in strategies(work, planned) if each.size(PIPELINE) <= max(1, stages)]
+        possible = [
+            each
+            for each in strategies(work, planned)
+            if each.size(PIPELINE) <= max(1, stages) and (offload is None or each.stage > 1)
+        ]
         names += [each.name for each in possible]
         chosen = [each for each in possible if strategy in (None, each.name)]
         if follows and chosen:
@@ -280,6 +298,8 @@ def plan(
         undivided += [name for name, row in found.items() if row is None]
         best = _sorted(row for row in found.values() if row is not None)
         rows += best if ranks is None else best[:1]
+    if offload is not None and not names:
+        raise ValueError("offload: only what FSDP2 and ZeRO-2 shard is offloaded; expected at least two data-parallel ranks")
     if strategy is not None and strategy not in names:
         counts = listed([str(each.ranks) for each in clusters], word="or")
         where = f"no strategy of {counts} ranks{f' and {chunks} chunks' if chunks > 1 else ''} has this name"

@@ -166,6 +166,7 @@ def test_a_module_is_planned_for_data_parallelism() -> None:
     [
         (CLUSTER, {"parameter_bytes": -1}, ValueError, "parameter_bytes"),
         (CLUSTER, {"gradient_bytes": "4"}, TypeError, "gradient_bytes"),
+        (CLUSTER, {"offload": True}, TypeError, "offload=True: expected a lab.Device"),
         (4, {}, TypeError, r"cluster=4: expected a lab\.Cluster"),
     ],
 )
@@ -261,6 +262,30 @@ def test_the_whole_model_as_one_unit_is_gathered_at_one_time() -> None:
     assert layer.memory_bytes["buffers"] < 0.8 * model.memory_bytes["buffers"]
 
 
+HOST = lab.Device(tflop_per_s=1, gbyte_per_s=0.5, memory_gb=1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_offloaded_is_on_the_host_and_moves(count: int) -> None:
+    options: dict[str, Any] = {"strategy": "FSDP2 4", "fsdp_unit": "model", "accumulate": count, "recompute": "none"}
+    here, there = (lab.plan(MODEL, 8, CLUSTER, offload=host, **options)[0] for host in (None, HOST))
+    shard = MODEL.parameters / 4  # type: ignore[operator]  # the default is set
+    assert [there.memory_bytes[kind] for kind in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
+    assert there.host_bytes == (2 + 2 + 12) * shard
+    moved = {"parameters": 2 * count * 2, "gradients": 2 * count, "sums": 3 * 2 * (count - 1)}  # bytes, of each parameter
+    assert there.exposed_s["shard"] - here.exposed_s["shard"] == pytest.approx(sum(moved.values()) * shard / 0.5e9)
+    of_step = (2 + 2 + 2 * 12) * shard  # bytes
+    assert there.compute_s - here.compute_s == pytest.approx(of_step / 0.5e9 - of_step / 10e9)
+
+
+def test_what_is_offloaded_must_fit_into_the_host() -> None:
+    small = replace(HOST, memory_gb=0.01)
+    found = lab.plan(MODEL, 8, CLUSTER, offload=small)
+    assert {row.strategy.stage for row in found.rows} == {2, 3}
+    assert found["FSDP2 4"].missing_bytes == pytest.approx(16 * MODEL.parameters / 4 - 0.01e9)  # type: ignore[operator]
+    assert "The host keeps parameters, gradients and optimizer state: 13.2 MB for each rank" in repr(found)
+
+
 def test_a_model_larger_than_a_device_is_not_to_be_made_there() -> None:
     cluster = lab.Cluster(ranks=16, device=lab.Device.rtx_4090, link=lab.Link.pcie4)
     found = lab.plan(lab.Transformer.llama2_13b, 16, cluster, strategy="FSDP2 16")
@@ -282,6 +307,7 @@ def test_a_model_larger_than_a_device_is_not_to_be_made_there() -> None:
         ({"strategy": "pipeline 4", "chunks": 2}, "no strategy of 4 ranks and 2 chunks has this name"),  # of four layers
         ({"ranks": []}, "at least one number of ranks"),
         ({"ranks": [0]}, "ranks=0"),
+        ({"ranks": [1], "offload": HOST}, "at least two data-parallel ranks"),
     ],
 )
 def test_a_wrong_choice_is_refused(options: Any, says: str) -> None:

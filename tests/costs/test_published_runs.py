@@ -57,6 +57,15 @@ def test_seven_billion_parameters_on_cards_of_24_gb() -> None:
     assert "create it on the meta device" in repr(found)
 
 
+def test_70_billion_parameters_on_seven_gpus_with_their_host() -> None:
+    """meta-llama/llama-cookbook, pull request 122: out of memory without FSDP's offloading, training with it."""
+    a100s = lab.Cluster(ranks=7, device=lab.Device.a100, link=lab.Link.nvlink3)
+    model = replace(lab.Transformer.llama2_70b, sequence=2048)
+    host = lab.Device(tflop_per_s=1, gbyte_per_s=20)
+    found = (lab.plan(model, 28, a100s, strategy="FSDP2 7", offload=each, **MIXED)[0].fits for each in (None, host))
+    assert list(found) == [False, True]
+
+
 def test_32_billion_parameters_on_sixteen_gpus() -> None:
     """simplescaling/s1: 20,000 tokens fit on 16 H100 (its README), 32,000 do not (issue 13), nor any on 8."""
     qwen = lab.Transformer(

@@ -37,6 +37,7 @@ def refuse_calls() -> None:
     _save_nothing()
     for home, name, why in REFUSED:
         when_imported(home, partial(_refuse, name, why))
+    when_imported("torch.distributed.fsdp", _refuse_offloading)
     when_imported("tensorflow", _refuse_module)
     when_imported("torch.distributed.pipelining.stage", _check_stages)
     _refuse("join", "how long it lasts depends on the batches of other ranks. Run it in a group", DistributedDataParallel)
@@ -47,6 +48,10 @@ def _refuse(name: str, why: str, home: Any) -> None:
         raise LabError(f"{home.__name__}.{name} cannot be simulated: {why}.")
 
     setattr(home, name, refuse)
+
+
+def _refuse_offloading(module: Any) -> None:
+    _refuse("__init__", "only one memory of a rank is. lab.plan(..., offload=...) plans it", module.CPUOffloadPolicy)
 
 
 def _check_stages(module: Any) -> None:

@@ -37,6 +37,7 @@ REFUSED = {
     "a stage without shapes": (
         "", "PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device('cpu'), input_args=torch.empty(3, 2))",
     ),
+    "offloaded": ("from torch.distributed.fsdp import CPUOffloadPolicy", "CPUOffloadPolicy(pin_memory=False)"),
     "a selected GPU": ("", "torch.cuda.set_device(0)"),
     "moved to a GPU": ("", "torch.nn.Linear(2, 2).to('cuda:1')"),
     "moved to a GPU by its number": ("", "torch.ones(2).to(0)"),
