@@ -70,11 +70,12 @@ class Cluster:
 
     def of(self, ranks: int) -> Cluster:
         """Return a cluster with another number of ranks, over the same link, or with as many on each node."""
-        if isinstance(self.link, Link):  # a node of any size
-            return replace(self, ranks=ranks)
-        each = self.ranks_per_node
-        expected = f"ranks={ranks!r}: expected whole numbers from 1, above the {each} ranks of a node multiples of it"
+        flat, each = isinstance(self.link, Link), self.ranks_per_node
+        more = "" if flat else f", above the {each} ranks of a node multiples of it"
+        expected = f"ranks={ranks!r}: expected whole numbers from 1{more}"
         check_number(ranks, expected, whole=True, at_least=1)
+        if flat:
+            return replace(self, ranks=ranks)
         if ranks > each and ranks % each:
             raise ValueError(expected)
         nodes = max(1, ranks // each)
@@ -194,7 +195,8 @@ def strategies(work: Workload, cluster: Cluster) -> Iterator[Strategy]:
     for tensor in divisors(cluster.ranks_per_node if splits else 1):
         for stages in divisors(cluster.ranks // tensor if splits else 1):
             whole_stages = -work.layers % stages in (0, 2) and stages <= work.layers  # the ends may have one layer less
-            if work.heads % tensor == 0 and whole_stages:
+            whole_heads = work.heads % tensor == 0 and max(tensor, work.key_heads) % min(tensor, work.key_heads) == 0
+            if whole_heads and whole_stages:
                 found |= dict.fromkeys(_with_data(cluster, stages, tensor))
     yield from found
 

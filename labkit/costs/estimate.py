@@ -149,6 +149,8 @@ class _RankStep:
         self.compute_s = micro_batches * (slowest.forward_s + slowest.backward_s)
         self.owned = self.parameters / (self.shards if strategy.stage else 1)
         moved = precision.parameter_bytes + precision.gradient_bytes + 2 * precision.optimizer_bytes
+        if precision.optimizer_bytes <= 2 * precision.parameter_bytes:  # no copy of the parameters, which it reads, then
+            moved += precision.parameter_bytes
         self.optimizer_s = work.trained * self.owned * moved / ((choice.offload or cluster.device).gbyte_per_s * 1e9)
 
     def estimate(self) -> Estimate:
@@ -197,8 +199,8 @@ class _RankStep:
                 cost = part.cost(samples, device, "none")
                 forward_s, backward_s = forward_s + cost.forward_s, backward_s + cost.backward_s
                 of_ends = max(of_ends, cost.peak_bytes)
-        count = self.choice.chunks
-        under_way = under_way + (self.stages - 1) / count if count > 1 and under_way > 1 else under_way
+        if self.choice.chunks > 1:  # interleaved 1F1B, in which the last stage, too, has several under way
+            under_way = self.stages + (2 * under_way - self.stages - 1) / self.choice.chunks
         return _Stage(layers, parameters, forward_s, backward_s, saved, min(self.micro_batches, under_way), of_layer, of_ends)
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:

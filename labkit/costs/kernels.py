@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
+from torch.nn import functional
 from torch.utils.flop_counter import flop_registry
 
 from labkit.costs.device import ATTENTION, Kernel
@@ -66,6 +67,29 @@ def without_fused_lstm() -> Iterator[None]:
         yield
     finally:
         mkldnn.enabled = before
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Leave out the dropout of attention, with which torch keeps the matrix of all pairs on CPUs, but not on GPUs."""
+    original = functional.scaled_dot_product_attention
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,  # noqa: ARG001
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Any:
+        return original(query, key, value, attn_mask, 0.0, is_causal, **others)
+
+    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -15,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.costs.device import ATTENTION, Device, Kernel
-from labkit.costs.kernels import LiveTensors, kernel_of, tensors_in, without_fused_lstm
+from labkit.costs.kernels import LiveTensors, fused_attention, kernel_of, tensors_in, without_fused_lstm
 from labkit.recording.torch_internals import DISPATCH, SIMULATION
 
 SAMPLES: Final = (2, 3, 5)  # with which a part is counted: from two, its numbers for the third must follow
@@ -35,6 +37,16 @@ class Passes:
     products_bytes: float  # the output, and what selective recomputation keeps: results of matrix products and of attention
     live_bytes: tuple[float, ...]  # that exist after each operator
 
+    def agrees_with(self, other: Passes) -> bool:
+        """Whether all numbers are the same, but for rounding."""
+
+        def numbers(passes: Passes) -> list[float]:
+            kernels = passes.forward + passes.backward
+            of_kernels = [number for each in kernels for number in (each.flops, each.read_bytes, each.written_bytes)]
+            return [*of_kernels, passes.saved_bytes, passes.output_bytes, passes.products_bytes, *passes.live_bytes]
+
+        return all(map(math.isclose, numbers(self), numbers(other)))
+
 
 class PassCost(NamedTuple):
     """What the passes of a part of a model cost on a device, the backward pass with what it computes again."""
@@ -48,18 +60,20 @@ class PassCost(NamedTuple):
 class Counted:
     """A part of a model, for any number of samples."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, *, dtype: torch.dtype | None = None, multiple: int = 1) -> None:
-        """Count a module.
+    def __init__(
+        self, module: nn.Module, inputs: Inputs, counts: Sequence[int] = SAMPLES, *, dtype: torch.dtype | None = None
+    ) -> None:
+        """Count a module for the first two numbers of samples, and check that those for the others follow.
 
-        `dtype` is what kernels compute with; default: the types of the module's parameters. The numbers of samples are
-        multiples of `multiple`.
+        `dtype` is what kernels compute with; default: the types of the module's parameters.
         """
-        self._counts = [multiple * samples for samples in SAMPLES]
-        *self._found, last = (_count(module, inputs, samples, dtype) for samples in self._counts)
-        names = [[kernel.name for kernel in each.forward + each.backward] for each in (*self._found, last)]
-        if names[0] != names[1] or names[0] != names[2]:
+        self._counts = counts
+        first, second, *others = (_count(module, inputs, samples, dtype) for samples in counts)
+        self._found = first, second
+        names = [[kernel.name for kernel in each.forward + each.backward] for each in (first, second, *others)]
+        if any(each != names[0] for each in names) or any(len(each.live_bytes) != len(first.live_bytes) for each in others):
             raise ValueError("it calls other operators for other numbers of samples")
-        if self.at(self._counts[2]) != last:
+        if not all(self.at(samples).agrees_with(each) for samples, each in zip(counts[2:], others, strict=True)):
             raise ValueError("its work does not grow linearly with the samples")
 
     def at(self, samples: float) -> Passes:
@@ -101,7 +115,9 @@ class Counted:
             "selective": ([kernel for kernel in passes.forward if not _is_kept(kernel)], passes.products_bytes),
             "layer": (passes.forward, passes.output_bytes),
         }[recompute]
-        return PassCost(seconds(passes.forward), seconds(passes.backward) + seconds(again), kept_bytes, max(passes.live_bytes))
+        return PassCost(
+            seconds(passes.forward), seconds(passes.backward) + seconds(again), kept_bytes, max(passes.live_bytes, default=0.0)
+        )
 
 
 def _is_kept(kernel: Kernel) -> bool:
@@ -160,33 +176,46 @@ def _restored(module: nn.Module) -> Iterator[None]:
 def _count(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype | None) -> Passes:
     """Count a module's passes for so many samples."""
     counter = _Counter()
-    # It repeats in many lines what an error says, such as one on shapes that do not fit.
-    logging.getLogger(SIMULATION["FakeTensorMode"].__module__).setLevel(logging.CRITICAL)
+    logger = logging.getLogger(SIMULATION["FakeTensorMode"].__module__)
     anywhere = (  # whatever the caller has set
         torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False),
         torch.autocast("cpu", enabled=False), sdpa_kernel(list(SDPBackend.__members__.values())),
     )  # fmt: skip
     fake = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        for context in (*anywhere, without_fused_lstm(), _restored(module), fake, _counting(counter)):
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)  # it repeats in many lines what an error says, such as one on shapes that do not fit
+        for context in (*anywhere, fused_attention(), without_fused_lstm(), _restored(module), fake, _counting(counter)):
             stack.enter_context(context)
-        state = {name: torch.empty_like(each, device="cpu") for name, each in module.named_buffers()}
-        for name, each in module.named_parameters():
-            state[name] = torch.empty_like(each, device="cpu", dtype=dtype).requires_grad_(each.requires_grad)
-            if each.requires_grad:
-                state[name].register_post_accumulate_grad_hook(_free)
-        given = inputs(samples)
-        before = counter.live_bytes
-        counter.moments.clear()
-        output = functional_call(module, state, tuple(given))
-        forward, saved = counter.take(), counter.live_bytes - before
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not outputs and any(tensor.requires_grad for tensor in state.values()):
-            raise ValueError("no tensor of its output (a tensor, list, tuple or dict) depends on its parameters")
-        output_bytes = sum(tensor.nbytes for tensor in outputs)
-        kept = counter.kept_bytes + output_bytes
-        starts = [tensor for tensor in outputs if not tensor.dim()] or outputs  # losses, if there are some
-        torch.autograd.backward(starts, [torch.empty_like(tensor) for tensor in starts])
+        passes = _passes(module, inputs, samples, dtype, counter)
+    if counter.live_bytes:
+        gc.collect()
+    if counter.live_bytes:
+        raise ValueError(
+            "it keeps tensors elsewhere than in its attributes, buffers and submodules (in a list, a cache, a hook?); now some "
+            "of them have no data, so create it again"
+        )
+    return passes
+
+
+def _passes(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype | None, counter: _Counter) -> Passes:
+    state = {name: torch.empty_like(each, device="cpu") for name, each in module.named_buffers()}
+    for name, each in module.named_parameters():
+        state[name] = torch.empty_like(each, device="cpu", dtype=dtype).requires_grad_(each.requires_grad)
+        if each.requires_grad:
+            state[name].register_post_accumulate_grad_hook(_free)
+    given = inputs(samples)
+    before = counter.live_bytes
+    counter.moments.clear()
+    output = functional_call(module, state, tuple(given))
+    forward, saved = counter.take(), counter.live_bytes - before
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not outputs and any(tensor.requires_grad for tensor in state.values()):
+        raise ValueError("no tensor of its output (a tensor, list, tuple or dict) depends on its parameters")
+    output_bytes = sum(tensor.nbytes for tensor in outputs)
+    kept = counter.kept_bytes + output_bytes
+    starts = [tensor for tensor in outputs if not tensor.dim()] or outputs  # losses, if there are some
+    torch.autograd.backward(starts, [torch.empty_like(tensor) for tensor in starts])
     live = tuple(moment - before for moment in counter.moments)
     return Passes(forward, counter.take(), saved, output_bytes, kept, live)
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from labkit.costs.cluster import PIPELINE, Cluster, strategies
+from labkit.costs.cluster import PIPELINE, Cluster, Strategy, strategies
 from labkit.costs.device import Device
 from labkit.costs.estimate import PLANNED_KINDS, RECOMPUTE, UNITS, Choice, Estimate, best_estimate
 from labkit.costs.link import Link
 from labkit.costs.transformer import Transformer
-from labkit.costs.workload import Precision, Workload, module_bytes, workload_of
+from labkit.costs.workload import MOST_SAMPLES, Precision, Workload, module_bytes, workload_of
 from labkit.errors.lists import Table, counted, listed
 from labkit.errors.units import bytes_in_words, in_words
 from labkit.errors.wrong_calls import WrongValueError, check_number, did_you_mean, public_api
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SHOWN: Final = 20  # rows of the table, enough for all strategies of four ranks; the others are in `Plan.rows`
 FARTHEST: Final = 64.0  # a change by more than this factor is no answer to "what would have to change?"
+STEP: Final = 2**0.25  # between factors that are tried: with more memory, say, another may win again
 # What decides comes first: in a narrow window, the kinds of memory are to the right of it.
 HEADINGS: Final = (
     "strategy", "m", "memory", "step", "tokens/s", "compute", "bubble", "exposed communication", *PLANNED_KINDS,
@@ -38,14 +39,14 @@ class Change:
     winner: str  # the name of the strategy
     best: str  # that of the one that was the fastest
     of: str  # what changes: "between", "inside" (bandwidths), "device" (its rates), "memory" or "batch"
-    factor: float  # at least, if it is above 1, else at most
+    factor: float
     best_fits: bool = True  # also then; else the memory is too small, or the batch cannot be divided
 
     def __str__(self) -> str:
-        how, beyond = ("at least", 1.005) if self.factor > 1 else ("at most", 0.995)
+        beyond = 1.005 if self.factor > 1 else 0.995
         factor = self.factor * (1 if self.of == "batch" else beyond)  # so that three digits are on the side where it holds
         outcome = f"is faster than {self.best}" if self.best_fits else f"is possible, and {self.best} is not,"
-        return f"{self.winner} {outcome} with {how} {factor:.3g} times {_CHANGES[self.of]}"
+        return f"{self.winner} {outcome} with {factor:.3g} times {_CHANGES[self.of]}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,13 +70,19 @@ class Plan:
 
     def __getitem__(self, name: str | int) -> Estimate:
         if not isinstance(name, str):
-            if not self.rows:
-                raise IndexError(f"this plan has no rows. {' '.join(self._notes()[2:])}")
+            if not self.rows and not isinstance(name, slice):
+                raise IndexError(self._without_rows)
             return self.rows[name]
         for row in self.rows:
             if row.name == name:
                 return row
+        if name in self.undivided:
+            raise WrongValueError(f"the batch cannot be divided as asked among the replicas and micro-batches of {name!r}")
         raise WrongValueError(f"no strategy {name!r} in this plan; {did_you_mean(name, [row.name for row in self.rows])}")
+
+    @property
+    def _without_rows(self) -> str:
+        return f"this plan has no rows. {' '.join(self._notes()[2:])}"
 
     @public_api
     def break_even(self, winner: str | None = None) -> tuple[Change, ...]:
@@ -83,7 +90,7 @@ class Plan:
 
         It is faster, or the best is no longer possible. Both choose their number of micro-batches again after a change.
         The changes are factors of the bandwidths, the device's rates and memory, and the batch (powers of two), from
-        1/64 to 64. A third strategy may then be faster than both.
+        1/64 to 64. A third strategy may then be faster than both, and with a larger change the winner slower again.
 
         Args:
             winner: the name of the strategy that is to win; default: the second best that fits.
@@ -91,6 +98,8 @@ class Plan:
         Raises:
             ValueError: there is no such strategy, or nothing fits.
         """
+        if not self.rows:
+            raise ValueError(f"break_even(): {self._without_rows}")
         if not self.fitting:
             raise ValueError("break_even(): no strategy fits this cluster and batch, so there is no best one")
         if self._several:
@@ -101,11 +110,11 @@ class Plan:
         other = self.fitting[1] if winner is None else self[winner]
         if other.name == best.name:
             raise ValueError(f"break_even({winner!r}): this is the best strategy already")
-        changes = (self._turning_point(best, other, of, towards) for of in _CHANGES for towards in (2.0, 0.5))
+        changes = (self._turning_point(best, other, of, up=up) for of in _CHANGES for up in (True, False))
         return tuple(sorted(filter(None, changes), key=lambda change: abs(math.log(change.factor))))
 
-    def _turning_point(self, best: Estimate, other: Estimate, of: str, towards: float) -> Change | None:
-        """Return the change nearest to 1 from which another strategy wins; the batch changes in powers of two only."""
+    def _turning_point(self, best: Estimate, other: Estimate, of: str, *, up: bool) -> Change | None:
+        """Return the change nearest to 1 with which another strategy wins; the batch changes in powers of two only."""
 
         def estimate(row: Estimate, factor: float) -> Estimate | None:
             work, cluster = _changed(of, self.work, self.cluster, factor)
@@ -117,6 +126,8 @@ class Plan:
             return one is not None and (two is None or one.step_s < two.step_s)
 
         whole = of == "batch"
+        step = 2.0 if whole else STEP
+        towards = step if up else 1 / step
         loses, factor = 1.0, towards
         while not wins(factor):
             loses, factor = factor, factor * towards
@@ -236,7 +247,8 @@ def plan(
         micro_batch: the samples that a replica computes at one time.
         accumulate: the micro-batches of a replica in a step.
         recompute: what the backward pass computes again: "none", "layer" (everything but the inputs of layers), or
-            "selective" (everything but the results of matrix products with weights and of fused attention).
+            "selective" (everything but the results of matrix products with weights, those of experts excepted, and of
+            fused attention).
         chunks: the parts of the model on each rank of a pipeline; above 1, interleaved 1F1B.
         fsdp_unit: what FSDP gathers at one time: "layer", or the whole "model".
         offload: FSDP2's `CPUOffloadPolicy`: the share of the host's memory that each rank has, with its rate, at which
@@ -264,6 +276,8 @@ def plan(
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster={cluster!r}: expected a lab.Cluster")
     _check(micro_batch, accumulate, recompute, chunks, fsdp_unit)
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"sequence_parallel={sequence_parallel!r}: expected True or False")
     if not isinstance(offload, Device | None):
         raise TypeError(f"offload={offload!r}: expected a lab.Device with the rate and the memory that each rank has on its host")
     precision = _precision(model, parameter_bytes, gradient_bytes, optimizer_bytes, compute_bytes)
@@ -278,33 +292,39 @@ def plan(
     clusters = [cluster] if ranks is None else [cluster.of(count) for count in ranks]
     largest = max(clusters, key=lambda each: each.ranks)
     follows = batch is None and tokens_per_batch is None and None not in (strategy, micro_batch, accumulate) and not is_module
-    given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch, largest.ranks)
+    given = batch if tokens_per_batch is None else _sequences(model, batch, tokens_per_batch, clusters)
     work = workload_of(model, 1 if follows else given, precision, sequence_parallel=sequence_parallel, lora_rank=lora_rank)
     rows: list[Estimate] = []
     undivided: list[str] = []
-    names: list[str] = []
     for planned in clusters:
-        stages = (work.layers + 2) // chunks  # at most: each chunk has a layer, but for the first and the last
         possible = [
-            each
-            for each in strategies(work, planned)
-            if each.size(PIPELINE) <= max(1, stages) and (offload is None or each.stage > 1)
+            each for each in strategies(work, planned) if _has_chunks(each, work, chunks) and (offload is None or each.stage > 1)
         ]
-        names += [each.name for each in possible]
+        if not possible:
+            raise ValueError("offload: only what FSDP2 and ZeRO-2 shard is offloaded; expected at least two data-parallel ranks")
+        names = [each.name for each in possible]
+        if strategy is not None and strategy not in names:
+            of = f"{'a module on ' if is_module else ''}{counted(planned.ranks, 'rank')}"
+            where = f"no strategy of {of}{f' with {chunks} chunks' if chunks > 1 else ''} has this name"
+            raise ValueError(f"strategy={strategy!r}: {where}; {did_you_mean(strategy, names)}")
         chosen = [each for each in possible if strategy in (None, each.name)]
         if follows and chosen:
-            work = replace(work, samples=int(micro_batch or 1) * int(accumulate or 1) * chosen[0].data_ranks)
+            samples = int(micro_batch or 1) * int(accumulate or 1) * chosen[0].data_ranks
+            check_number(
+                samples, f"micro_batch={micro_batch!r}: expected at most {MOST_SAMPLES:,} samples", below=MOST_SAMPLES + 1
+            )
+            work = replace(work, samples=samples)
         found = {each.name: best_estimate(work, precision, each, planned, choice) for each in chosen}
         undivided += [name for name, row in found.items() if row is None]
         best = _sorted(row for row in found.values() if row is not None)
         rows += best if ranks is None else best[:1]
-    if offload is not None and not names:
-        raise ValueError("offload: only what FSDP2 and ZeRO-2 shard is offloaded; expected at least two data-parallel ranks")
-    if strategy is not None and strategy not in names:
-        counts = listed([str(each.ranks) for each in clusters], word="or")
-        where = f"no strategy of {counts} ranks{f' and {chunks} chunks' if chunks > 1 else ''} has this name"
-        raise ValueError(f"strategy={strategy!r}: {where}; {did_you_mean(strategy, names)}")
     return Plan(tuple(rows), tuple(undivided), work, precision, largest, choice)
+
+
+def _has_chunks(strategy: Strategy, work: Workload, chunks: int) -> bool:
+    """Whether a pipeline, if it is one, can have so many chunks of whole layers, the first and last with one less."""
+    stages = strategy.size(PIPELINE)
+    return stages == 1 or (-work.layers % (stages * chunks) in (0, 2) and stages * chunks <= work.layers + 2)
 
 
 def _sorted(rows: Iterable[Estimate]) -> list[Estimate]:
@@ -337,20 +357,24 @@ def _precision(model: Any, parameter: Any, gradient: Any, optimizer: Any, comput
     if size is None:
         size, trained = (2, 2) if isinstance(model, Transformer) else module_bytes(model)
     defaults = {
-        "parameter_bytes": size, "gradient_bytes": max(2, trained), "optimizer_bytes": 12 if trained <= 2 else 2 * trained,
+        "parameter_bytes": size, "gradient_bytes": max(2, trained), "optimizer_bytes": 12 if trained < 3 else 2 * trained,
         "compute_bytes": size,
     }  # fmt: skip
     return Precision(**(defaults | {name: value for name, value in given.items() if value is not None}))
 
 
-def _sequences(model: Any, batch: Any, tokens: Any, ranks: int) -> int:
+def _sequences(model: Any, batch: Any, tokens: Any, clusters: Sequence[Cluster]) -> int:
     """The number of sequences of a batch of about so many tokens: a multiple of the ranks, if it is not less."""
     if batch is not None or not isinstance(model, Transformer):
         raise ValueError("tokens_per_batch: expected either this or batch, and this for a lab.Transformer only")
-    expected = f"tokens_per_batch={tokens!r}: expected a whole number of tokens, at least the {model.sequence} of a sequence"
-    check_number(tokens, expected, whole=True, at_least=model.sequence)
-    count = int(tokens) // model.sequence
-    return count if count < ranks else round(int(tokens) / model.sequence / ranks) * ranks
+    most = MOST_SAMPLES * model.sequence
+    expected = (
+        f"tokens_per_batch={tokens!r}: expected a whole number of tokens, from the {model.sequence} of a sequence to {most}"
+    )
+    check_number(tokens, expected, whole=True, at_least=model.sequence, below=most + 1)
+    counts = [each.ranks for each in clusters]
+    rounded = (round(int(tokens) / model.sequence / ranks) * ranks for ranks in (math.lcm(*counts), max(counts)))
+    return next(filter(None, rounded), int(tokens) // model.sequence)
 
 
 def _texts(row: Estimate) -> tuple[str, ...]:

@@ -75,6 +75,9 @@ class Transformer:
         for name, known in (("style", STYLES), ("attention", ATTENTIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"Transformer({name}={getattr(self, name)!r}): expected {listed(map(repr, known), word='or')}")
+        for name in ("tied", "dropout"):
+            if getattr(self, name) not in (None, True, False):
+                raise TypeError(f"Transformer({name}={getattr(self, name)!r}): expected True or False")
         for name in SIZES:
             value = getattr(self, name)
             if value is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, embedding, gelu, scaled_dot_product_attention, silu, softmax
 
-from labkit.costs.passes import Counted
+from labkit.costs.passes import SAMPLES, Counted
 
 if TYPE_CHECKING:
     from labkit.costs.transformer import Transformer
@@ -43,7 +43,7 @@ def counted_parts(model: Transformer, cut: Cut, dtype: torch.dtype) -> tuple[Cou
             parameter.requires_grad_(not cut.lora_rank or "adapter" in name)
     return (
         Counted(first, lambda samples: [words(samples)]),
-        Counted(layer, lambda samples: [hidden(samples)], multiple=model.experts),  # equally many tokens for each
+        Counted(layer, lambda samples: [hidden(samples)], [model.experts * samples for samples in SAMPLES]),  # all have some
         Counted(head, lambda samples: [hidden(samples), words(samples)]),
     )
 
@@ -70,7 +70,8 @@ class _Layer(nn.Module):
         self.inner = model.inner_width // cut.ranks
         self.norms = nn.ModuleList(_norm(model) for _ in range(2))
         rank = cut.lora_rank
-        self.query = _Linear(width, (self.heads + 2 * self.shared) * self.size, gpt, 3 * rank)  # and key, and value
+        self.query = _Linear(width, self.heads * self.size, gpt, rank)
+        self.key, self.value = (_Linear(width, self.shared * self.size, gpt, rank) for _ in range(2))
         self.output = _Linear(self.heads * self.size, width, gpt, rank)
         products, count = 1 if gpt else 2, model.experts
         up = self.inner * products
@@ -87,10 +88,9 @@ class _Layer(nn.Module):
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         samples, tokens, _ = x.shape
-        sizes = [self.heads * self.size, self.shared * self.size, self.shared * self.size]
         query, key, value = (
-            part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.query(x).split(sizes, -1)
-        )  # fmt: skip
+            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
         if self.model.style == "llama":
             query, key = _rotated(query), _rotated(key)
         if self.shared < self.heads:

@@ -61,6 +61,7 @@ class Workload:
     # nothing can be recomputed.
     hidden_bytes: float | None
     heads: int  # the most ranks among which a layer can be divided
+    key_heads: int  # of keys and values, which ranks share if they are fewer
     parts: Callable[[int], Parts] = field(repr=False)  # by the number of ranks that divide a layer
 
 
@@ -96,6 +97,7 @@ def workload_of(
     parameters = model.parameters + adapters
     return Workload(
         samples=int(batch), tokens=tokens, parameters=parameters, layers=model.layers, heads=model.all_heads,
+        key_heads=model.key_heads,
         trained=adapters / parameters if rank else 1.0, first_parameters=model.embedding_parameters, last_parameters=head,
         tied=model.shares_output, flops=tokens * per_token, buffer_bytes=0.0,
         hidden_bytes=tokens * model.width * max(2.0, precision.compute_bytes),
@@ -125,11 +127,11 @@ def module_bytes(model: nn.Module) -> tuple[float, ...]:
         raise TypeError(f"model={model!r}: expected a lab.Transformer or a module of torch")
     name = type(model).__name__
     parameters = list(model.parameters())
-    if not parameters:
-        raise ValueError(f"model={name}: expected a module with parameters")
     if any(isinstance(each, nn.UninitializedParameter) for each in parameters):
         raise ValueError(f"model={name}: it has lazy layers, whose sizes are unknown until the module is called once")
-    trained = [each for each in parameters if each.requires_grad]
+    if not any(each.numel() for each in parameters):
+        raise ValueError(f"model={name}: expected a module with parameters")
+    trained = [each for each in parameters if each.requires_grad and each.numel()]
     return tuple(
         sum(each.nbytes for each in part) / sum(each.numel() for each in part) for part in (parameters, trained or parameters)
     )
@@ -146,16 +148,19 @@ def _of_module(model: nn.Module, batch: Any, precision: Precision) -> Workload:
     if any(len(each) != samples for each in inputs):
         counts = listed([str(len(each)) for each in inputs])
         raise ValueError(f"batch: the first dimensions are {counts}; expected inputs with equally many samples")
-    half = precision.compute_bytes <= 2 < module_bytes(model)[0]
-    whole = _counted_module(model, inputs, torch.bfloat16 if half else None)
-    passes = whole.at(1)
+    own = module_bytes(model)[0]
+    if precision.compute_bytes > 2 and precision.compute_bytes != own:
+        raise ValueError(f"compute_bytes={precision.compute_bytes:g}: expected 2, or the {own:g} of the module's own parameters")
+    whole = _counted_module(model, inputs, torch.bfloat16 if precision.compute_bytes <= 2 < own else None)
+    passes = whole.at(samples)
     count = sum(each.numel() for each in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    layers = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    parts = [sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()]
+    layers = max(1, len(list(filter(None, parts))) - 1)  # beside the largest, which FSDP gathers whole
     return Workload(
-        samples=samples, tokens=None, parameters=count, trained=trained / count, layers=layers, heads=1,
-        first_parameters=0, last_parameters=0, tied=False, hidden_bytes=None,
-        flops=sum(kernel.flops for kernel in passes.forward + passes.backward),
+        samples=samples, tokens=None, parameters=count, trained=trained / count, layers=layers, heads=1, key_heads=1,
+        first_parameters=max(parts), last_parameters=0, tied=False, hidden_bytes=None,
+        flops=sum(kernel.flops for kernel in passes.forward + passes.backward) / samples,
         buffer_bytes=sum(each.nbytes for each in model.buffers()), parts=functools.partial(_whole, whole),
     )  # fmt: skip
 
@@ -174,12 +179,14 @@ def _counted_module(model: nn.Module, inputs: Sequence[torch.Tensor], dtype: tor
         cast = dtype if given.is_floating_point() else None
         return torch.empty(samples, *given.shape[1:], dtype=cast or given.dtype)
 
-    name, shapes = type(model).__name__, ", ".join(str((SAMPLES[0], *each.shape[1:])) for each in inputs)
+    counts = (*SAMPLES, len(inputs[0]))
+    name, shapes = type(model).__name__, ", ".join(f"({', '.join(map(str, ('n', *each.shape[1:])))})" for each in inputs)
     try:
-        return Counted(model, lambda samples: [some(each, samples) for each in inputs], dtype=dtype)
+        return Counted(model, lambda samples: [some(each, samples) for each in inputs], counts, dtype=dtype)
     except Exception as error:  # noqa: BLE001  # whatever the module's own code raises
         if type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"):
             why = "it decides by the numbers in a tensor, and a plan knows shapes only"
         else:
             why = (str(error).splitlines() or [type(error).__name__])[0]
+        shapes += f", n = {listed(list(map(str, sorted(set(counts)))))}"
         raise ValueError(f"model={name}: its step cannot be counted with inputs of the shape {shapes}: {why}") from None

@@ -51,9 +51,9 @@ def parts(ranks: int) -> Any:
 
 WORK = Workload(
     samples=8, tokens=10, parameters=40e6, trained=1.0, first_parameters=0, last_parameters=0, tied=False, layers=4,
-    flops=3e11, buffer_bytes=0, hidden_bytes=1e5, heads=4, parts=parts,
+    flops=3e11, buffer_bytes=0, hidden_bytes=1e5, heads=4, key_heads=4, parts=parts,
 )  # fmt: skip
-ADAM_S = 40e6 * (4 + 4 + 16) / 10e9  # all parameters, gradients and twice the state pass through the memory
+ADAM_S = 40e6 * (2 * 4 + 4 + 16) / 10e9  # gradients, and twice the parameters and the state, pass through the memory
 
 
 def estimate(*axes: tuple[str, int], stage: int = 0, micro_batches: int = 1, recompute: str = "none", **chosen: Any) -> Estimate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 
 import labkit as lab
 from labkit.costs.plan import SHOWN, Change, Plan
+from labkit.costs.transformer_parts import Cut, counted_parts
 
 MODEL = lab.Transformer(layers=4, width=256, sequence=64, vocabulary=512)
 NETWORK = lab.Network(nodes=2, inside=lab.Link(gbit_per_s=2, latency_us=200), between=lab.Link(gbit_per_s=0.2, latency_us=500))
@@ -73,8 +75,10 @@ def test_a_batch_that_cannot_be_divided_is_named() -> None:
     found = planned(batch=2)
     assert "DDP 4" in found.undivided
     assert "DDP 4" in repr(found)
-    with pytest.raises(ValueError, match="no strategy 'DDP 4'"):
+    with pytest.raises(ValueError, match=r"batch cannot be divided .* of 'DDP 4'"):
         found["DDP 4"]
+    with pytest.raises(ValueError, match="no strategy 'DPD 4'"):
+        found["DPD 4"]
 
 
 def test_the_change_that_is_named_makes_the_other_win() -> None:
@@ -97,7 +101,7 @@ def test_more_memory_lets_another_strategy_win() -> None:
     def with_memory(memory_gb: float) -> Plan:
         return planned(replace(CLUSTER, device=replace(DEVICE, memory_gb=memory_gb)))
 
-    found, name = with_memory(0.022), "pipeline 2 × DDP 2"
+    found, name = with_memory(0.022), "pipeline 2 × ZeRO-1 2"
     assert found.fitting[0].name == "pipeline 4"
     assert not found[name].fits
     (factor,) = [change.factor for change in found.break_even(name) if change.of == "memory"]
@@ -166,6 +170,7 @@ def test_a_module_is_planned_for_data_parallelism() -> None:
     [
         (CLUSTER, {"parameter_bytes": -1}, ValueError, "parameter_bytes"),
         (CLUSTER, {"gradient_bytes": "4"}, TypeError, "gradient_bytes"),
+        (CLUSTER, {"sequence_parallel": "no"}, TypeError, "sequence_parallel='no': expected True or False"),
         (CLUSTER, {"offload": True}, TypeError, "offload=True: expected a lab.Device"),
         (4, {}, TypeError, r"cluster=4: expected a lab\.Cluster"),
     ],
@@ -184,10 +189,10 @@ def test_bytes_of_the_optimizer_can_be_given() -> None:
 
 
 def test_a_change_reads_as_a_sentence_says_it() -> None:
-    assert str(Change("A", "B", "inside", 1.284)) == "A is faster than B with at least 1.29 times the bandwidth inside nodes"
+    assert str(Change("A", "B", "inside", 1.284)) == "A is faster than B with 1.29 times the bandwidth inside nodes"
     no_more = Change("A", "B", "memory", 0.5214, best_fits=False)
-    assert str(no_more) == "A is possible, and B is not, with at most 0.519 times the device's memory"
-    assert str(Change("A", "B", "batch", 0.5)) == "A is faster than B with at most 0.5 times the batch"
+    assert str(no_more) == "A is possible, and B is not, with 0.519 times the device's memory"
+    assert str(Change("A", "B", "batch", 0.5)) == "A is faster than B with 0.5 times the batch"
 
 
 def test_what_the_user_chooses_holds_for_all_rows() -> None:
@@ -304,7 +309,8 @@ def test_a_model_larger_than_a_device_is_not_to_be_made_there() -> None:
         ({"parameter_bytes": 0}, "parameter_bytes=0: expected a number of bytes, above 0"),
         ({"tokens_per_batch": 512}, "either this or batch"),
         ({"lora_rank": 0}, "from 1 to the width, 256"),
-        ({"strategy": "pipeline 4", "chunks": 2}, "no strategy of 4 ranks and 2 chunks has this name"),  # of four layers
+        ({"strategy": "pipeline 4", "chunks": 2}, "no strategy of 4 ranks with 2 chunks has this name"),  # of four layers
+        ({"strategy": "DDP 4", "ranks": [4, 8]}, "no strategy of 8 ranks has this name; did you mean 'DDP 8'"),
         ({"ranks": []}, "at least one number of ranks"),
         ({"ranks": [0]}, "ranks=0"),
         ({"ranks": [1], "offload": HOST}, "at least two data-parallel ranks"),
@@ -326,6 +332,9 @@ def test_a_plan_without_rows_says_why() -> None:
     found = lab.plan(MODEL, 9, CLUSTER, strategy="DDP 4")
     with pytest.raises(IndexError, match=r"no rows. The batch cannot be divided .* of DDP 4"):
         found[0]
+    with pytest.raises(ValueError, match=r"no rows. The batch cannot be divided .* of DDP 4"):
+        found.break_even()
+    assert found[:2] == ()
 
 
 def test_a_plan_can_be_pickled() -> None:
@@ -339,8 +348,54 @@ def test_tokens_are_rounded_so_that_all_ranks_divide_them() -> None:
     found = lab.plan(MODEL, tokens_per_batch=30 * MODEL.sequence, cluster=CLUSTER, ranks=[4, 8])
     assert [row.samples for row in found.rows] == [32, 32]
     assert "32 samples per step, up to 8 ranks" in repr(found)
+    either = lab.plan(MODEL, tokens_per_batch=30 * MODEL.sequence, cluster=CLUSTER, ranks=[2, 6])
+    assert [row.samples for row in either.rows] == [30, 30]
+    few = lab.plan(MODEL, tokens_per_batch=3 * MODEL.sequence, cluster=CLUSTER)
+    assert few[0].samples == 4
     alone = lab.plan(MODEL, 8, CLUSTER, ranks=[2])
     assert "8 samples per step, 2 ranks" in repr(alone)
+
+
+def test_heads_of_keys_divide_the_ranks_of_a_layer_or_are_divided() -> None:
+    model = replace(MODEL, width=1280, heads=20, kv_heads=10)
+    found = lab.plan(model, 8, replace(CLUSTER, link=lab.Link.nvlink4))
+    assert {row.strategy.size("tensor") for row in found.rows} == {1, 2}
+
+
+def most_under_way(schedule: lab.Trace, rank: int) -> int:
+    """The most passes of a rank that have gone forward and not yet back."""
+    passes = sorted((span for span in schedule if span.rank == rank and span.kind == "compute"), key=lambda span: span.start_ns)
+    return max(itertools.accumulate(1 if span.name.startswith("forward") else -1 for span in passes))
+
+
+def test_an_interleaved_schedule_keeps_what_its_simulation_keeps() -> None:
+    stages, count = 4, 16
+    model = replace(MODEL, layers=8, vocabulary=100_000, width=64)  # most memory on the last stage
+    cluster = replace(CLUSTER, link=lab.Link.nvlink4)
+    options: dict[str, Any] = {"strategy": "pipeline 4", "micro_batch": 1, "recompute": "none"}
+    plain, found = (lab.plan(model, count, cluster, chunks=chunks, **options)[0] for chunks in (1, 2))
+    schedule = lab.schedule("interleaved 1f1b", stages=2 * stages, micro_batches=count, ranks=stages)
+    most = most_under_way(schedule, rank=stages - 1) / 2  # each is of half a stage
+    of_stage = found.memory_bytes["activations"] - plain.memory_bytes["activations"]
+    kept = counted_parts(model, Cut(1, sequence=False), torch.bfloat16)[1].at(1).saved_bytes * 2  # two layers
+    assert of_stage == pytest.approx((most - 1) * kept)
+
+
+def test_a_batch_too_large_to_be_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"micro_batch=.*at most 10,000,000,000"):
+        lab.plan(MODEL, cluster=CLUSTER, strategy="DDP 4", micro_batch=10**20, accumulate=1)
+    with pytest.raises(ValueError, match="tokens_per_batch="):
+        lab.plan(MODEL, tokens_per_batch=10**18, cluster=CLUSTER)
+
+
+def test_a_module_computes_in_its_own_type_or_in_16_bits() -> None:
+    half = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).bfloat16()
+    half[1].float()
+    found = lab.plan(half[:1], torch.empty(8, 64, dtype=torch.bfloat16), CLUSTER)
+    assert found.precision.optimizer_bytes == 12
+    assert lab.plan(half[1], torch.empty(8, 64), CLUSTER).precision.optimizer_bytes == 8
+    with pytest.raises(ValueError, match="compute_bytes=4: expected 2, or the 2 of the module's own"):
+        lab.plan(half[:1], torch.empty(8, 64, dtype=torch.bfloat16), CLUSTER, compute_bytes=4)
 
 
 def test_a_module_that_is_not_linear_is_refused() -> None:

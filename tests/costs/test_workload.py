@@ -92,6 +92,19 @@ def test_what_a_forward_pass_stores_in_a_module_is_undone() -> None:
     assert len(calls) == counted, "the handle still removes the hook"
 
 
+def test_work_that_does_not_depend_on_the_samples_is_done_once() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.empty(64, 64)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ (self.one @ self.other)
+
+    of_sample, once = 2 * 2 * 64**2, 3 * 2 * 64**3  # no gradient of the inputs
+    assert work_of(Product(), torch.empty(16, 64)).flops == of_sample + once / 16
+
+
 def test_an_lstm_is_counted_as_its_matrix_products() -> None:
     tokens, size = 10, 64
     flops = {kind: work_of(kind(size, size, batch_first=True), torch.empty(16, tokens, size)).flops for kind in (nn.LSTM, nn.GRU)}
@@ -101,7 +114,8 @@ def test_an_lstm_is_counted_as_its_matrix_products() -> None:
 def test_a_module_is_counted_without_computing() -> None:
     net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
     work = work_of(net, torch.empty(16, 100))
-    assert (work.samples, work.parameters, work.layers) == (16, 100 * 200 + 200 + 200 * 10 + 10, 2)
+    assert (work.samples, work.parameters, work.layers) == (16, 100 * 200 + 200 + 200 * 10 + 10, 1)
+    assert work.first_parameters == 100 * 200 + 200  # the largest layer; FSDP gathers the others one by one
     assert work.flops == 2 * (2 * 100 * 200 + 3 * 200 * 10)  # the inputs need no gradients
     assert work.parts(1).last.at(16).saved_bytes == 4 * 16 * (200 + 10)  # the output, and that of ReLU, twice used
     assert work.hidden_bytes is None
@@ -187,6 +201,7 @@ def test_a_batch_that_does_not_suit_the_model_is_refused(model: object, batch: o
     ("model", "says"),
     [
         (nn.ReLU(), "ReLU: expected a module with parameters"),
+        (nn.Embedding(0, 8), "Embedding: expected a module with parameters"),
         (nn.Linear, r"Linear: expected a module; this is its class, so call it: Linear\(...\)"),
         ("gpt", r"'gpt': expected a lab\.Transformer or a module"),
         (nn.LazyLinear(3), "lazy layers"),
@@ -203,7 +218,7 @@ def test_a_model_that_cannot_be_planned_is_named(model: Any, says: str) -> None:
         (Decides(2, 2), torch.ones(8, 2), "Decides.*decides by the numbers in a tensor"),
         (Odd(4, 4), torch.ones(8, 4), "Odd.*other operators for other numbers of samples"),
         (Detached(4, 4), torch.ones(8, 4), "Detached.*no tensor of its output"),
-        (nn.Linear(4, 4), torch.ones(8, 5), r"Linear.*inputs of the shape \(2, 5\)"),
+        (nn.Linear(4, 4), torch.ones(8, 5), r"Linear.*inputs of the shape \(n, 5\), n = 2, 3, 5 and 8: "),
     ],
 )
 def test_a_step_that_cannot_be_counted_blames_the_model(model: Any, inputs: torch.Tensor, says: str) -> None:
@@ -221,6 +236,8 @@ def test_a_step_that_cannot_be_counted_blames_the_model(model: Any, inputs: torc
         ({"heads": 3}, ValueError),
         ({"kv_heads": 3, "heads": 4}, ValueError),
         ({"active_experts": 2}, ValueError),
+        ({"tied": "no"}, TypeError),
+        ({"dropout": "yes"}, TypeError),
     ],
 )
 def test_wrong_shapes_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:

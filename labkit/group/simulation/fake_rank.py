@@ -15,7 +15,7 @@ from torch import cpu
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from labkit.costs.kernels import without_fused_lstm
+from labkit.costs.kernels import fused_attention, without_fused_lstm
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.group.simulation.kernel_mode import computed, kernel_mode
@@ -29,13 +29,19 @@ from labkit.worker.comm.memory_tracker import resizing_reported
 
 
 def execute(
-    function: Callable[..., Any], args: Any, kwargs: Any, ranks: Sequence[int], size: int, measured: bool = False
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    ranks: Sequence[int],
+    size: int,
+    measured: bool = False,
+    gpus: bool = True,
 ) -> list[tuple[int, Event]]:
     """Call a function as one of many ranks; return its events, each with the time in ns at which it was recorded.
 
     The process must be a torch rank of a group, and end afterwards: torch's functions stay replaced. `ranks` has the
     rank to execute for each rank of the group. If `measured`, tensors have data, so that the times between events are
-    those of a real rank, and operators are not recorded.
+    those of a real rank, and operators are not recorded. `gpus` says whether devices are GPUs.
     """
     if missing := [*SIMULATION.missing, *DISPATCH.missing]:
         raise LabError(f"torch {torch.__version__} lacks {listed(missing)}, which the simulation of ranks needs.")
@@ -52,6 +58,8 @@ def execute(
             fake_tensors = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
             for context in (resizing_reported(log.resized), fake_tensors, kernel_mode(log), without_fused_lstm()):
                 stack.enter_context(context)
+            if gpus:
+                stack.enter_context(fused_attention())
         try:
             function(*args, **kwargs)
         except SystemExit as error:  # `exit()` without an error ends it as in a group

@@ -110,10 +110,12 @@ def simulate(
         link = link.of(ranks)
     if measured and device is not None:
         raise ValueError("simulate(measured=True, device=...): expected one of both, since this machine is then the device")
-    programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured)
+    computes = None if measured else device or Device.h100
+    gpus = computes is not None and computes.runs_ahead
+    programs = programs_of(function, args, kwargs, ranks=ranks, also=show, measured=measured, gpus=gpus)
     note = f"Simulated, not run: {len(programs)} of {ranks:,} ranks were executed, the others copy one of them."
     name = name_of(function)
-    computes, late_ns = (None, _lateness_ns()) if measured else (device or Device.h100, 0)
+    late_ns = _lateness_ns() if measured else 0
     trace = simulated_trace(programs, computes, link, name=name, show=show, notes=[note], late_ns=late_ns)
     return Simulation(ranks, programs, trace)
 
@@ -148,18 +150,20 @@ def programs_of(
     ranks: int,
     also: Sequence[int] = (),
     measured: bool = False,
+    gpus: bool = True,
 ) -> dict[int, Program]:
     """Execute a function as those ranks of many that stand for all; return their programs by rank.
 
     These are the first rank, the last, those of `also`, and every rank that exchanges messages with one of them; if
     there are none, also one at random. A collective has all its ranks do the same. If `measured`, tensors have data,
-    and one rank at a time is executed, so that the programs say how long they take on this machine.
+    and one rank at a time is executed, so that the programs say how long they take on this machine. `gpus` says whether
+    devices are GPUs.
     """
     wanted = {0, ranks - 1, *also}
     programs: dict[int, Program] = {}
     since_s, wrote = time.monotonic(), False
     while new := sorted(wanted - programs.keys())[: 1 if measured else max(int(usable_cores()), AT_ONCE)]:
-        programs |= execute_ranks(function, args, kwargs, new, ranks, measured=measured)
+        programs |= execute_ranks(function, args, kwargs, new, ranks, measured=measured, gpus=gpus)
         wanted |= {peer for rank in new for peer in programs[rank].peers}
         if not any(program.peers for program in programs.values()):
             wanted.add(random.Random(ranks).randrange(ranks))  # the same in each simulation
@@ -180,13 +184,14 @@ def execute_ranks(
     size: int,
     *,
     measured: bool = False,
+    gpus: bool = True,
 ) -> dict[int, Program]:
     """Execute a function as the given ranks of `size`, at the same time."""
 
     def executed(*args: Any, **kwargs: Any) -> Any:
         from labkit.group.simulation.fake_rank import execute
 
-        return execute(function, args, kwargs, ranks, size, measured)
+        return execute(function, args, kwargs, ranks, size, measured, gpus)
 
     executed.__name__ = name_of(function)  # by which messages call it
     with Group([f"rank {rank}" for rank in ranks], devices="cpu", threads=1) as group:

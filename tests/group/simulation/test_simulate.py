@@ -98,6 +98,19 @@ def test_figures_accept_it_and_say_that_it_was_simulated(tmp_path: Path) -> None
     assert (loaded.simulated, loaded.ranks, len(loaded)) == (MANY, sim.trace.ranks, len(sim.trace))
 
 
+def encode() -> None:
+    encoder = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.1, batch_first=True)
+    encoder(torch.empty(1, 1024, 64)).sum().backward()
+
+
+def test_attention_with_dropout_keeps_a_matrix_of_all_pairs_on_a_cpu_only() -> None:
+    cpu = lab.Device(tflop_per_s=0.1, gbyte_per_s=10, runs_ahead=False)
+    of_gpu, of_cpu = (
+        lab.memory_mb(lab.simulate(encode, ranks=2, link=lab.Link.nvlink4, device=device)) for device in (lab.Device.h100, cpu)
+    )
+    assert of_cpu - of_gpu > 4 * 4 * 1024**2 / 1e6, "four heads"
+
+
 def sleep_and_average(steps: int) -> None:
     numbers = torch.ones(1000)
     for _ in lab.steps(range(steps)):
