@@ -201,7 +201,14 @@ class _RankStep:
                 of_ends = max(of_ends, cost.peak_bytes)
         if self.choice.chunks > 1:  # interleaved 1F1B, in which the last stage, too, has several under way
             under_way = self.stages + (2 * under_way - self.stages - 1) / self.choice.chunks
-        return _Stage(layers, parameters, forward_s, backward_s, saved, min(self.micro_batches, under_way), of_layer, of_ends)
+        under_way = min(self.micro_batches, under_way)
+        received = self.micro_batches * (2 * self.choice.chunks - first - last) * self._message_bytes if self.stages > 1 else 0.0
+        return _Stage(layers, parameters, forward_s, backward_s, saved, under_way, of_layer, of_ends, received)
+
+    @property
+    def _message_bytes(self) -> float:
+        """The size of a message between two stages."""
+        return self.samples * (self.work.hidden_bytes or 0.0) / self.tensor
 
     def _seconds(self, axis: str, operation: str, nbytes: float) -> float:
         """How long all groups along an axis take for a collective that each carries out at the same time."""
@@ -214,8 +221,7 @@ class _RankStep:
 
     def exposed_s(self) -> dict[str, float]:
         """Communication that nothing hides, by axis."""
-        nbytes = self.samples * (self.work.hidden_bytes or 0.0) / self.tensor
-        hop_s = self.strategy.axis(PIPELINE, self.cluster).message_s(nbytes) if self.stages > 1 else 0.0
+        hop_s = self.strategy.axis(PIPELINE, self.cluster).message_s(self._message_bytes) if self.stages > 1 else 0.0
         sharded, replicated = self._sharded_s() if self.strategy.stage > 1 else (0.0, self._replicated_s(REPLICATE))
         if self.strategy.stage == 1:
             sharded = self._replicated_s(SHARD)
@@ -298,7 +304,7 @@ class _RankStep:
         )
         if zero == 0 and self.strategy.size(REPLICATE) > 1:
             buffers += size.gradient_bytes * trained * whole  # DDP's buckets
-        buffers += self.work.buffer_bytes
+        buffers += self.work.buffer_bytes + stage.received_bytes
         return {
             "parameters": here * size.parameter_bytes * whole / (self.shards if zero > 1 else 1),
             "gradients": gradients,
@@ -320,3 +326,4 @@ class _Stage:
     under_way: float  # for how many micro-batches at one time
     layer_bytes: float  # more, in a layer's backward pass
     end_bytes: float  # more, in that of the embedding or the head
+    received_bytes: float  # of the buffers for what a step's micro-batches receive, which torch's PipelineStage keeps
