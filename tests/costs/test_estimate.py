@@ -176,7 +176,7 @@ def test_the_best_estimate_is_the_fastest_that_fits() -> None:
     assert found.step_s == min(other.step_s for other in others)
     small = replace(CLUSTER, device=replace(DEVICE, memory_gb=0.1656))
     found = best(WORK, pipeline, small)
-    assert found.recompute == "selective"  # 160 MB of state and 0.8 or 1.6 of messages leave 4 MB for activations, which need 12.3
+    assert found.recompute == "selective"  # state and messages leave 4 MB for activations, which need 12.3
     assert found.fits
 
 
