@@ -163,14 +163,14 @@ def _counting(counter: _Counter) -> Any:
 @contextlib.contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
     """Undo afterwards what a forward pass stores in a module, such as a mask that it makes once."""
-    owned = [each for part in module.modules() for each in (vars(part), *vars(part).values()) if isinstance(each, dict)]
-    kept = [dict(each) for each in owned]
+    owned = [each for part in module.modules() for each in (vars(part), *vars(part).values()) if isinstance(each, dict | list)]
+    kept = [each.copy() for each in owned]
     try:
         yield
     finally:
         for each, before in zip(owned, kept, strict=True):
             each.clear()
-            each.update(before)
+            each.update(before) if isinstance(each, dict) else each.extend(before)
 
 
 def _count(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype | None) -> Passes:

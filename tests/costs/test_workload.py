@@ -74,7 +74,12 @@ def test_what_a_forward_pass_stores_in_a_module_is_undone() -> None:
     class Caching(nn.Linear):
         mask: torch.Tensor | None = None
 
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__(inputs, outputs)
+            self.results: list[torch.Tensor] = []
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.results.append(x)
             if self.mask is None:
                 self.mask = torch.ones(200)
                 self.register_buffer("seen", torch.ones(200))
@@ -85,6 +90,7 @@ def test_what_a_forward_pass_stores_in_a_module_is_undone() -> None:
     handle = net.register_forward_hook(lambda *_: calls.append(1))
     assert work_of(net, torch.empty(16, 100)).flops == work_of(net, torch.empty(16, 100)).flops
     assert net.mask is None
+    assert net.results == []
     assert set(net.state_dict()) == {"weight", "bias"}
     handle.remove()
     counted = len(calls)
