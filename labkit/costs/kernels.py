@@ -59,12 +59,17 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 @contextlib.contextmanager
-def without_fused_lstm() -> Iterator[None]:
-    """Let an LSTM on the CPU consist of matrix products, in place of one operator that says nothing of its work."""
+def without_cpu_libraries() -> Iterator[None]:
+    """Keep torch from its libraries for CPUs.
+
+    MKL-DNN's LSTM is one operator that says nothing of its work; NNPACK takes convolutions of 16 samples or more, whose
+    results have another layout in memory, which other operators copy.
+    """
     mkldnn: Any = torch.backends.mkldnn
     before, mkldnn.enabled = mkldnn.enabled, False
     try:
-        yield
+        with torch.backends.nnpack.flags(enabled=False):
+            yield
     finally:
         mkldnn.enabled = before
 

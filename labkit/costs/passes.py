@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.costs.device import ATTENTION, Device, Kernel
-from labkit.costs.kernels import LiveTensors, fused_attention, kernel_of, tensors_in, without_fused_lstm
+from labkit.costs.kernels import LiveTensors, fused_attention, kernel_of, tensors_in, without_cpu_libraries
 from labkit.recording.torch_internals import DISPATCH, SIMULATION
 
 SAMPLES: Final = (2, 3, 5)  # with which a part is counted: from two, its numbers for the third must follow
@@ -185,7 +185,7 @@ def _count(module: nn.Module, inputs: Inputs, samples: int, dtype: torch.dtype |
     with contextlib.ExitStack() as stack:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL)  # it repeats in many lines what an error says, such as one on shapes that do not fit
-        for context in (*anywhere, fused_attention(), without_fused_lstm(), _restored(module), fake, _counting(counter)):
+        for context in (*anywhere, fused_attention(), without_cpu_libraries(), _restored(module), fake, _counting(counter)):
             stack.enter_context(context)
         passes = _passes(module, inputs, samples, dtype, counter)
     if counter.live_bytes:

@@ -153,6 +153,21 @@ def test_tensors_that_stay_elsewhere_are_refused(forward: Any) -> None:
         Counted(Net(), lambda samples: [torch.empty(samples, 8)])
 
 
+def test_a_convolution_of_many_samples_has_the_operators_of_few() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.linear = nn.Conv2d(8, 16, 2), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.convolution(x).permute(0, 2, 3, 1))
+
+    def channels_last(samples: int) -> list[torch.Tensor]:
+        return [torch.empty(samples, 32, 32, 8, requires_grad=True).permute(0, 3, 1, 2)]
+
+    Counted(Net(), channels_last, (2, 3, 5, 64))
+
+
 def test_what_follows_for_five_samples_must_follow_for_all() -> None:
     class Few(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

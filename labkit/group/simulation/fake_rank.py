@@ -15,7 +15,7 @@ from torch import cpu
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from labkit.costs.kernels import fused_attention, without_fused_lstm
+from labkit.costs.kernels import fused_attention, without_cpu_libraries
 from labkit.errors.exceptions import LabError
 from labkit.errors.lists import listed
 from labkit.group.simulation.kernel_mode import computed, kernel_mode
@@ -56,7 +56,7 @@ def execute(
         if not measured:
             _adapt_torch(log)
             fake_tensors = SIMULATION["FakeTensorMode"](allow_non_fake_inputs=True)
-            for context in (resizing_reported(log.resized), fake_tensors, kernel_mode(log), without_fused_lstm()):
+            for context in (resizing_reported(log.resized), fake_tensors, kernel_mode(log), without_cpu_libraries()):
                 stack.enter_context(context)
             if gpus:
                 stack.enter_context(fused_attention())
