@@ -261,8 +261,6 @@ class Displayed(Message):
 
     data: dict[str, Any] | None  # the content by MIME type; None removes all that the rank has displayed so far (`clear_output`)
     metadata: dict[str, Any] = field(default_factory=dict)  # the metadata by MIME type
-    key: str = ""  # identifies a display that can be updated; "" otherwise
-    update: bool = False  # whether it replaces the display with this key
     left_out: int = 0  # the number of displays that were not sent because a limit was reached
 
 

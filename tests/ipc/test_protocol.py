@@ -42,7 +42,7 @@ MESSAGES: list[Message] = [
     protocol.Serving(),
     protocol.Assigned(["x"]),
     protocol.Imported([protocol.ImportedModule("m", "m.py", 5, b"digest")]),
-    protocol.Displayed({"text/plain": "x"}, {"width": 1}, "key", True),
+    protocol.Displayed({"text/plain": "x"}, {"width": 1}, 2),
     protocol.Warned("UserWarning: x", 2),
     protocol.AtBreakpoint("(Pdb) "),
     protocol.Command("n"),
