@@ -361,7 +361,7 @@ class Group:
             pool, home = self._usable_pool(request), sys.modules["__main__"]
             self._announce(*pool.follow())
             pool.state.begin(request)
-            self._announce(*pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)))
+            pool.share_filters(lambda filters: pickling.pack(filters, home=home, sent=self._sent))
             self._install(pool, payload)
             if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)

@@ -178,8 +178,8 @@ class NewFiles(RankNotice):
 
 
 @dataclass(slots=True)
-class NewSettings(RankNotice):
-    """The notebook has other settings of `logging` and warnings: a `worker.process_state.Settings`."""
+class NewFilters(RankNotice):
+    """The notebook has other filters of warnings; see `worker.process_state.AppliedFilters`."""
 
     payload: Payload
 

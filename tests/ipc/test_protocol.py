@@ -35,7 +35,7 @@ MESSAGES: list[Message] = [
     protocol.Returned(True, False, False, ["a note"], {1: FAILURE}, [FACT], Payload(b"stream")),
     protocol.Raised(False, FAILURE),
     protocol.Changes("folder", ("new",), ("old",), {"A": "b"}),
-    protocol.NewSettings(Payload(b"stream")),
+    protocol.NewFilters(Payload(b"stream")),
     protocol.Forget([1, 2]),
     protocol.ResultRead(),
     protocol.Release(),
