@@ -321,8 +321,7 @@ class _Rank:
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),
-            broken=context_error() is not None, own=raised_by_student(error),
-            in_python=self._runtime.raised_in_python(error), own_limit=getattr(error, OWN_LIMIT, ""),
+            broken=context_error() is not None, own=raised_by_student(error), own_limit=getattr(error, OWN_LIMIT, ""),
         )  # fmt: skip
 
     def _flush(self) -> None:

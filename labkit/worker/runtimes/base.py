@@ -116,10 +116,6 @@ class Runtime:
         """In the rank, after a run: return remarks for the student, each shown once."""
         return [] if self._initialization is None else self._initialization.notes()
 
-    def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
-        """In the rank: whether an error certainly does not come from a failed operation of the framework."""
-        return False
-
     def begin_recording(self) -> None:
         """In the rank: called before a run in which it computes or serves."""
 
