@@ -216,21 +216,6 @@ def _shown(which: Any) -> str:
     return repr(which)
 
 
-# Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
-RANK_NAMES: Final = (
-    "gpu",
-    "i",
-    "idx",
-    "index",
-    "pid",
-    "proc_id",
-    "process_id",
-    "process_index",
-    "local_process_index",
-    "worker_id",
-)
-
-
 class WithRank:
     """A function that is called with the rank's number before its arguments."""
 
@@ -263,7 +248,7 @@ def hint_for_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     try:
         signature = inspect.signature(function)
         first = next(iter(signature.parameters), "")
-        if "rank" not in first and first not in RANK_NAMES:
+        if "rank" not in first:
             return ""
         signature.bind(0, *args, **kwargs)
     except (TypeError, ValueError):
