@@ -92,7 +92,8 @@ def still_unfinished(left: Unfinished | None, members: Sequence[Member]) -> Unfi
 def _await_end(members: Sequence[Member], entered: Callable[[int], Mapping[str, int]]) -> Unfinished | None:
     began_s = time.monotonic()
     while True:
-        pending = [[p for p in m.reader.pending() if _matters(p) and not _goes_on(m, p)] for m in members]
+        # An operation of a living thread of the student's may outlast the run on purpose.
+        pending = [[p for p in m.reader.pending() if _matters(p) and not m.process.has_thread(p.thread)] for m in members]
         if not any(pending):
             return None
         states = [
@@ -124,11 +125,6 @@ def _matters(operation: Pending) -> bool:
 
 def _is_call(operation: Pending) -> bool:
     return kind_of(operation.group) is GroupKind.CALL or operation.type in (RPC, TO_HERE)
-
-
-def _goes_on(member: Member, operation: Pending) -> bool:
-    """Whether an operation belongs to a living thread of the student's, and so may outlast the run on purpose."""
-    return member.process.has_thread(operation.thread)
 
 
 def _words(operation: Pending, members: Sequence[Member]) -> str:
