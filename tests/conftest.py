@@ -96,13 +96,12 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def pytests_own_settings_stay_out_of_ranks(
+def pytests_own_filters_stay_out_of_ranks(
     no_leftovers: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pytest's warnings filter and logging handlers must not reach ranks; the student's have a test file of their
-    own."""
-    if "labkit.worker.process_state" in sys.modules and "notebooks_settings" not in request.fixturenames:
-        monkeypatch.setattr("labkit.worker.process_state.NotebookSettings.news", lambda _: None)
+    """pytest's filter of warnings must not reach ranks; the student's have a test file of their own."""
+    if "labkit.worker.process_state" in sys.modules and "notebooks_filters" not in request.fixturenames:
+        monkeypatch.setattr("labkit.worker.process_state.NotebookFilters.news", lambda _: None)
 
 
 @pytest.fixture

@@ -51,7 +51,6 @@ class RankFailure:
     last: str = ""  # a sentence on what the rank was doing, if it died without a report
     own: bool = False  # whether the student's own code raised the exception, rather than a library
     broken: bool = False  # whether the process is alive but cannot be reused, because CUDA no longer works in it
-    in_python: bool = False  # whether Python code raised it and no operation of the framework, as for arguments of a wrong type
     own_limit: str = ""  # a sentence on the program's own time limit, if that ended the operation that failed
 
     @property

@@ -19,7 +19,7 @@ from labkit.errors.exceptions import LabError, missing
 from labkit.errors.lists import listed
 from labkit.errors.wrong_calls import WrongNameError
 from labkit.ipc.code_names import name_of
-from labkit.ipc.options import RPC_OPTIONS, Options, check_above_0
+from labkit.ipc.options import Options
 from labkit.launch.capacity import check_capacity, processes_visible
 from labkit.recording.cores import usable_cores
 from labkit.worker.runtimes.base import Runtime
@@ -133,29 +133,8 @@ def _check_count(count: int, given: str) -> None:
         raise ValueError(f"{given}: expected between 1 and {MAX_RANKS} ranks")
 
 
-def rpc_options(given: Any) -> tuple[int, float]:
-    """The number of threads that serve calls, and the time limit of a call in seconds.
-
-    Given are torch's `TensorPipeRpcBackendOptions`, a dict, or None for torch's defaults.
-    """
-    if given is None:
-        return RPC_OPTIONS
-    names = ("num_worker_threads", "rpc_timeout")
-    options = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
-    if not options or options.keys() - set(names):
-        raise TypeError(
-            f"rpc_backend_options={given!r}: expected rpc.TensorPipeRpcBackendOptions(...), or a dict of {' and '.join(names)}"
-        )
-    if getattr(given, "device_maps", None) or getattr(given, "devices", None):
-        raise ValueError("rpc_backend_options: device maps differ by rank; pass them to rpc.init_rpc in the function that runs")
-    threads, timeout_s = (options.get(name, default) for name, default in zip(names, RPC_OPTIONS, strict=True))
-    check_above_0(names[0], threads, whole=True)
-    check_above_0(names[1], timeout_s)
-    return int(threads), float(timeout_s)
-
-
-def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> None:
-    """Raise ValueError if the runtime lacks what the options ask for; `for_rpc`: whether options of RPC were given."""
+def check_runtime(options: Options, kind: type[Runtime]) -> None:
+    """Raise ValueError if the runtime lacks what the options ask for."""
     if options.devices_per_rank != 1 and not kind.has_logical_devices:
         raise ValueError(
             f"devices_per_rank is for {_those('has_logical_devices')}; in torch, lab.devices(n) gives a rank's devices"
@@ -165,8 +144,6 @@ def check_runtime(options: Options, kind: type[Runtime], *, for_rpc: bool) -> No
             f"link={options.link}: labkit emulates links for torch only; expected {_those('emulates_links')}, "
             f"given {options.runtime!r}"
         )
-    if for_rpc and not kind.has_rpc:
-        raise ValueError(f"rpc_backend_options is for {_those('has_rpc')}, given {options.runtime!r}")
 
 
 def check_machine(options: Options, kind: type[Runtime]) -> None:
@@ -216,21 +193,6 @@ def _shown(which: Any) -> str:
     return repr(which)
 
 
-# Usual names of the parameter that receives the rank from mp.spawn, besides those that contain "rank".
-RANK_NAMES: Final = (
-    "gpu",
-    "i",
-    "idx",
-    "index",
-    "pid",
-    "proc_id",
-    "process_id",
-    "process_index",
-    "local_process_index",
-    "worker_id",
-)
-
-
 class WithRank:
     """A function that is called with the rank's number before its arguments."""
 
@@ -263,7 +225,7 @@ def hint_for_rank(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
     try:
         signature = inspect.signature(function)
         first = next(iter(signature.parameters), "")
-        if "rank" not in first and first not in RANK_NAMES:
+        if "rank" not in first:
             return ""
         signature.bind(0, *args, **kwargs)
     except (TypeError, ValueError):

@@ -41,7 +41,7 @@ PROMISED: Final = (
 )
 NO_THREAD: Final = (
     "The threads that serve calls also receive replies: do not wait for a call inside a call, or return a future "
-    "(`rpc.functions.async_execution`). A larger `num_worker_threads` allows more calls at once."
+    "(`rpc.functions.async_execution`). A larger `num_worker_threads` in the options of `init_rpc` allows more calls at once."
 )
 MEETING: Final = "Ranks meet where address, port and world size agree, and each must come with a rank of its own."
 CALLED: Final = "`group[0].run(f)` and `%%ranks --on 0` call rank 0 only; operations between ranks need all of their ranks."

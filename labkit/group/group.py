@@ -53,8 +53,6 @@ class Group:
         timeout_s: seconds after which a run is stopped; default: never.
         start: "fork" or "spawn"; default: the method that is safe on this system.
         link: the `labkit.Link` or `Network` to emulate between ranks (never faster than the real one); torch, RPC only.
-        rpc_backend_options: torch's `TensorPipeRpcBackendOptions`, or a dict of its `num_worker_threads` and
-            `rpc_timeout`.
         on: the machines that run the ranks, such as `labkit.SSH("pc1", "pc2")`; default: this one.
 
     The processes start with the first run, are kept for the next, and are replaced when one of them fails. They end
@@ -86,7 +84,6 @@ class Group:
         timeout_s: float | None = None,
         start: str | None = None,
         link: Link | Network | None = None,
-        rpc_backend_options: Any = None,
         on: Any = None,
     ) -> None:
         arguments.check_environment()
@@ -105,9 +102,8 @@ class Group:
             timeout_s=timeout_s,
             start=default_start() if start is None else start,
             link=link,
-            rpc_options=arguments.rpc_options(rpc_backend_options),
         )
-        arguments.check_runtime(self._options, self._kind, for_rpc=rpc_backend_options is not None)
+        arguments.check_runtime(self._options, self._kind)
         if on is None:
             arguments.check_machine(self._options, self._kind)
         self.on = on
@@ -361,7 +357,7 @@ class Group:
             pool, home = self._usable_pool(request), sys.modules["__main__"]
             self._announce(*pool.follow())
             pool.state.begin(request)
-            self._announce(*pool.share_settings(lambda settings: pickling.pack(settings, home=home, sent=self._sent)))
+            pool.share_filters(lambda filters: pickling.pack(filters, home=home, sent=self._sent))
             self._install(pool, payload)
             if self.profiling:
                 pool.exchange(protocol.Profile(begin=True), protocol.Profiled)

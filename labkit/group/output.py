@@ -30,16 +30,14 @@ class Displays:
         self._left_out: dict[int, int] = {}
 
     def take(self, rank: int, shown: Displayed) -> None:
-        """Add a display of a rank, its update or removal, or a count of displays that the rank left out."""
+        """Add a display of a rank, the removal of all, or a count of displays that the rank left out."""
         mine = self._shown.setdefault(rank, [])
         if shown.data is None:
             mine.clear()
         elif shown.left_out:
             self._left_out[rank] = self._left_out.get(rank, 0) + shown.left_out
-        elif not shown.update:
-            mine.append(shown)
         else:
-            mine[:] = [shown if shown.key == old.key else old for old in mine]
+            mine.append(shown)
 
     def finish(self, write: Callable[[str], None]) -> None:
         """Show all displays below the cell; call it on the thread that runs the cell."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ from labkit.launch.rank_process import RankProcess
 from labkit.launch.resource_usage import Load
 from labkit.launch.starters import Question, Starter, in_background
 from labkit.recording.cores import usable_cores
-from labkit.worker.process_state import NotebookSettings, ProcessState, Settings, edited
+from labkit.worker.process_state import NotebookFilters, ProcessState, edited
 from labkit.worker.runtimes.base import Runtime
 
 # For all ranks to set up: 0.05 s if they are forked, but a spawned rank may import TensorFlow from a cold disk.
@@ -57,7 +58,7 @@ class RankPool:
         self.loop = MessageLoop()
         self.notes: list[str] = []  # for the student, to be shown once
         self.unfinished: Unfinished | None = None  # what a `%%ranks` cell has left, and a later cell may finish
-        self._settings = NotebookSettings()
+        self._filters = NotebookFilters()
         self.lost = LostRanks(options, kind)  # those that have ended, and without which the others went on
         self.oom_kills = OOMKillCounters()
         self.cores = usable_cores()  # how many the ranks share
@@ -110,7 +111,7 @@ class RankPool:
             self._slow_notice.clear()
 
     def follow(self) -> list[str]:
-        """Apply changes of the notebook's process to the ranks; return a line for each edited module."""
+        """Apply changes of the notebook's process to the ranks; return what the student must know about them."""
         assert self._copied is not None, "ranks that were never set up"
         if not self._copied.holds():
             now = ProcessState.now()
@@ -118,7 +119,10 @@ class RankPool:
             if changes is not None:
                 self.tell(changes)
                 self._copied = now
-        return edited(self.modules.values())
+        notes = edited(self.modules.values())
+        if logging.getLogger().level < logging.WARNING:
+            notes.append("ranks do not have the notebook's logging: call logging.basicConfig(...) in the function that they run.")
+        return notes
 
     def _start(self) -> None:
         try:
@@ -207,22 +211,16 @@ class RankPool:
             for reply, here in zip(replies, heres, strict=True)
         ]
 
-    def share_settings(self, pack: Callable[[Settings], Payload]) -> list[str]:
-        """Send the notebook's new `logging` and warnings settings to the ranks; return notes for the student."""
-        settings = self._settings.news()
-        if settings is None:
-            return []
-        notes = settings.notes
+    def share_filters(self, pack: Callable[[Any], Payload]) -> None:
+        """Send the notebook's filters of warnings to the ranks if they have changed."""
+        filters = self._filters.news()
+        if filters is None:
+            return
+        payload = pack(filters)
         try:
-            payload = pack(settings)
-        except LabError as error:
-            payload = pack(settings.plain())
-            notes.append(f"ranks log without the notebook's formats: {str(error).splitlines()[0]}")
-        try:
-            self.tell(protocol.NewSettings(payload))  # without an answer, as in `follow`: the next call reports errors
+            self.tell(protocol.NewFilters(payload))  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
-        return notes
 
     def observe(self, *, begin: bool) -> list[str]:
         """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""

@@ -73,15 +73,14 @@ def may_go_on(failures: Mapping[int, RankFailure], members: Sequence[Member], re
     """Whether ranks may be kept after a run in which some failed, and all that were called have answered.
 
     They may if none had communicated, or if all ranks failed with the same error in the student's code and no operation
-    is unfinished. Otherwise a typo in the last line of a cell would cost the model that earlier cells have trained. The
-    same holds for an argument of a wrong type that TensorFlow rejects in the only rank of a group.
+    is unfinished. Otherwise a typo in the last line of a cell would cost the model that earlier cells have trained.
     """
     if any(m.reader.pending() for m in members):
         return False
     alike = len(failures) == len(members) and len({f.headline for f in failures.values()}) == 1
     own = alike and all(f.own and not f.consequence for f in failures.values())
-    if kind.fresh_each_run:  # TensorFlow's pending operations are not recorded reliably; a single rank leaves none waiting
-        return own or (alike and len(members) == 1 and all(f.in_python for f in failures.values()))
+    if kind.fresh_each_run:  # TensorFlow's pending operations are not recorded reliably
+        return own
     return not records.communicated() or (own and not kind.serving_threads and left_unfinished(members, records) is None)
 
 
@@ -93,7 +92,8 @@ def still_unfinished(left: Unfinished | None, members: Sequence[Member]) -> Unfi
 def _await_end(members: Sequence[Member], entered: Callable[[int], Mapping[str, int]]) -> Unfinished | None:
     began_s = time.monotonic()
     while True:
-        pending = [[p for p in m.reader.pending() if _matters(p) and not _goes_on(m, p)] for m in members]
+        # An operation of a living thread of the student's may outlast the run on purpose.
+        pending = [[p for p in m.reader.pending() if _matters(p) and not m.process.has_thread(p.thread)] for m in members]
         if not any(pending):
             return None
         states = [
@@ -125,11 +125,6 @@ def _matters(operation: Pending) -> bool:
 
 def _is_call(operation: Pending) -> bool:
     return kind_of(operation.group) is GroupKind.CALL or operation.type in (RPC, TO_HERE)
-
-
-def _goes_on(member: Member, operation: Pending) -> bool:
-    """Whether an operation belongs to a living thread of the student's, and so may outlast the run on purpose."""
-    return member.process.has_thread(operation.thread)
 
 
 def _words(operation: Pending, members: Sequence[Member]) -> str:

@@ -68,7 +68,6 @@ def belongs_to_machine(name: str) -> bool:
 
 DEVICES: Final = ("auto", "cpu", "cuda")
 STARTS: Final = ("fork", "spawn")
-RPC_OPTIONS: Final = (16, 60.0)  # torch's defaults
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +83,6 @@ class Options:
     timeout_s: float | None = None  # the time limit of a run; None for no limit
     start: str = STARTS[0]  # "fork" or "spawn"
     link: Link | Network | None = None  # the link or network to emulate between ranks; None for none
-    rpc_options: tuple[int, float] = RPC_OPTIONS  # threads that serve calls, and the time limit of a call in seconds
 
     def __post_init__(self) -> None:
         if self.devices not in DEVICES:

@@ -178,8 +178,8 @@ class NewFiles(RankNotice):
 
 
 @dataclass(slots=True)
-class NewSettings(RankNotice):
-    """The notebook has other settings of `logging` and warnings: a `worker.process_state.Settings`."""
+class NewFilters(RankNotice):
+    """The notebook has other filters of warnings; see `worker.process_state.AppliedFilters`."""
 
     payload: Payload
 
@@ -261,8 +261,6 @@ class Displayed(Message):
 
     data: dict[str, Any] | None  # the content by MIME type; None removes all that the rank has displayed so far (`clear_output`)
     metadata: dict[str, Any] = field(default_factory=dict)  # the metadata by MIME type
-    key: str = ""  # identifies a display that can be updated; "" otherwise
-    update: bool = False  # whether it replaces the display with this key
     left_out: int = 0  # the number of displays that were not sent because a limit was reached
 
 

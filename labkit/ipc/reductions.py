@@ -16,12 +16,11 @@ import contextlib
 import functools
 import multiprocessing.process
 import pickle
-import queue
 import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from types import FunctionType
 from typing import Any, Final, NoReturn
@@ -51,9 +50,9 @@ _LOCKS: Final = {_thread.LockType: threading.Lock, type(threading.RLock()): thre
 
 
 def reduce_sync_object(obj: Any) -> Reduced | None:
-    """Return how to create a lock, a condition or an empty `SimpleQueue` in the receiver; None for other objects.
+    """Return how to create a lock or a condition in the receiver; None for other objects.
 
-    Events, semaphores and other queues consist of these, and of state that pickle sends.
+    Events, semaphores and queues consist of these, and of state that pickle sends.
     """
     kind = type(obj)
     if kind in _LOCKS:
@@ -64,11 +63,6 @@ def reduce_sync_object(obj: Any) -> Reduced | None:
         return _LOCKS[kind], ()
     if kind is threading.Condition:
         return threading.Condition, (obj._lock,)
-    if kind is queue.SimpleQueue:
-        if not obj.empty():
-            remedy = "Send a list of the items, or a queue.Queue."
-            raise CannotSendError(obj, "holds items, which cannot be read without removing them", remedy)
-        return queue.SimpleQueue, ()
     if isinstance(obj, _OF_ONE_PROCESS):
         raise CannotSendError(obj, "belongs to the process that made it", "Make it inside the function that the ranks run.")
     return None
@@ -76,31 +70,23 @@ def reduce_sync_object(obj: Any) -> Reduced | None:
 
 CACHED: Final = type(functools.lru_cache(len))
 _COMPILER: Final = "torch._dynamo.eval_frame", "OptimizeContext"
-_DISPATCHING: Final[Any] = functools.singledispatch(len)
 
 
 def reduce_decorated(function: Any) -> Reduced | None:
-    """Return how to reduce a function under `lru_cache`, `singledispatch` or `torch.compile`; None for any other."""
+    """Return how to reduce a function under `lru_cache` or `torch.compile`; None for any other."""
     if isinstance(function, CACHED):
         return _cached, (function.__wrapped__, function.cache_parameters())
-    if not isinstance(function, FunctionType):
-        return None
-    if function.__code__ is _DISPATCHING.__code__:
-        return _dispatching, (dict(function.registry),)  # type: ignore[attr-defined]  # set by `singledispatch`
-    if hasattr(function, "__wrapped__") and (compiler := _compiler_of(function)) is not None:
+    if (
+        isinstance(function, FunctionType)
+        and hasattr(function, "__wrapped__")
+        and (compiler := _compiler_of(function)) is not None
+    ):
         return compiler.__call__, (function.__wrapped__,)
     return None
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-def _dispatching(implementations: Mapping[type, Callable[..., Any]]) -> Any:
-    function = functools.singledispatch(implementations[object])
-    for kind, implementation in implementations.items():
-        function.register(kind, implementation)
-    return function
 
 
 def _compiler_of(function: FunctionType) -> Any:

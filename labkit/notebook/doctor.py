@@ -95,23 +95,15 @@ def _shared_memory(memory: tuple[int, int] | None, place: PlaceFound) -> list[Fi
     return [Finding(found)]
 
 
-def _find_start() -> tuple[str | None, str | None]:
-    """Return how ranks start, None if LABKIT_START is no method; and the value of LABKIT_START, None if not set."""
+def _find_start() -> str:
+    """Return how ranks start; a `LabError` if LABKIT_START is no method."""
     from labkit.group.open_groups import default_start  # processes that are asked need not import all this
 
-    variable = os.environ.get("LABKIT_START") or None
-    try:
-        return default_start(), variable
-    except LabError:
-        return None, variable
+    return default_start()
 
 
-def _start(start: tuple[str | None, str | None]) -> list[Finding]:
-    method, variable = start
-    if method is None:
-        return [Finding(f"LABKIT_START={variable!r} is neither 'fork' nor 'spawn'", ok=False, remedy="unset LABKIT_START")]
-    way = {"fork": "fork from a server", "spawn": "spawn, with spare ranks kept ready"}[method]
-    return [Finding(way if variable is None else f"{way}, because of LABKIT_START={variable}")]
+def _start(method: str) -> list[Finding]:
+    return [Finding({"fork": "fork from a server", "spawn": "spawn, with spare ranks kept ready"}[method])]
 
 
 def _ask_network() -> dict[str, Any]:
@@ -125,11 +117,11 @@ def _ask_network() -> dict[str, Any]:
     return {"private": network.private, "why": network.why, "others": other_users(os.geteuid())}
 
 
-def _network(network: dict[str, Any], start: tuple[str | None, str | None]) -> list[Finding]:
+def _network(network: dict[str, Any], start: str) -> list[Finding]:
     """Report whether other users of this machine can reach the ports of torch and TensorFlow."""
     if "error" in network:
         return [Finding(network["error"], ok=False, remedy="unset LABKIT_NETWORK")]
-    spawned = start[0] == "spawn"
+    spawned = start == "spawn"
     if network["private"] and not spawned:
         return [Finding("a private network, which no other user of this machine can reach")]
     why = "they are spawned" if spawned else network["why"]

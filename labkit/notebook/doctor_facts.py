@@ -153,20 +153,13 @@ _PLACES: Final = (
         limits="its administrators limit memory, cores and idle time",
         shared_memory="ask its administrators for a volume  emptyDir: {medium: Memory}  at /dev/shm",
     ),
-    # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables,
+    # https://docs.podman.io/en/latest/markdown/podman-run.1.html. Docker documents no mark; it has created this file
+    # since 2013: https://github.com/moby/moby/blob/master/daemon/initlayer
     PlaceFound(
-        "a Kubernetes pod", ("KUBERNETES_SERVICE_HOST",), limits="the pod's resources limit memory and cores",
-        shared_memory="mount a volume  emptyDir: {medium: Memory}  at /dev/shm",
-    ),
-    # https://docs.podman.io/en/latest/markdown/podman-run.1.html
-    PlaceFound(
-        "a Podman container", files=("run/.containerenv",), limits="options of podman run limit memory and cores",
-        shared_memory="start the container with  podman run --shm-size=1g",
-    ),
-    # Docker documents no mark; it has created this file since 2013: https://github.com/moby/moby/blob/master/daemon/initlayer
-    PlaceFound(
-        "a Docker container", files=(".dockerenv",), limits="options of docker run limit memory and cores",
-        shared_memory="start the container with  docker run --shm-size=1g",
+        "a container", ("KUBERNETES_SERVICE_HOST",), (".dockerenv", "run/.containerenv"),
+        limits="what started it limits memory and cores",
+        shared_memory="start it with  --shm-size=1g;  in Kubernetes, mount a volume  emptyDir: {medium: Memory}  at /dev/shm",
     ),
 )  # fmt: skip
 

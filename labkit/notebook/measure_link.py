@@ -171,7 +171,8 @@ def _on_rank(operations: Sequence[str], sizes: list[int], members: list[int]) ->
             took_s = _shortest_s(partial(decided_s, action))
             if took_s > LONGEST_S and size != sizes[0]:
                 break
-            times = [timed(action) for _ in range(_repetitions(took_s))]
+            count = min(MOST, max(FEWEST, int(BUDGET_S / max(took_s, 1e-9))))
+            times = [timed(action) for _ in range(count)]
             made.append((operation, x.nbytes, [b for b, _ in times], [e for _, e in times]))
     return made
 
@@ -193,10 +194,6 @@ def _elements(size: int, parts: int) -> int:
 def _same(x: Any) -> Any:
     """Return the argument; runs on the rank that is called."""
     return x
-
-
-def _repetitions(took_s: float) -> int:
-    return min(MOST, max(FEWEST, int(BUDGET_S / max(took_s, 1e-9))))
 
 
 def _action_of(operation: str, members: list[int], group: Any, whole: Any, part: Any) -> Callable[[], object]:

@@ -1,18 +1,13 @@
-"""A hint below a cell that was written for a launcher, and failed or was stopped: `group.spawn`, or `%%ranks`."""
+"""A hint below a cell that was written for a launcher, and failed: `group.spawn`, or `%%ranks`."""
 
 from __future__ import annotations
 
 import sys
-import traceback
 from typing import Any, Final
 
 SPAWN: Final = (
     "labkit: the processes of mp.spawn have no function that is defined in a notebook. On the ranks of a group: "
     "group.spawn(f, args=(...)) calls f(rank, ...), too."
-)
-FORK: Final = (
-    "labkit: processes that are forked have none of the notebook's threads, and wait for ever where torch needs one. On the "
-    "ranks of a group: group.spawn(f, args=(...)) calls f(rank, ...), too."
 )
 NO_RANK: Final = (
     "labkit: the notebook's own process is no rank. Run the cell on the ranks of a group = lab.Group(2), by `%%ranks group` as "
@@ -34,12 +29,3 @@ def hint_after(result: Any) -> None:
         print(SPAWN, file=sys.stderr)
     elif isinstance(error, ValueError) and any(words in str(error) for words in NOT_SET):
         print(NO_RANK, file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt) and _waited_for_forked(error):
-        print(FORK, file=sys.stderr)
-
-
-def _waited_for_forked(stop: KeyboardInterrupt) -> bool:
-    """Whether torch's launcher, which Stop has interrupted, waited for processes that it had forked."""
-    frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__)]
-    launchers = [frame for frame in frames if frame.f_globals.get("__name__") == LAUNCHER]
-    return any(frame.f_locals.get("start_method") == "fork" for frame in launchers)

@@ -60,7 +60,7 @@ def scaling(
         raise LabError(f"scaling: {len(runs)} run given, at least two are needed: scaling({{1: run1, 2: run2}})")
     traces = [trace_of(runs[n], "scaling") for n in counts.tolist()]
     time_s = np.array([trace.duration_ns for trace in traces]) / 1e9
-    origins = sorted(set(map(_origin, traces)))
+    origins = sorted({trace.origin.partition(":")[0] or "measured" for trace in traces})
     drawn = time_s[0] / time_s
     efficiency = drawn * counts[0] / counts
     predicted = predicted or {}
@@ -115,10 +115,6 @@ def _labelled_points(places: NDArray[np.float64]) -> list[int]:
         if min(place - places[kept[-1]], places[-1] - place) >= LABEL:
             kept.append(i)
     return [*kept, len(places) - 1]
-
-
-def _origin(trace: Trace) -> str:
-    return "simulated" if trace.simulated else "replayed" if trace.replayed else "measured"
 
 
 def _checked(by_ranks: Mapping[int, Any], runs: str, example: str) -> NDArray[np.int64]:

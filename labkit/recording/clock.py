@@ -64,7 +64,8 @@ class Clock:
         """
         low_ns, high_ns = sent_ns - there_ns, received_ns - there_ns
         if self._times:
-            change_ns = _drift_ns(abs(there_ns - self._there_ns))
+            # How much the offset may have changed since then, rounded up.
+            change_ns = -(-abs(there_ns - self._there_ns) * DRIFT_PPM // 1_000_000)
             before_low_ns, before_high_ns = self._low_ns - change_ns, self._high_ns + change_ns
             if max(low_ns, before_low_ns) <= min(high_ns, before_high_ns):
                 low_ns, high_ns = max(low_ns, before_low_ns), min(high_ns, before_high_ns)
@@ -128,11 +129,6 @@ class Clock:
     def _offset_ns(self, ns: int) -> int:
         piece = self._piece(ns)
         return self._offsets[piece] + round(max(ns - self._times[piece], 0) * self._slopes[piece])
-
-
-def _drift_ns(age_ns: int) -> int:
-    """How much the offset may have changed in some time, rounded up."""
-    return -(-age_ns * DRIFT_PPM // 1_000_000)
 
 
 ReadClock = Callable[[], int]

@@ -209,10 +209,9 @@ RPC_SOCKETS: Final = PrivateNames(
 )
 PROFILER: Final = PrivateNames(
     "torch.autograd:_profiler_enabled", "torch.autograd.profiler:_prepare_profiler",
-    "torch.autograd.profiler:_enable_profiler",
+    "torch.autograd.profiler:_enable_profiler", "torch.profiler:_ExperimentalConfig",
     lost="lab.profile",
 )  # fmt: skip
-PROFILED_THREADS: Final = PrivateNames("torch.profiler:_ExperimentalConfig", lost="threads of RPC in lab.profile")
 SAVED_TENSORS: Final = PrivateNames("torch:Tensor._version", lost="lab.track_memory's check that no saved tensor was modified")
 DISPATCH: Final = PrivateNames(
     "torch.utils._python_dispatch:TorchDispatchMode", lost="the exercises on tensor parallelism, which count what is sent"

@@ -18,6 +18,7 @@ __all__ = ["TOPICS", "Examples", "Vocabulary", "digits", "sentences"]
 # Of 1,797 digits: the largest multiple of 512, so that 2, 3, 4, 6 or 8 ranks with batches of 2^k get equal shares.
 TRAIN_DIGITS = 1536
 TRAIN_SENTENCES, TEST_SENTENCES = 1024, 128
+SEED = 0  # of the order in which examples are divided
 WORDS = 1024  # size of the vocabulary: the words that occur at least twice; half of all different words occur once
 LENGTH = 24  # words; longer sentences, one in five, are truncated
 
@@ -29,13 +30,14 @@ class Examples(NamedTuple):
     labels: Any
 
 
-def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples]:
+def digits(framework: str = "torch") -> tuple[Examples, Examples]:
     """Load handwritten digits, enlarged to 28×28, mean 0 and standard deviation 1: 1,536 for training, 261 for testing.
+
+    The split is the same on every machine.
 
     Args:
         framework: "torch" returns tensors: images (n, 1, 28, 28) float32 and labels (n,) int64. "tensorflow" returns
             NumPy arrays, as tf.data and Keras take them: images (n, 28, 28, 1) and labels (n,) of the same dtypes.
-        seed: shuffles the digits before they are split; the same seed gives the same split on every machine.
 
     Returns:
         the training examples and the test examples.
@@ -47,14 +49,15 @@ def digits(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Exampl
     Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998;
     8×8 images, as scikit-learn ships them.
     """
-    _check_framework(framework, "digits")
+    if framework not in ("torch", "tensorflow"):
+        raise ValueError(f"digits({framework!r}): expected 'torch' or 'tensorflow'")
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
         raise missing("scikit-learn", "hosted") from None
     small, labels = load_digits(return_X_y=True)
     images = _enlarge(small.reshape(-1, 8, 8), 28)
-    order = np.random.RandomState(seed).permutation(len(images))  # RandomState's numbers are guaranteed not to change
+    order = np.random.RandomState(SEED).permutation(len(images))  # RandomState's numbers are guaranteed not to change
     images, labels = images[order], labels[order].astype(np.int64)
     images = (images - images[:TRAIN_DIGITS].mean()) / images[:TRAIN_DIGITS].std()
     images = np.expand_dims(images.astype(np.float32), 1 if framework == "torch" else 3)
@@ -114,39 +117,33 @@ class Vocabulary:
         return " ".join(self.words[i] for i in numbers if i != 0)
 
 
-def sentences(framework: str = "torch", *, seed: int = 0) -> tuple[Examples, Examples, Vocabulary]:
+def sentences() -> tuple[Examples, Examples, Vocabulary]:
     """Load sentences of the manual that comes with Python (`help("with")` shows a chapter), to be classified by topic.
 
     Each of the four `TOPICS` has 256 training sentences and 32 test sentences. The texts differ slightly between
     versions of Python; the counts and shapes do not.
 
-    Args:
-        framework: "torch" returns tensors, "tensorflow" NumPy arrays: words (n, 24) int64 and labels (n,) int64.
-        seed: shuffles the sentences; the same seed gives the same split on the same version of Python.
-
     Returns:
-        the training examples, the test examples, and the vocabulary: padding, "unknown" and the 1,022 most frequent
-        words.
+        the training examples, the test examples (words (n, 24) int64 and labels (n,) int64), and the vocabulary:
+        padding, "unknown" and the 1,022 most frequent words.
 
     Raises:
-        ValueError: the framework is unknown.
         LookupError: the manual of this Python has too few sentences on a topic.
     """
-    _check_framework(framework, "sentences")
-    texts, labels = _manual((TRAIN_SENTENCES + TEST_SENTENCES) // len(TOPICS), seed)
+    texts, labels = _manual((TRAIN_SENTENCES + TEST_SENTENCES) // len(TOPICS))
     counts = Counter(word for text in texts[:TRAIN_SENTENCES] for word in _words(text))
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: WORDS - 2]
     vocabulary = Vocabulary(("<pad>", "<unknown>", *frequent))
-    return *_split(vocabulary.encode(texts), labels, TRAIN_SENTENCES, framework), vocabulary
+    return *_split(vocabulary.encode(texts), labels, TRAIN_SENTENCES, "torch"), vocabulary
 
 
-def _manual(per_topic: int, seed: int) -> tuple[list[str], NDArray[np.int64]]:
+def _manual(per_topic: int) -> tuple[list[str], NDArray[np.int64]]:
     """Return sentences and their topics, shuffled so that the first 4k sentences have k of each topic, for every k."""
     from pydoc_data.topics import topics  # half a megabyte, imported only when needed
 
     found = {topic: [s for c in chapters for s in _sentences(topics.get(c, ""))] for topic, chapters in _CHAPTERS.items()}
     owners = Counter(s for texts in found.values() for s in set(texts))
-    random = np.random.RandomState(seed)
+    random = np.random.RandomState(SEED)
     columns = []
     for topic, every in found.items():
         own = [s for s in dict.fromkeys(every) if owners[s] == 1]  # chapters quote one another: skip ambiguous sentences
@@ -170,11 +167,6 @@ def _sentences(chapter: str) -> list[str]:
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[a-z_]+", text.lower())
-
-
-def _check_framework(framework: str, caller: str) -> None:
-    if framework not in ("torch", "tensorflow"):
-        raise ValueError(f"{caller}({framework!r}): expected 'torch' or 'tensorflow'")
 
 
 def _split(inputs: NDArray[Any], labels: NDArray[Any], train: int, framework: str) -> tuple[Examples, Examples]:

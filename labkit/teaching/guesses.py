@@ -386,24 +386,9 @@ def entries(folder: Path) -> list[SavedGuess]:
         if content["version"] != VERSION:
             raise LabError(f"{path}: written by another version of labkit ({content['version']}); move or delete the file")
         known = {field.name for field in fields(SavedGuess)}
-        found = [SavedGuess(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
-        if not all(map(_is_sound, found)):
-            raise ValueError
-        return found
+        return [SavedGuess(**{key: value for key, value in each.items() if key in known}) for each in content["guesses"]]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise LabError(f"{path}: not a file of guesses; repair or delete it") from None
-
-
-def _is_sound(entry: SavedGuess) -> bool:
-    """Whether a file that may have been edited by hand holds an entry as `_write` writes it."""
-    compared = [value for value in (entry.guess, entry.measured, entry.changed) if value is not None]
-    numbers = [*(v for v in compared if not isinstance(v, str)), *([] if entry.predicted is None else [entry.predicted])]
-    return (
-        isinstance(entry.lesson, str)
-        and isinstance(entry.name, str)
-        and len({isinstance(value, str) for value in compared}) < 2
-        and all(type(n) in (int, float) and 0 <= n <= LARGEST for n in numbers)
-    )
 
 
 @contextlib.contextmanager

@@ -2,9 +2,9 @@
 
 What to open for which change:
 - what a rank does with a message: main_loop.py; tests group/test_group.py, group/test_faults.py
-- what it copies (folder, import path, environment, logging, filters of warnings): process_state.py; tests also
-  test_working_folder.py, test_notebook_settings.py
-- what it shows: display.py (figures, last expressions, warnings; tests also test_notebook_settings.py); prints:
+- what it copies (folder, import path, environment, filters of warnings): process_state.py; tests also
+  test_working_folder.py, test_warnings.py
+- what it shows: display.py (figures, last expressions, warnings; tests also test_warnings.py); prints:
   ipc/stdio.py
 - `breakpoint()`: debugger.py in the rank, group/breakpoints.py in the notebook; what one tells the other:
   ipc/protocol.py, and group/run.py, which answers; tests group/test_breakpoints.py; commands: docs/working.md

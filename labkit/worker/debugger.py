@@ -104,7 +104,7 @@ QUITS: Final = (Quit, bdb.BdbQuit)  # what a function raises after the debugger'
 
 def quit_failure(rank: int, name: str, at_ns: int) -> RankFailure:
     """Return the failure of a rank that the student has ended with `q`."""
-    return RankFailure(rank, name, "was ended at a breakpoint, with q", at_ns=at_ns, verb="", own=True, in_python=True)
+    return RankFailure(rank, name, "was ended at a breakpoint, with q", at_ns=at_ns, verb="", own=True)
 
 
 _IN_CHILD: Final = "in a process that the rank has started. In a worker of a DataLoader: set num_workers=0 while you debug."

@@ -12,7 +12,6 @@ import base64
 import builtins
 import importlib
 import io
-import itertools
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final, TextIO
 
+from labkit.errors.exceptions import LabError
 from labkit.ipc.protocol import Displayed, Warned
 from labkit.ipc.tracebacks import students_traceback, warning
 from labkit.recording.import_hook import when_imported
@@ -41,6 +41,10 @@ METHODS: Final = {
 }  # fmt: skip
 WIDGET: Final = "application/vnd.jupyter.widget-view+json"  # a reference to an object in the notebook's process
 IPYTHONS: Final = ("IPython.core.display_functions", "IPython.core.display")  # from IPython 8 on; in IPython 7
+NO_UPDATES: Final = (
+    "what ranks display appears when the run is over, so no display can be updated: display the final state instead, without "
+    "display_id, or print each step"
+)
 FILE_BACKENDS: Final = ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template")  # matplotlib's backends that open no windows
 
 
@@ -51,12 +55,11 @@ class RankDisplay:
         self._send, self._rich, self._rank_pid = send, rich, os.getpid()
         self._most = max(LEAST_DISPLAYS, MOST_DISPLAYS // size)
         self._most_bytes = max(LEAST_BYTES, MOST_BYTES // size)
-        self._numbers = itertools.count(1)
         self.begin()
 
     def begin(self) -> None:
         """Reset the limits at the beginning of a run."""
-        self._sizes: dict[str, int] = {}  # in bytes, by key; displays without one get a generated key
+        self._sizes: list[int] = []  # of the displays, in bytes
         self._left_out = 0
 
     def end(self) -> None:
@@ -81,26 +84,19 @@ class RankDisplay:
         self,
         *objects: Any,
         metadata: Mapping[str, Any] | None = None,
-        display_id: str | bool | None = None,  # True generates one
         raw: bool = False,  # whether the objects are dicts of content by MIME type
         clear: bool = False,
-        update: bool = False,
-        **_: Any,
-    ) -> _Handle | None:
-        """Display objects below the cell, labelled with this rank; it replaces IPython's `display`.
-
-        Returns a handle with which the display can be updated; None without a `display_id`.
-        """
-        key = f"labkit {next(self._numbers)}" if display_id is True else str(display_id or "")
+        **options: Any,
+    ) -> None:
+        """Display objects below the cell, labelled with this rank; it replaces IPython's `display`."""
+        if options.get("display_id") or options.get("update"):
+            raise LabError(NO_UPDATES)
         if clear:
             self.clear_output()
-        if key and not objects:  # a placeholder for a later update
-            objects, raw = ({},), True
         for thing in objects:
             bundle = (thing, {}) if raw else _bundle(thing)
             if bundle is not None:  # otherwise the object has displayed itself
-                self._show(bundle[0], {**bundle[1], **(metadata or {})}, key, update)
-        return _Handle(self, key) if key else None
+                self._show(bundle[0], {**bundle[1], **(metadata or {})})
 
     def value(self, value: Any) -> None:
         """Display the value of a cell's last expression."""
@@ -124,31 +120,28 @@ class RankDisplay:
         if self._rich and os.getpid() == self._rank_pid:
             self._send(Displayed(None))
 
-    def _show(self, data: Mapping[str, Any], metadata: dict[str, Any], key: str, update: bool) -> None:
+    def _show(self, data: Mapping[str, Any], metadata: dict[str, Any]) -> None:
         data = {kind: value for kind, value in data.items() if kind != WIDGET}
         text = data.get("text/plain", "")
-        if not self._rich or os.getpid() != self._rank_pid or (not key and data.keys() <= {"text/plain"}):
+        if not self._rich or os.getpid() != self._rank_pid or data.keys() <= {"text/plain"}:
             print(text)
             return
         data = {kind: _plain(kind, value) for kind, value in data.items()}
         nbytes = sum(len(value) if isinstance(value, str) else len(json.dumps(value)) for value in data.values())
-        new = key or f"labkit {next(self._numbers)}"
-        others = {k: size for k, size in self._sizes.items() if k != new}
-        if len(others) >= self._most or sum(others.values()) + nbytes > self._most_bytes:
+        if len(self._sizes) >= self._most or sum(self._sizes) + nbytes > self._most_bytes:
             self._left_out += 1
             return
-        self._sizes = others | {new: nbytes}
-        self._send(Displayed(data, metadata, key, update))
+        self._sizes.append(nbytes)
+        self._send(Displayed(data, metadata))
 
     def _patch(self, module: ModuleType) -> None:
         """Replace IPython's functions, which only print if there is no shell."""
 
-        def publish(data: dict[str, Any], metadata: dict[str, Any] | None = None, **kwargs: Any) -> None:
-            key = (kwargs.get("transient") or {}).get("display_id")
-            self.display(data, raw=True, metadata=metadata, display_id=key, update=kwargs.get("update", False))
+        def publish(data: dict[str, Any], metadata: dict[str, Any] | None = None, **options: Any) -> None:
+            self.display(data, raw=True, metadata=metadata, **options)
 
-        def update(thing: Any, *, display_id: str, **kwargs: Any) -> None:
-            self.display(thing, display_id=display_id, **(kwargs | {"update": True}))
+        def update(*_: Any, **__: Any) -> None:
+            raise LabError(NO_UPDATES)
 
         ours = {
             "display": self.display, "clear_output": self.clear_output, "publish_display_data": publish, "update_display": update
@@ -165,19 +158,6 @@ def _show_bars_as_text(module: ModuleType) -> None:
     """Replace tqdm's bars for notebooks, which are widgets of the rank's own process, by those for terminals."""
     std = importlib.import_module("tqdm.std")
     vars(module).update(tqdm=std.tqdm, trange=std.trange, tqdm_notebook=std.tqdm, tnrange=std.trange)
-
-
-class _Handle:
-    """The result of `display(..., display_id=True)`."""
-
-    def __init__(self, shown_by: RankDisplay, key: str) -> None:
-        self._shown_by, self.display_id = shown_by, key
-
-    def display(self, thing: Any, **kwargs: Any) -> None:
-        self._shown_by.display(thing, display_id=self.display_id, **kwargs)
-
-    def update(self, thing: Any, **kwargs: Any) -> None:
-        self._shown_by.display(thing, display_id=self.display_id, update=True, **kwargs)
 
 
 class RankWarnings:

@@ -30,7 +30,7 @@ from labkit.worker.debugger import QUITS, Debugger, quit_failure
 from labkit.worker.display import RankDisplay, RankWarnings
 from labkit.worker.late_errors import context_error, without_child_deaths
 from labkit.worker.network_namespace import PrivateNetwork
-from labkit.worker.process_state import AppliedSettings, Imports, WorkingFolder, apply
+from labkit.worker.process_state import AppliedFilters, Imports, WorkingFolder, apply
 from labkit.worker.runtimes.base import Released, Runtime
 from labkit.worker.runtimes.registry import RUNTIMES
 from labkit.worker.runtimes.tensorflow import blocked
@@ -89,7 +89,7 @@ class _Rank:
         self._warnings.install()
         self._debugger = Debugger(self._send, channel.receive)
         self._debugger.install()
-        self._settings = AppliedSettings()
+        self._filters = AppliedFilters()
         sys.argv = [""]
         self._inherited = dict(os.environ)
         self._variables: set[str] = set()  # environment variables that belong to this rank and do not follow the notebook's
@@ -103,7 +103,7 @@ class _Rank:
             protocol.Observe: self._observe,
             protocol.Changes: self._follow,
             protocol.NewFiles: lambda message: self._learn(message.files),
-            protocol.NewSettings: lambda message: self._settings.apply(self._unpack(message.payload)),
+            protocol.NewFilters: lambda message: self._filters.apply(self._unpack(message.payload)),
             protocol.Forget: lambda message: self._received.forget(message.numbers),
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
         }
@@ -321,8 +321,7 @@ class _Rank:
         text = "" if isinstance(error, LabError) and not in_students_code(error) else students_traceback(error)
         return RankFailure(
             self._rank_config.rank, self._rank_config.name, headline(error), text, at_ns=at_ns, verb=verb, cause=cause_of(error),
-            broken=context_error() is not None, own=raised_by_student(error),
-            in_python=self._runtime.raised_in_python(error), own_limit=getattr(error, OWN_LIMIT, ""),
+            broken=context_error() is not None, own=raised_by_student(error), own_limit=getattr(error, OWN_LIMIT, ""),
         )  # fmt: skip
 
     def _flush(self) -> None:

@@ -7,14 +7,13 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from labkit.errors.exceptions import LabError
 from labkit.recording.clock import Reading, bounds, on_reference
 from labkit.recording.record import clock
-from labkit.recording.torch_internals import PROFILED_THREADS, PROFILER
+from labkit.recording.torch_internals import PROFILER
 
 MOST_EVENTS: Final = 100_000  # of a rank in a run: about 10 MB in a trace file. The longest are kept
 MARKS: Final = 5  # at each end of a profile; several, because the first one runs with cold caches
@@ -48,7 +47,8 @@ class TorchProfiler:
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler, self._marks = profile(activities=activities, experimental_config=_all_threads()), []
+        of_rpc = PROFILER["_ExperimentalConfig"](profile_all_threads=True)  # by default, only this thread and the backward pass's
+        self._profiler, self._marks = profile(activities=activities, experimental_config=of_rpc), []
         self._profiler.start()
         self._mark()
         for name in STARTS:
@@ -89,16 +89,6 @@ def _exported(profiler: Any, marks: list[tuple[int, int, int]]) -> list[Profiler
         profiler.export_chrome_trace(file.name)
         content = json.loads(Path(file.name).read_text(encoding="utf-8", errors="replace"))
     return events_of(content, marks)
-
-
-def _all_threads() -> Any:
-    """Return the setting with which the profiler records all threads, as RPC needs; None if torch has none.
-
-    By default it records only the thread that started it and those of the backward pass.
-    """
-    with suppress(ImportError, AttributeError, TypeError):
-        return PROFILED_THREADS["_ExperimentalConfig"](profile_all_threads=True)
-    return None
 
 
 def events_of(content: dict[str, Any], marks: list[tuple[int, int, int]]) -> list[ProfilerEvent]:

@@ -183,7 +183,7 @@ def stop_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = F
     patch.setattr(owner, name, staticmethod(stopped) if isinstance(owner.__dict__.get(name), staticmethod) else stopped)
 
 
-# The first frame with arguments, after two each of `RankConfig`, `Offers` and `NewSettings`.
+# The first frame with arguments, after two each of `RankConfig`, `Offers` and `NewFilters`.
 ARGUMENTS = 7
 KNOWN: dict[str, tuple[Any, str, bool, int]] = {
     "ranks are started": (RankPool, "_start", False, 1),

@@ -671,7 +671,7 @@ OF_ONE_PROCESS = "belongs to the process that made it"
     [
         ("thing = lock", "this lock is locked at this moment", "Release it before the run"),
         ("thing = locked(threading.RLock)", "this RLock is locked at this moment", "Release it before the run"),
-        ("thing = queue.SimpleQueue()\nthing.put(1)", "this SimpleQueue holds items", "Send a list of the items"),
+        ("thing = queue.SimpleQueue()", "SimpleQueue objects cannot be pickled", "Make it inside the function"),
         ("thing = concurrent.futures.ThreadPoolExecutor(1)", f"this ThreadPoolExecutor {OF_ONE_PROCESS}", "Make it inside"),
         ("thing = concurrent.futures.Future()", f"this Future {OF_ONE_PROCESS}", "Make it inside the function"),
         ("thing = threading.Barrier(2)", f"this Barrier {OF_ONE_PROCESS}", "Make it inside the function"),

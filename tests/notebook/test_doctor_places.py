@@ -20,9 +20,9 @@ from labkit.notebook.doctor_facts import PLAIN, find_place, place
         ({"BINDER_REPO_URL": "url", "JUPYTERHUB_USER": "me", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, [], "Binder", True),
         ({"CODESPACES": "true"}, [".dockerenv"], "GitHub Codespaces", False),
         ({"JUPYTERHUB_USER": "me", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, [], "JupyterHub", True),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, [], "a Kubernetes pod", False),
-        ({}, ["run/.containerenv"], "a Podman container", False),
-        ({"CODESPACES": ""}, [".dockerenv"], "a Docker container", False),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, [], "a container", False),
+        ({}, ["run/.containerenv"], "a container", False),
+        ({"CODESPACES": ""}, [".dockerenv"], "a container", False),
     ],
 )
 def test_places(environment: dict[str, str], files: list[str], name: str, hosted: bool, tmp_path: Path) -> None:

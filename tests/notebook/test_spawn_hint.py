@@ -10,7 +10,7 @@ pytest.importorskip("ipykernel", reason="needs ipykernel")
 pytest.importorskip("torch", reason="needs torch")
 from kernels import Kernel, shared_kernel
 
-from labkit.notebook.spawn_hint import FORK, NO_RANK, SPAWN
+from labkit.notebook.spawn_hint import NO_RANK, SPAWN
 
 pytestmark = pytest.mark.processes
 
@@ -45,27 +45,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 def test_what_was_written_for_a_launcher_leads_to_ranks(cell: str, error: str, hint: str, kernel: Kernel) -> None:
     ran = kernel(cell)
     assert (ran.error or [""])[0] == error
-    assert [words for words in (SPAWN, NO_RANK, FORK) if words in ran.stderr] == [hint] * bool(hint)
+    assert [words for words in (SPAWN, NO_RANK) if words in ran.stderr] == [hint] * bool(hint)
     assert ran.stderr.endswith(f"{hint}\n" if hint else "")
     assert "\n" not in hint
-
-
-HANG = """
-import threading, time
-def hang(rank):
-    open("hangs", "w").close()
-    threading.Event().wait()
-def tell():
-    while not os.path.exists("hangs"):
-        time.sleep(0.01)
-    print("it hangs")
-threading.Thread(target=tell).start()
-mp.start_processes(hang, nprocs=1, start_method="fork")
-"""
-
-
-def test_stop_while_forked_processes_hang_leads_to_group_spawn(kernel: Kernel) -> None:
-    stopped = kernel(HANG, when=lambda cell: "it hangs" in cell.stdout, then=kernel.manager.interrupt_kernel)
-    assert (stopped.error or [""])[0] == "KeyboardInterrupt"
-    assert stopped.stderr.count(FORK) == 1
-    assert FORK not in kernel("raise KeyboardInterrupt").stderr

@@ -46,18 +46,8 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "", "[]", '{"version": 1}', '{"version": 1, "guesses": [{"name": 1}]}', '{"version": 1, "guesses": 3}',
-        *(
-            '{"version": 1, "guesses": [{"lesson": "02", ' + rest + "}]}"
-            for rest in (
-                '"name": ["step_ms"]', '"name": "x", "guess": [1]', '"name": "x", "guess": NaN', '"name": "x", "guess": 1e31',
-                '"name": "x", "guess": "a", "measured": 1', '"name": "x", "measured": 1, "changed": "a"',
-                '"name": "x", "predicted": "1"', '"name": "x", "guess": true',
-            )
-        ),
-    ],
-)  # fmt: skip
+    ["", "[]", '{"version": 1}', '{"version": 1, "guesses": [{"name": 1}]}', '{"version": 1, "guesses": 3}'],
+)
 def test_a_broken_file_is_one_clear_error(tmp_path, content):
     (tmp_path / FILE).write_text(content)
     with pytest.raises(LabError, match=r"my_guesses\.json: not a file of guesses; repair or delete it"):

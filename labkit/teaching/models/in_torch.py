@@ -37,17 +37,15 @@ class TextClassifier(nn.Module):
     Args:
         words: size of the vocabulary; word 0 is the padding, and its embedding is zero.
         classes: number of classes.
-        embedding: size of a word's embedding.
-        hidden: size of the GRU's state.
 
     Source: Cho et al., "Learning phrase representations using RNN encoder-decoder", EMNLP 2014, for the GRU.
     """
 
-    def __init__(self, words: int, classes: int, embedding: int = 64, hidden: int = 64) -> None:
+    def __init__(self, words: int, classes: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, embedding, padding_idx=0)
-        self.gru = nn.GRU(embedding, hidden, batch_first=True)
-        self.output = nn.Linear(hidden, classes)
+        self.embedding = nn.Embedding(words, 64, padding_idx=0)
+        self.gru = nn.GRU(64, 64, batch_first=True)
+        self.output = nn.Linear(64, classes)
 
     def forward(self, words: Tensor) -> Tensor:
         """Give a score for each class: (batch, length) word numbers in, (batch, classes) out."""

@@ -18,7 +18,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import rpc
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from labkit.ipc.options import RPC_OPTIONS
 from labkit.recording.record import Recorder
 from labkit.recording.torch_internals import DTENSOR_CACHE, in_place_of
 from labkit.worker.comm.operation import ends_by_itself
@@ -39,9 +38,8 @@ class Initialization:
     """
 
     def __init__(
-        self, recorder: Recorder, machines: Collection[str] = (), connect: Callable[[], Any] | None = None,
-        rpc_options: tuple[int, float] = RPC_OPTIONS, rpc_name: str = "",
-    ) -> None:  # fmt: skip
+        self, recorder: Recorder, machines: Collection[str] = (), connect: Callable[[], Any] | None = None, rpc_name: str = ""
+    ) -> None:
         self._place = recorder.rank, recorder.size
         self._notes: list[str] = []
         self._rendezvous = Rendezvous(recorder, connect, machines)
@@ -49,7 +47,7 @@ class Initialization:
         if rpc.is_available():
             from labkit.worker.comm.rpc_initialization import RpcInitialization  # not every build of torch has RPC
 
-            self._rpc = RpcInitialization(recorder, self._rendezvous, self._notes.append, rpc_options, rpc_name)
+            self._rpc = RpcInitialization(recorder, self._rendezvous, self._notes.append, rpc_name)
         self._given: Any = c10d.GroupMember.WORLD  # the group's default group; None in a rank of RPC or a bare rank
         # Whether NCCL transfers GPU tensors of this group, since each rank has its own GPU.
         self._nccl = self._given is not None and "nccl" in c10d.get_backend_config(self._given)

@@ -24,6 +24,7 @@ from labkit.worker.comm.rendezvous import Address, Rendezvous
 # Not shared memory, TensorPipe's first choice on one machine: it has a polling thread in each rank, which takes a whole
 # core even if the rank is idle.
 TRANSPORTS: Final = ["uv"]
+OPTIONS: Final = (16, 60.0)  # torch's defaults: threads that serve calls, and the time limit of a call in seconds
 NOTHING_TO_DO: Final = "init_rpc had nothing to do: the ranks of this group are initialised already, under these names."
 
 
@@ -40,20 +41,17 @@ class RpcInitialization:
 
     Args:
         tell: prints a note for the student, once per group.
-        options: those of a program that gives none, as in `Options.rpc_options`.
         name: the name under which the group has initialized RPC; "" if it has not.
     """
 
-    def __init__(
-        self, recorder: Recorder, rendezvous: Rendezvous, tell: Callable[[str], None], options: tuple[int, float], name: str
-    ) -> None:
+    def __init__(self, recorder: Recorder, rendezvous: Rendezvous, tell: Callable[[str], None], name: str) -> None:
         self._ring, self._rank, self._size = recorder.ring, recorder.rank, recorder.size
         self._rendezvous, self._tell = rendezvous, tell
-        self._options, self._name = options, name
+        self._name = name
         self._workers = recorder.size  # of RPC; -1 if the program does not say how many
         self.spent = False  # whether the program has started or ended RPC
         if name:
-            self._ring.serving(options[0])
+            self._ring.serving(OPTIONS[0])
 
     def install(self) -> None:
         """Replace torch's functions."""
@@ -83,7 +81,7 @@ class RpcInitialization:
             self._workers = address.size
 
     def _wanted(self, given: Any) -> tuple[int, float]:
-        return self._options if given is None else (given.num_worker_threads, given.rpc_timeout)
+        return OPTIONS if given is None else (given.num_worker_threads, given.rpc_timeout)
 
     def _check_same(self, name: str, options: Any, asked: Address) -> None:
         """Check that the group has initialized RPC as the program asks for.
@@ -93,7 +91,7 @@ class RpcInitialization:
         """
         wanted = self._wanted(options)
         mapped = getattr(options, "device_maps", None) or getattr(options, "devices", None)
-        if mapped or (name, asked.rank, asked.size, wanted) != (self._name, self._rank, self._size, self._options):
+        if mapped or (name, asked.rank, asked.size, wanted) != (self._name, self._rank, self._size, OPTIONS):
             raise LabError(
                 f"init_rpc({name!r}, rank={asked.rank}, world_size={asked.size}) is not what this group has initialised, and "
                 "torch starts RPC only once in a process. Call it in a function that group.run runs on all ranks: it gets fresh "

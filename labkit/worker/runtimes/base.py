@@ -41,7 +41,7 @@ class Runtime:
     fresh_each_run: ClassVar[bool] = False  # whether each run needs processes in which the framework has not computed yet
     certain_after_s: ClassVar[float] = 0.5  # how long ranks must be blocked before the deadlock monitor examines them
     emulates_links: ClassVar[bool] = False  # whether a group's `link` can slow down what its ranks send
-    has_rpc: ClassVar[bool] = False  # whether ranks call each other by torch's RPC, and so `rpc_backend_options` apply
+    has_rpc: ClassVar[bool] = False  # whether ranks call each other by torch's RPC
     has_jobs: ClassVar[bool] = False  # whether ranks may be given as a dict of TensorFlow's jobs
     has_logical_devices: ClassVar[bool] = False  # whether a rank may have several, `devices_per_rank`
     has_torch_profiler: ClassVar[bool] = False  # whether `lab.profile` can record them
@@ -115,10 +115,6 @@ class Runtime:
     def notes(self) -> list[str]:
         """In the rank, after a run: return remarks for the student, each shown once."""
         return [] if self._initialization is None else self._initialization.notes()
-
-    def raised_in_python(self, error: BaseException) -> bool:  # noqa: ARG002  # unknown by default
-        """In the rank: whether an error certainly does not come from a failed operation of the framework."""
-        return False
 
     def begin_recording(self) -> None:
         """In the rank: called before a run in which it computes or serves."""

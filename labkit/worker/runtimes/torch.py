@@ -91,7 +91,7 @@ class Torch(Runtime):
         install.watch(recorder, slow, given=not self.has_rpc)
         notes = self._join(offers)
         rpc_name = config.name if self.has_rpc and not config.starts_rpc else ""
-        self._initialization = Initialization(recorder, self.place.names, self._connect, self.options.rpc_options, rpc_name)
+        self._initialization = Initialization(recorder, self.place.names, self._connect, rpc_name)
         self._initialization.install()
         install.watch_device(recorder, devices()[0])
         return notes
@@ -176,7 +176,7 @@ class Rpc(Torch):
 
         if not rpc.is_available():
             raise LabError("runtime='rpc': this build of torch has no torch.distributed.rpc (Linux builds have it)")
-        from labkit.worker.comm.rpc_initialization import torchs_options
+        from labkit.worker.comm.rpc_initialization import OPTIONS, torchs_options
 
         _, notes = self._prepare(offers)
         if self.rank_config.starts_rpc:
@@ -188,7 +188,7 @@ class Rpc(Torch):
                 self.rank_config.name,
                 rank=self.rank_config.rank,
                 world_size=self.rank_config.size,
-                rpc_backend_options=torchs_options(*self.options.rpc_options, "labkit://"),
+                rpc_backend_options=torchs_options(*OPTIONS, "labkit://"),
             )
         return notes
 

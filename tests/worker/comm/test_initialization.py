@@ -282,22 +282,6 @@ def test_a_process_group_beside_rpc(remote: lab.Group) -> None:
     assert remote.run(both).results == [(3.0, f"trainer{r}") for r in range(3)]
 
 
-def takes_the_groups_options(size: int = 2) -> float:
-    rpc.init_rpc(f"worker{my_rank()}", rank=my_rank(), world_size=size)
-    return rpc.get_rpc_timeout()
-
-
-def test_a_group_takes_rpc_options() -> None:
-    for given in (
-        {"rpc_timeout": 5, "num_worker_threads": 3},
-        rpc.TensorPipeRpcBackendOptions(rpc_timeout=5, num_worker_threads=3),
-    ):
-        with lab.Group(2, runtime="rpc", rpc_backend_options=given) as group:
-            assert group.run(rpc.get_rpc_timeout).results == [5.0, 5.0]
-            assert [m.reader.serving for m in group._pool.members] == [3, 3]  # type: ignore[union-attr]  # it has ranks
-            assert group.run(takes_the_groups_options).results == [5.0, 5.0], "given none, the group's are used"
-
-
 def test_where_rpc_runs_init_rpc_does_nothing_or_is_an_error(remote: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     start = "from torch.distributed import rpc\nrpc.init_rpc({}, rank={}, world_size=3)"
     remote.run(uses_rpc)
@@ -309,25 +293,17 @@ def test_where_rpc_runs_init_rpc_does_nothing_or_is_an_error(remote: lab.Group, 
 
 
 def as_the_group_in_one_rank() -> float:
-    return takes_the_groups_options(3)
+    rpc.init_rpc(f"worker{my_rank()}", rank=my_rank(), world_size=3)
+    return rpc.get_rpc_timeout()
+
+
+def test_options_of_rpc_belong_to_init_rpc() -> None:
+    with pytest.raises(TypeError, match=r"Group.*unexpected argument 'rpc_backend_options'"):
+        lab.Group(2, runtime="rpc", rpc_backend_options=None)  # type: ignore[call-arg]
 
 
 def test_a_function_on_some_ranks_finds_rpc_running(remote: lab.Group) -> None:
     assert remote[0].run(as_the_group_in_one_rank).results == [60.0]
-
-
-@pytest.mark.parametrize(
-    ("given", "runtime", "words"),
-    [
-        ({"rpc_timeout": 5}, "torch", "is for runtime='rpc'"),
-        ({"timeout": 5}, "rpc", "a dict of num_worker_threads and rpc_timeout"),
-        (5, "rpc", "a dict of num_worker_threads and rpc_timeout"),
-        ({"num_worker_threads": 0}, "rpc", "num_worker_threads=0"),
-    ],
-)
-def test_invalid_rpc_options(given: Any, runtime: str, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        lab.Group(2, runtime=runtime, rpc_backend_options=given)
 
 
 # Waits without end

@@ -56,21 +56,6 @@ def _cell_3(monkeypatch: pytest.MonkeyPatch) -> None:
     is_students.cache_clear()
 
 
-def test_a_reader_of_tf_datas_service_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It rests for seconds at the end of the data, and another reader may have returned by then."""
-    monkeypatch.setattr(blocked, "_service", threading.Event())
-    rank = Rank()
-
-    def look_four_times(frame: FrameType) -> None:
-        assert rank.look(frame) == []
-        assert len(rank.look(frame)) == 1
-        blocked._service.set()
-        assert rank.look(frame) == []
-        assert rank.look(frame) == []
-
-    while_in_a_call(EXECUTE, look_four_times)
-
-
 def test_the_same_call_in_two_samples_is_blocked_since_the_first() -> None:
     rank, call = Rank(), call_of(EXECUTE)
     assert rank.look(call) == []

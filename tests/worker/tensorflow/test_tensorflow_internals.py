@@ -14,7 +14,8 @@ ROWS = {  # for students, in docs/programs.md, on the entries that programs noti
     "files that several workers write to one path (`ModelCheckpoint`, `BackupAndRestore`)": {"FILES"},
     "`MultiWorkerMirroredStrategy` with several logical CPUs": {"LOGICAL_CPUS"},
     "`tf.distribute.Server` in a worker or parameter server": {"CLUSTER"},
-    "TensorFlow's servers": {"DATA_SERVICE"},
+    "TensorFlow's servers": {"CLUSTER"},
+    "`tf.data`'s service": {"DATA_SERVICE"},
     "`MirroredStrategy` with a device that the rank lacks; `ParameterServerStrategy` outside the chief": {
         "MIRRORED", "PARAMETER_SERVERS",
     },

@@ -1,5 +1,4 @@
-"""TensorFlow's servers in ranks: parameter servers and tf.data's service, until the ranks that they serve have
-returned."""
+"""TensorFlow's servers in ranks: parameter servers, until the ranks that they serve have returned; no others."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import importlib.util
 import itertools
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +16,7 @@ from labkit.errors.exceptions import DeadlockError
 from labkit.errors.exit_reasons import Cause
 from labkit.group.deadlock_words import serving_for_ever
 from labkit.worker.runtimes.tensorflow.runtime import threads_between
+from labkit.worker.runtimes.tensorflow.servers import NO_DATA_SERVICE
 
 pytestmark = [pytest.mark.processes, pytest.mark.tf]
 if importlib.util.find_spec("tensorflow") is None:  # found, not imported: the notebook's process runs no TensorFlow
@@ -30,12 +29,6 @@ TIMEOUT_S = 200
 def cluster() -> Iterator[lab.Group]:
     """Four ranks with one thread each, as on a machine with few cores."""
     with lab.Group({"chief": 1, "worker": 2, "ps": 1}, runtime="tensorflow", threads=1, timeout_s=TIMEOUT_S) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[lab.Group]:
-    with lab.Group(4, runtime="tensorflow", timeout_s=TIMEOUT_S) as group:
         yield group
 
 
@@ -79,8 +72,8 @@ def open_descriptors(starts: int) -> list[int]:
     import tensorflow as tf
 
     servers, found = [], []
-    for start in [tf.distribute.Server.create_local_server, tf.data.experimental.service.DispatchServer] * starts:
-        servers.append(start())
+    for _ in range(starts):
+        servers.append(tf.distribute.Server.create_local_server())
         found.append(len(os.listdir("/proc/self/fd")))
     return found
 
@@ -89,7 +82,7 @@ def open_descriptors(starts: int) -> list[int]:
 def test_a_server_that_starts_opens_one_descriptor_and_no_others() -> None:
     def opened() -> list[int]:
         with lab.Group(1, runtime="tensorflow", timeout_s=TIMEOUT_S) as group:
-            (found,) = group.run(open_descriptors, 3).results
+            (found,) = group.run(open_descriptors, 6).results
         return [after - before for before, after in itertools.pairwise(found)]
 
     seen = list(itertools.islice(iter(opened, [1] * 5), 3))  # other TensorFlow threads may open one meanwhile
@@ -134,60 +127,21 @@ def test_ranks_that_serve_nobody_are_reported(cluster: lab.Group) -> None:
 # tf.data's service
 
 
-def read_from_the_service(address: str, how: str) -> list[int] | int:
-    """Rank 0 dispatches, rank 1 works, and the others share the data."""
+def use_the_service(how: str) -> None:
     import tensorflow as tf
 
     service = tf.data.experimental.service
-    if os.environ["RANK"] == "0":
-        service.DispatchServer(service.DispatcherConfig(port=int(address.split(":")[1]))).join()
-    if os.environ["RANK"] == "1":
-        service.WorkerServer(service.WorkerConfig(dispatcher_address=address)).join()
-    data = tf.data.Dataset.range(12).map(lambda x: x * x)
-    if how == "by id":
-        dataset_id = service.register_dataset(f"grpc://{address}", data, dataset_id="squares")
-        data = service.from_dataset_id("distributed_epoch", f"grpc://{address}", dataset_id, job_name="shared")
-    else:
-        data = data.apply(service.distribute("distributed_epoch", f"grpc://{address}", job_name="shared"))
-    if how == "in a graph":
-        return int(tf.function(lambda: data.reduce(tf.constant(0, tf.int64), lambda total, x: total + x))())
-    return [int(x) for x in data]
+    {
+        "dispatch": service.DispatchServer,
+        "work": lambda: service.WorkerServer(service.WorkerConfig(dispatcher_address="localhost:5000")),
+        "read": lambda: tf.data.Dataset.range(3).apply(service.distribute("parallel_epochs", "grpc://localhost:5000")),
+        "register": lambda: service.register_dataset("grpc://localhost:5000", tf.data.Dataset.range(3)),
+        "read by id": lambda: service.from_dataset_id("parallel_epochs", "grpc://localhost:5000", 1),
+    }[how]()
 
 
-@pytest.mark.parametrize("how", ["distribute", "by id", "in a graph"])
-def test_ranks_read_from_a_data_service_of_others(four: lab.Group, how: str) -> None:
-    *servers, one, other = four.run(read_from_the_service, f"localhost:{unused_port()}", how).results
-    assert servers == [None, None]
-    if how == "in a graph":
-        assert one + other == sum(x * x for x in range(12))
-    else:
-        assert sorted(one + other) == [x * x for x in range(12)]
-
-
-def read_late(address: str) -> int:
-    """Rank 2 returns at once, and rank 3 waits until rank 1 begins to work."""
-    import time
-
-    import tensorflow as tf
-
-    service = tf.data.experimental.service
-    if os.environ["RANK"] == "0":
-        service.DispatchServer(service.DispatcherConfig(port=int(address.split(":")[1]))).join()
-    if os.environ["RANK"] == "1":
-        time.sleep(6)
-        service.WorkerServer(service.WorkerConfig(dispatcher_address=address)).join()
-    if os.environ["RANK"] == "2":
-        return 0
-    data = tf.data.Dataset.range(12).apply(service.distribute("parallel_epochs", f"grpc://{address}"))
-    return int(tf.function(lambda: data.reduce(tf.constant(0, tf.int64), lambda total, x: total + x))())
-
-
-def test_a_reader_may_rest_after_another_has_returned(four: lab.Group) -> None:
-    assert four.run(read_late, f"localhost:{unused_port()}").results == [None, None, 0, 66]
-
-
-def unused_port() -> int:
-    """A port of this machine, if the ranks have no network of their own."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+@pytest.mark.parametrize("how", ["dispatch", "work", "read", "register", "read by id"])
+def test_tf_datas_service_is_refused(how: str) -> None:
+    with lab.Group(1, runtime="tensorflow", timeout_s=TIMEOUT_S) as group, pytest.raises(lab.RankError) as caught:
+        group.run(use_the_service, how)
+    assert NO_DATA_SERVICE in str(caught.value)

@@ -35,12 +35,6 @@ _PUBLIC: Final = {
     "StrategyBase": "Strategy", "VariableMetaclass": "Variable",
 }  # fmt: skip
 
-# Set once this rank reads from tf.data's service. Its client may rest for seconds until the dispatcher reports the end
-# of the data, also if another reader has returned.
-_service: Final = threading.Event()
-
-reads_from_a_service: Final = _service.set
-
 
 class BlockedCall:
     """Records in the ring, from check to check, that a rank is blocked in a call of TensorFlow."""
@@ -54,7 +48,7 @@ class BlockedCall:
     def check(self, now_ns: int, cpu_ns: int, innermost: FrameType | None) -> None:
         """Check whether the main thread is blocked, and update the record."""
         idle = cpu_ns - self._cpu_ns < IDLE_SHARE * (now_ns - self._now_ns)
-        call = call_within(innermost) if idle and not _service.is_set() else None
+        call = call_within(innermost) if idle else None
         blocked = call is not None and call is self._call
         if blocked and self._slot is None and innermost is not None:
             name, line = describe(innermost), student_line(innermost)

@@ -107,19 +107,6 @@ class TensorFlow(Runtime):
         role = Role(rank_config.rank, ranks, self.options.devices_per_rank, coordinates, has_server(cluster, job))
         return [*notes, *too_few, *self._record(own, role)]
 
-    def raised_in_python(self, error: BaseException) -> bool:
-        """Whether no operation of TensorFlow failed. One that does aborts the collectives of the process for good.
-
-        The end of an iterator over a dataset is no failure: `next` raises StopIteration for it.
-        """
-        import tensorflow as tf
-
-        end = tf.errors.OutOfRangeError if isinstance(error, StopIteration) else ()
-        chain: BaseException | None = error
-        while chain is not None and (not isinstance(chain, tf.errors.OpError) or isinstance(chain, end)):
-            chain = chain.__cause__ or chain.__context__
-        return chain is None
-
     def begin_recording(self) -> None:
         """Start TensorFlow's profiler."""
         if self._timeline is not None:

@@ -10,12 +10,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
+from labkit.errors.exceptions import LabError
 from labkit.worker.network_namespace import PrivateNetwork
 from labkit.worker.runtimes.base import Released
-from labkit.worker.runtimes.tensorflow.blocked import reads_from_a_service, starting_servers
+from labkit.worker.runtimes.tensorflow.blocked import starting_servers
 from labkit.worker.runtimes.tensorflow.tensorflow_internals import CLUSTER, DATA_SERVICE
 
 LOOPBACK: Final = "lo"
+NO_DATA_SERVICE: Final = (
+    "tf.data's service does not run in ranks: shard the dataset instead, with dataset.shard(...) or "
+    "strategy.distribute_datasets_from_function(...)"
+)
 
 
 def apply(
@@ -72,35 +77,17 @@ def apply(
         wait_for_release()
         raise Released
 
-    kept: list[Any] = []
-
-    def call_within(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let gRPC connect in the private network.
-
-        It connects on its own threads, which it starts on first use and ends when it is no longer used. So it is first
-        used there, by an idle server of tf.data's that exists as long as the rank.
-        """
-        reads_from_a_service()
-        if network.private and not kept:
-            config = DATA_SERVICE["DispatcherConfig"](protocol="grpc")
-            kept.append(DATA_SERVICE["TF_DATA_NewDispatchServer"](config.SerializeToString()))
-            kept[0].start()  # patched like all servers, so it starts in the private network
-        return call(*args, **kwargs)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LabError(NO_DATA_SERVICE)
 
     starts = [name for name in CLUSTER.paths if name.startswith("TFE_")]
     CLUSTER.apply(
         **dict.fromkeys(starts, start_and_wait), TF_NewServer=get_server, TF_ServerStart=start_and_bind, join=join_and_end
     )
-    clients = "TF_DATA_GetDataServiceMetadataByID", "register_dataset", "register_dataset_v2", "data_service_dataset_v4"
-    DATA_SERVICE.apply(
-        **dict.fromkeys(("DispatchGrpcDataServer.start", "WorkerGrpcDataServer.start"), start_and_bind),
-        **dict.fromkeys(("DispatchServer.join", "WorkerServer.join"), join_and_end),
-        **dict.fromkeys(clients, call_within),
-    )
-    missing = [entry.lost for entry in (CLUSTER, DATA_SERVICE) if not entry.found]
-    if not missing or not one_machine:
+    DATA_SERVICE.apply(**dict.fromkeys(DATA_SERVICE.paths, refuse))
+    if CLUSTER.found or not one_machine:
         return []
-    return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {'; '.join(missing)}"]
+    return [f"other machines may reach TensorFlow's servers: this version lacks what labkit needs for {CLUSTER.lost}"]
 
 
 def _listen_within_this_machine() -> None:

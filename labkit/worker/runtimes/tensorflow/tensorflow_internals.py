@@ -22,8 +22,7 @@ _GRAPH: Final = "tensorflow.python.framework.func_graph:FuncGraph"
 _LAUNCHER: Final = "tensorflow.python.distribute.cross_device_utils:CollectiveReplicaLauncher"
 _CONTEXT: Final = "tensorflow.python.eager.context"
 _COLLECTIVES: Final = "tensorflow.python.ops.gen_collective_ops"
-_DATA: Final = "tensorflow.python.data.experimental.service._pywrap_server_lib"
-_DATA_OPERATIONS: Final = "tensorflow.python.ops.gen_experimental_dataset_ops"
+_SERVICE: Final = "tensorflow:data.experimental.service"
 _TRAINER: Final = "keras.src.backend.tensorflow.trainer"
 _BACKUP: Final = "keras.callbacks:BackupAndRestore"
 
@@ -69,13 +68,10 @@ CLUSTER: Final = PrivateNames(
     f"{_ALONE}:TF_NewServer", f"{_ALONE}:TF_ServerStart", "tensorflow:distribute.Server.join",
     lost="the private network of TensorFlow's clusters, their waits, warnings about TF_CONFIG, and labkit's tf.distribute.Server",
 )  # fmt: skip
-DATA_SERVICE: Final = PrivateNames(  # gRPC connects on threads of its own
-    f"{_DATA}:DispatchGrpcDataServer.start", f"{_DATA}:WorkerGrpcDataServer.start",
-    "tensorflow:data.experimental.service.DispatchServer.join", "tensorflow:data.experimental.service.WorkerServer.join",
-    f"{_DATA}:TF_DATA_GetDataServiceMetadataByID", f"{_DATA_OPERATIONS}:register_dataset",
-    f"{_DATA_OPERATIONS}:register_dataset_v2", f"{_DATA_OPERATIONS}:data_service_dataset_v4",
-    f"{_DATA}:TF_DATA_NewDispatchServer", "tensorflow.core.protobuf.service_config_pb2:DispatcherConfig",
-    lost="the private network of tf.data's service, the end of join(), and readers that rest without being blocked",
+DATA_SERVICE: Final = PrivateNames(  # gRPC connects on threads of its own, so a reader would find no server in the ranks' network
+    f"{_SERVICE}.DispatchServer.__init__", f"{_SERVICE}.WorkerServer.__init__",
+    f"{_SERVICE}.distribute", f"{_SERVICE}.register_dataset", f"{_SERVICE}.from_dataset_id",
+    lost="an error for tf.data's service",
 )  # fmt: skip
 
 # The profiler, whose events become spans

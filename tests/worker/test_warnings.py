@@ -1,4 +1,4 @@
-"""The notebook's `logging` and warnings settings apply in ranks; a warning of several ranks is shown once."""
+"""The notebook's filters of warnings apply in ranks; a warning of several ranks is shown once."""
 
 from __future__ import annotations
 
@@ -16,46 +16,27 @@ import labkit as lab
 from labkit.group import output
 from labkit.group.output import WARNED_AFTER_S, GroupedWarnings, Output
 from labkit.group.processes import RankPool
-from labkit.ipc.protocol import Message, NewSettings, Warned
+from labkit.ipc.protocol import Message, NewFilters, Warned
 from labkit.worker.display import MOST_WARNINGS
 
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def notebooks_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Python's defaults, as in a fresh notebook, without pytest's settings."""
-    root = logging.getLogger()
-    add = root.addHandler  # pytest adds its own again when the test begins
-    monkeypatch.setattr(root, "addHandler", lambda h: None if type(h).__module__.startswith("_pytest") else add(h))
-    root.handlers.clear()
-    level = root.level
-    root.setLevel(logging.WARNING)
+def notebooks_filters() -> Iterator[None]:
+    """Python's defaults, as in a fresh notebook, without pytest's filters."""
+    level = logging.getLogger().level
     with warnings.catch_warnings():
         warnings.resetwarnings()
         yield
-    logging.captureWarnings(False)
-    logging.disable(logging.NOTSET)
-    root.setLevel(level)
-    for name in ("", "train", "train.data", "new", "some.library"):
-        logger = logging.getLogger(name)
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-            handler.close()
-        logger.propagate = True
-        if name:
-            logger.setLevel(logging.NOTSET)
+    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture
-def cells(notebooks_settings: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
+def cells(notebooks_filters: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[in_cells.Cells]:
     cells = in_cells.Cells(in_cells.new_main(monkeypatch))
     cells("""
         import logging, os, sys, warnings
-        def log():
-            for name in (None, "train", "train.data"):
-                for level in (10, 20, 30):
-                    logging.getLogger(name).log(level, "%s %d", name, level)
         def warn():
             warnings.warn("careful")
             if os.environ["RANK"] == "1":
@@ -66,79 +47,21 @@ def cells(notebooks_settings: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield cells
 
 
-# logging
+# The notebook's settings
 
 
-def test_the_root_loggers_level_and_format_apply(cells: in_cells.Cells) -> None:
-    assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s:%(name)s:%(message)s")
-    assert cells.group[0].run(cells.log).output.splitlines() == [
-        f"[rank 0] {level}:{name or 'root'}:{name} {number}"
-        for name in (None, "train", "train.data") for level, number in (("INFO", 20), ("WARNING", 30))
-    ]  # fmt: skip
-    logging.getLogger("train").setLevel(logging.ERROR)
-    logging.getLogger("train.data").setLevel(logging.DEBUG)
-    assert [line.split(":")[2] for line in cells.group[0].run(cells.log).output.splitlines()] == [
-        "None 20", "None 30", "train.data 10", "train.data 20", "train.data 30",
-    ]  # fmt: skip
-    logging.disable(logging.INFO)
-    assert [line.split(":")[2] for line in cells.group[0].run(cells.log).output.splitlines()] == ["None 30", "train.data 30"]
-    logging.getLogger().handlers[0].setFormatter(logging.Formatter("%(message)s!"))
-    assert cells.group[0].run(cells.log).output.splitlines() == ["[rank 0] None 30!", "[rank 0] train.data 30!"]
-
-
-@pytest.mark.parametrize(("level", "there"), [(logging.INFO, logging.NOTSET), (logging.ERROR, logging.ERROR)])
-def test_the_level_that_tensorflow_sets_itself_in_a_notebook_does_not_apply(
-    cells: in_cells.Cells, level: int, there: int
-) -> None:
-    """Importing TensorFlow in a notebook made each rank of later runs print its lines of level INFO."""
-    logger = logging.getLogger("tensorflow")
-    before = logger.level
-    logger.setLevel(level)
-    try:
-        assert cells.group[0].run(lambda: logging.getLogger("tensorflow").level).results == [there]
-    finally:
-        logger.setLevel(before)
-
-
-def test_a_named_logger_prints_in_the_root_loggers_format_with_a_notice(
-    cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = logging.getLogger("train")
-    train.addHandler(logging.StreamHandler())
-    train.propagate = False
-    train.setLevel(logging.INFO)
-    assert cells.group[0].run(cells.log).output.splitlines() == [f"[rank 0] {n} 30" for n in ("None", "train", "train.data")]
-    assert "labkit: ranks have the level of the logger 'train', not its handlers" in capsys.readouterr().out
-    logging.basicConfig(format="%(message)s!")
-    assert "[rank 0] train 20!" in cells.group[0].run(cells.log).output.splitlines()
-
-
-def test_a_handler_that_writes_elsewhere_is_replaced_with_a_notice(
-    cells: in_cells.Cells, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    logging.basicConfig(filename=tmp_path / "train.log", level=logging.WARNING, format="%(message)s.")
+def test_logging_is_the_functions_own_task(cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "labkit: ranks do not have the notebook's logging: call logging.basicConfig(...) in the function"
+    cells("def f(): logging.basicConfig(level=logging.INFO, format='%(message)s!'); logging.info('said')")
+    assert cells.group[0].run(cells.f).output == "[rank 0] said!"
+    assert note not in capsys.readouterr().out
+    logging.getLogger().setLevel(logging.INFO)
     for _ in range(2):
-        assert cells.group[0].run(cells.log).output.splitlines() == [
-            "[rank 0] None 30.",
-            "[rank 0] train 30.",
-            "[rank 0] train.data 30.",
-        ]
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("labkit") and "train.log" in line]
-    assert len(said) == 1
-    assert not (tmp_path / "train.log").read_text()
-    logging.getLogger().addHandler(logging.StreamHandler())
-    assert len(cells.group[0].run(cells.log).output.splitlines()) == 3, "one line each, where another handler prints"
+        cells.group.run(int)
+    assert capsys.readouterr().out.count(note) == 1
 
 
-def test_formats_that_cannot_be_sent_are_dropped_with_a_notice(cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]) -> None:
-    logging.basicConfig(format="%(message)s!")
-    logging.getLogger().handlers[0].formatter.stream = sys.__stdout__  # type: ignore[union-attr]
-    assert cells.group[0].run(lambda: logging.getLogger().error("x")).output == "[rank 0] x"
-    assert "labkit: ranks log without the notebook's formats" in capsys.readouterr().out
-
-
-def test_unchanged_settings_are_not_sent(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_filters_are_not_sent(cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     cells.group.run(int)
     asked: list[type[Message]] = []
     tell = RankPool.tell
@@ -150,36 +73,25 @@ def test_unchanged_settings_are_not_sent(cells: in_cells.Cells, monkeypatch: pyt
     monkeypatch.setattr(RankPool, "tell", look)
     cells.group.run(int)
     assert asked == []
-    for change in (
-        lambda: logging.captureWarnings(True),
-        lambda: logging.getLogger("some.library").setLevel(10),
-        lambda: logging.getLogger().addHandler(logging.StreamHandler(sys.stderr)),
-        lambda: warnings.simplefilter("ignore"),
-    ):
-        change()
-        cells.group.run(int)
-        cells.group.run(int)
-        assert asked == [NewSettings]
-        asked.clear()
+    warnings.simplefilter("ignore")
+    cells.group.run(int)
+    cells.group.run(int)
+    assert asked == [NewFilters]
 
 
-def test_settings_that_fail_in_a_rank_are_reported_by_the_next_call(cells: in_cells.Cells) -> None:
+def test_a_filter_that_fails_in_a_rank_is_reported_by_the_next_call(cells: in_cells.Cells) -> None:
     cells("""
         def not_here(): raise RuntimeError("only in the notebook")
-        class Format(logging.Formatter):
+        class Fails:
             def __reduce__(self): return not_here, ()
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(Format())
+        class Mine(UserWarning): fails = Fails()
     """)
-    logging.getLogger().addHandler(cells.handler)
-    for _ in range(2):
-        with pytest.raises(lab.RankError, match="only in the notebook"):
-            cells.group.run(int)
-    logging.getLogger().removeHandler(cells.handler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cells.Mine)
+        for _ in range(2):
+            with pytest.raises(lab.RankError, match="only in the notebook"):
+                cells.group.run(int)
     assert cells.group.run(int).results == [0, 0]
-
-
-# Warnings
 
 
 def test_the_notebooks_filters_apply(cells: in_cells.Cells) -> None:
@@ -196,10 +108,7 @@ def test_the_notebooks_filters_apply(cells: in_cells.Cells) -> None:
         cells.group.run(cells.g)
 
 
-def test_captured_warnings_are_logged(cells: in_cells.Cells) -> None:
-    logging.captureWarnings(True)
-    logging.basicConfig(format="%(name)s")
-    assert cells.group[0].run(cells.warn).output == "[rank 0] py.warnings"
+# What ranks warn of
 
 
 def test_a_warning_of_all_ranks_is_shown_once(cells: in_cells.Cells, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,9 +121,9 @@ def test_a_warning_of_all_ranks_is_shown_once(cells: in_cells.Cells, capsys: pyt
     """)
     run = cells.group.run(cells.f)
     said = [
-        "[ranks 0-1] <ipython-input-1-test>, line 8: UserWarning: careful (3 times)",
+        "[ranks 0-1] <ipython-input-1-test>, line 4: UserWarning: careful (3 times)",
         '[ranks 0-1]     warnings.warn("careful")',
-        "[rank 1] <ipython-input-1-test>, line 10: DeprecationWarning: old (3 times)",
+        "[rank 1] <ipython-input-1-test>, line 6: DeprecationWarning: old (3 times)",
         '[rank 1]     warnings.warn("old", DeprecationWarning)',
     ]
     assert run.output.splitlines() == ["[rank 0] said", "[rank 1] said", *said]
@@ -319,7 +228,7 @@ def test_a_notebook_that_ignores_its_childrens_ends() -> None:
     assert "the process ended" in lines[4], "of a spawned one, a child of the notebook's, nobody can know it then"
 
 
-def test_a_librarys_warnings_import_no_library(notebooks_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_librarys_warnings_import_no_library(notebooks_filters: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The filters of a notebook that has imported numpy name numpy's classes, which a rank may not know."""
     (tmp_path / "slowly_imported.py").write_text("class OwnWarning(UserWarning): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
