@@ -31,6 +31,7 @@ def test_every_fifth_published_run_is_met() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_all_published_runs_are_met() -> None:
     check(RUNS, 130)
 
