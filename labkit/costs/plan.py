@@ -164,7 +164,8 @@ class Plan:
         rate = "Tokens/s" if self.work.tokens else "Samples/s"
         notes = [
             "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
-            f"{rate} are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, what Adam needs, or a module's own.",
+            f"{rate} are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, what stages receive, what Adam needs, "
+            "or a module's own.",
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
