@@ -162,10 +162,10 @@ class Plan:
 
     def _notes(self) -> list[str]:
         rate = "Tokens/s" if self.work.tokens else "Samples/s"
+        buffers = "DDP's buckets, FSDP2's gathered layers, what stages receive, what Adam needs, or a module's own"
         notes = [
             "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
-            f"{rate} are those of one rank. Buffers: DDP's buckets, FSDP2's gathered layers, what stages receive, what Adam needs, "
-            "or a module's own.",
+            f"{rate} are those of one rank. Buffers: {buffers}.",
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
