@@ -279,6 +279,6 @@ def train_stage(shape: lab.Transformer, how: Training, steps: int) -> None:
     for _ in lab.steps(range(steps)):
         words, targets = batch(shape, how.micro_batch * how.accumulate)
         given: Any = {"target": targets} if last else {}
-        schedule.step(*([words] if first else []), return_outputs=False, **given)
+        schedule.step(*([words.contiguous()] if first else []), return_outputs=False, **given)  # torch 2.10 checks strides
         optimizer.step()
         optimizer.zero_grad()
