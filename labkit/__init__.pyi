@@ -43,6 +43,7 @@ from labkit.recording.schema import Span as Span
 from labkit.teaching import data as data
 from labkit.teaching import models as models
 from labkit.teaching.exercises.check import check as check
+from labkit.teaching.faults import fault as fault
 from labkit.teaching.guesses import guess as guess
 from labkit.teaching.guesses import guesses as guesses
 from labkit.teaching.guesses import reveal as reveal

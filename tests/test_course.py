@@ -12,7 +12,7 @@ from tools.lesson_numbers import NOTEBOOKS, numbers_of
 # Lessons from before the course had this form; each leaves the list when it is written anew.
 OLD: set[str] = set()
 # Lessons that are not written yet; others may already name one of them as the next.
-PLANNED: set[str] = set()
+PLANNED: set[str] = {"16_long_sequences_and_experts"}
 LESSONS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if path.stem not in OLD]
 PARTS = ["1 · Predict", "2 · Run and watch", "3 · Measure", "4 · Prove", "5 · Break", "6 · Build"]
 
@@ -36,7 +36,7 @@ def test_six_parts_in_order(path):
 @lesson
 def test_a_lesson_is_short_and_begins_soon(path):
     numbers = numbers_of(path)
-    assert 1200 <= numbers.words <= 2700, f"{path.stem} has {numbers.words} words: expected 1,200 to 2,700"
+    assert 1200 <= numbers.words <= 2800, f"{path.stem} has {numbers.words} words: expected 1,200 to 2,800"
     assert numbers.words_per_cell <= 60
     assert numbers.words_to_code <= 300
     assert numbers.words_to_picture <= 500
@@ -166,6 +166,8 @@ ASKED = [
     ("14_choose_a_strategy", "memory_gb="),
     ("14_choose_a_strategy", "lab.simulate("),
     ("14_choose_a_strategy", "lab.scaling("),
+    ("15_find_the_fault", "lab.fault("),
+    ("15_find_the_fault", "lab.same_as_serial("),
 ]
 
 

@@ -56,7 +56,7 @@ class FaultKind(Enum):
         False,
     )
     BUFFERS_DIFFER = (
-        "Statistics of all ranks' data: convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
+        "With GPUs, torch.nn.SyncBatchNorm takes statistics of all ranks' data. On CPUs, average running means in each step.",
         False,
     )
     SAME_OPERANDS = "If that is not intended: equal seeds give equal random numbers on all ranks.", False
