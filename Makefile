@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-slow quick test-versions lint format bench chaos gpu notebooks lesson diagrams pictures site wheel colab-links lock clean distclean
+.PHONY: help setup lab test test-slow quick test-versions lint format bench chaos gpu notebooks lesson diagrams pictures faults site wheel colab-links lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /make \1|/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -84,7 +84,7 @@ notebooks: setup  ## execute the notebooks again from top to bottom (ONLY="02 10
 	$(BIN)/python tools/notebooks.py $(ONLY)
 	$(BIN)/python -m tools.lesson_predictions
 
-lesson: setup  ## make a new lesson from the template (NAME=15_my_topic)
+lesson: setup  ## make a new lesson from the template (NAME=19_my_topic)
 	@$(BIN)/python -m tools.new_lesson $(NAME)
 
 diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/images
@@ -92,6 +92,9 @@ diagrams: setup  ## draw the diagrams of the lessons again, into notebooks/image
 
 pictures: setup  ## draw the pictures of README and docs again, from real runs (ONLY="pipeline": that one)
 	$(BIN)/python -m tools.pictures $(ONLY)
+
+faults: setup  ## run the programs with faults, and write docs/faults.md
+	$(BIN)/python -m tools.faults
 
 site: setup  ## build the lessons and docs as static pages, in build/site
 	$(BIN)/python -m tools.site

@@ -45,7 +45,7 @@ lab.fault("sentences").run(ranks=1)  # the serial oracle
 
 Results differ by the largest difference between the numbers that a program returns on several ranks and on one. A
 fixed program differs by less than 1e-5; `held_out` has other examples on each rank and is compared in another way.
-`python -m tools.faults` runs all of them and writes this page.
+`make faults` runs all of them and writes this page.
 """
 
 

@@ -1,6 +1,6 @@
 """Makes a lesson from the template: its notebook and solutions, an exercise with its tests, and its row in README.md.
 
-    python -m tools.new_lesson 15_my_topic
+    python -m tools.new_lesson 19_my_topic
 
 What a person must write is marked WRITE; tests/test_course.py names each place.
 """
@@ -22,13 +22,13 @@ _CODE: Final = re.compile(r"^```python ?(?P<tags>.*)\n(?P<code>(?s:.*?))^```$", 
 
 
 def make_lesson(lesson: str, root: Path = ROOT) -> list[Path]:
-    """Write the files of a lesson, such as "15_my_topic", in a repository; returns those that are new or changed.
+    """Write the files of a lesson, such as "19_my_topic", in a repository; returns those that are new or changed.
 
     Raises:
         ValueError: not a name of a lesson, or the lesson or its topic exists.
     """
     if not re.fullmatch(r"\d\d[a-z]?_[a-z][a-z0-9_]*", lesson):
-        raise ValueError(f"NAME={lesson}: expected two digits and a topic, as in NAME=15_my_topic")
+        raise ValueError(f"NAME={lesson}: expected two digits and a topic, as in NAME=19_my_topic")
     number, _, topic = lesson.partition("_")
     title = topic.replace("_", " ").capitalize()
     words = {"lesson": lesson, "number": number, "topic": topic, "title": title}

@@ -6,5 +6,5 @@ What to open for which change:
 - the student's copies of the lessons; `make lab`, its settings in lab_settings/: lessons.py
 - data sets and models of lessons: data.py, models/in_torch.py, models/in_keras.py
 - programs with a fault (`lab.fault`), which stand in notebooks/faults/: faults.py; docs/faults.md: tools/faults.py
-- a new lesson: `make lesson NAME=15_my_topic`; what that writes: tools/lesson_template/, tools/new_lesson.py
+- a new lesson: `make lesson NAME=19_my_topic`; what that writes: tools/lesson_template/, tools/new_lesson.py
 """

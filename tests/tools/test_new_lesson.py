@@ -17,7 +17,7 @@ from tools import new_lesson
 from tools.new_lesson import make_lesson
 
 ROOT = Path(__file__).resolve().parents[2]
-LESSON = "15_my_topic"
+LESSON = "19_my_topic"
 
 
 def module_of(path: Path) -> ModuleType:
@@ -75,7 +75,7 @@ def test_it_has_the_form_of_a_lesson_or_the_failing_test_says_what_to_write(
 
 def test_the_table_has_its_row(repository: Path) -> None:
     rows = (repository / "README.md").read_text().splitlines()
-    place = rows.index(f"| [15 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | WRITE: what you will be able to do |")
+    place = rows.index(f"| [19 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | WRITE: what you will be able to do |")
     assert rows[place - 1].startswith("| [14 ")
 
 
