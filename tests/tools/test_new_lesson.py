@@ -76,7 +76,8 @@ def test_it_has_the_form_of_a_lesson_or_the_failing_test_says_what_to_write(
 def test_the_table_has_its_row(repository: Path) -> None:
     rows = (repository / "README.md").read_text().splitlines()
     place = rows.index(f"| [19 My topic](notebooks/{LESSON}.ipynb) | 45 + 15 | WRITE: what you will be able to do |")
-    assert rows[place - 1].startswith("| [14 ")
+    assert "| [14 " < rows[place - 1] < rows[place]
+    assert not rows[place + 1].startswith("| [")
 
 
 def test_a_lesson_between_two_gets_its_row_there(tmp_path: Path, repository: Path) -> None:
