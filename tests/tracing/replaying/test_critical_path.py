@@ -12,8 +12,8 @@ from labkit.tracing.replaying.critical_path import Piece, critical_path
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.trace import Trace
 
-from replayed import ONE_GBIT, beside, blocking, waited  # isort: skip
-from synthetic import MS, alone, data_parallel, made, master_and_workers, model_parallel, remote_calls  # isort: skip
+from replayed import MB10, ONE_GBIT, beside, blocking, waited  # isort: skip
+from synthetic import MS, alone, data_parallel, in_steps, made, master_and_workers, model_parallel, remote_calls  # isort: skip
 
 
 def in_ms(pieces: list[Piece], trace: Trace) -> list[tuple[int, str, float, float]]:
@@ -27,6 +27,34 @@ def test_it_leads_to_the_rank_that_came_last() -> None:
     ]  # fmt: skip
     assert path[0].rank == 1
     assert [p.kind for p in path] == ["compute", "communication", "compute"]
+
+
+def in_turn(apart_ms: float, transfer_ms: float, **more: object) -> Trace:
+    """Four all-reduces of two ranks, to which each comes `apart_ms` late in turn, after 10 ms of work."""
+    parts = []
+    for late in (0, 1, 0, 1):
+        work = [10 + apart_ms * (rank == late) for rank in (0, 1)]
+        parts += [("forward", tuple(work)), ("all_reduce", transfer_ms)]
+    return in_steps(1, *parts, nbytes=MB10, **more)
+
+
+@pytest.mark.parametrize(("apart_ms", "transfer_ms", "stays"), [
+    (0.9, 5, True), (0.4, 2.1, True), (1.1, 20, False), (0.4, 1, False), (3, 5, False),
+])  # fmt: skip
+def test_it_stays_on_its_rank_where_ranks_arrive_together(apart_ms: float, transfer_ms: float, stays: bool) -> None:
+    trace = in_turn(apart_ms, transfer_ms)
+    path = critical_path(trace)
+    assert (len({piece.rank for piece in path}) == 1) is stays
+    assert sum(piece.duration_ns for piece in path) == trace.step(0).duration_ns
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(path))
+
+
+def test_ranks_arrive_together_within_the_error_of_their_clocks() -> None:
+    trace = in_turn(3, 5)
+    trace.clock_error_ns = 4 * MS
+    path = critical_path(trace)
+    assert len({piece.rank for piece in path}) == 1
+    assert sum(piece.duration_ns for piece in path) == trace.step(0).duration_ns
 
 
 def test_an_operation_that_nobody_had_to_wait_for_is_not_on_it() -> None:
