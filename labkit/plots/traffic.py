@@ -99,7 +99,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
         right = beside.append_axes("right", size="48%", pad=0.55 + CHARACTER_IN * max(map(len, ranks)))
         pad = 0.08 + NODES_IN * bool(len(flows.node))
         scale = beside.append_axes("right", size="2.5%", pad=pad) if len(ranks) > NUMBERED else None
-        _draw_rates(ax, trace, flows, labels)
+        _draw_rates(ax, trace, flows, labels, "step" if view.zoomed else "run")
         if flows.unsized:
             ax.plot([], [], linestyle="none", label=entries[-1])
         ax.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.23), ncols=columns, borderaxespad=0)
@@ -186,7 +186,7 @@ def _rules(flows: Flows) -> str:
     return "\n(a collective counts " + "\nor ".join(rules) + ")" if rules else ""
 
 
-def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None:
+def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str], part: str) -> None:
     edges = np.linspace(trace.start_ns, trace.end_ns, BINS + 1).astype(np.int64)
     moved = over_time(flows, edges)
     shown = _shown(flows)
@@ -204,7 +204,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str]) -> None
         floor = floor + values
     ax.stairs(floor, x, color=INK, linewidth=0.5)
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
-    ax.set_xlabel(f"time since the start [{time_unit}]")
+    ax.set_xlabel(f"time since the first rank began the {part} [{time_unit}]")  # longer than the step of any one rank
     ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s]")
 
 

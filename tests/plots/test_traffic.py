@@ -136,7 +136,7 @@ def legend(ax):
 
 def test_the_figure_states_its_units_and_its_counting_rule():
     ax = traffic(data_parallel())
-    assert ax.get_xlabel() == "time since the start [ms]"
+    assert ax.get_xlabel() == "time since the first rank began the run [ms]"
     assert ax.get_ylabel() == "sent by all ranks [GB/s]"
     assert legend(ax) == ["all_reduce: 9 ×, 132 MB"]
     assert ax.get_title(loc="left") == "What travelled  ·  4 ranks, 3 steps, 67.7 ms, 132 MB in all"

@@ -33,6 +33,7 @@ _LOOKS_AT_JUDGE: Final = (
 )  # fmt: skip
 # A call, an attribute, a name of one letter or with a number: these have no capital at the start of a sentence.
 _CODE = re.compile(r"`|\w+[(._\[]\w|(?!a\b)[a-z]\b|[a-z]+\d")
+_BACKTICKS, _AS_CODE = re.compile(r"`([^`\n]+)`"), r"<code>\1</code>"  # Python in a message, and in HTML
 # Symbol and colour of each state: the symbols do not need the colours, which are legible in light and dark themes.
 _SYMBOL_AND_COLOUR = {"passed": ("✓", "#12885c"), "wrong": ("✗", "#d55e00"), "not written yet": ("○", "#767676")}
 
@@ -81,7 +82,7 @@ class Verdict:
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 12px">'
             f'<b style="color:{colour}">{symbol} {html.escape(self.name)}: {self.state}</b>'
-            f"<div>{html.escape(self.message)}</div>{details}</div>"
+            f"<div>{_BACKTICKS.sub(_AS_CODE, html.escape(self.message))}</div>{details}</div>"
         )
 
 

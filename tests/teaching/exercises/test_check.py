@@ -71,6 +71,11 @@ def test_a_verdict_reads_the_same_as_text_and_in_a_notebook() -> None:
     assert not verdict
 
 
+def test_names_in_backticks_are_code_in_a_notebook() -> None:
+    html = Verdict("x", False, "Call `f(a < b)` first")._repr_html_()
+    assert "Call <code>f(a &lt; b)</code> first" in html
+
+
 def test_the_three_states_have_their_own_symbol() -> None:
     assert repr(Verdict("x", True, "Good.")) == "✓ x: passed\n  Good."
     assert repr(Verdict("x", False, "Do this.", written=False)) == "○ x: not written yet\n  Do this."
