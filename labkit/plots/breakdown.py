@@ -145,7 +145,7 @@ def compare(
             _draw_part(ax, part, y, left, width, _fitting(texts, width * wide_in / right))
             left += width
         for row, words in enumerate(ratios):
-            ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=8.5, weight="bold")
+            ax.text(left[row] + 0.006 * right, y[row], words, va="center", fontsize=9, weight="bold")
         ax.set(xlim=(0, right), ylim=(y[-1] + 0.5, -0.5), yticks=y, yticklabels=names)
         ax.set_xlabel("\n".join(filter(None, [f"time, mean of the ranks [{unit}]", shared])))
         ax.set_title(f"Where the time of each run went  ·  against {shortened(views[0].label, LONGEST // 2)}")
@@ -227,7 +227,7 @@ def _draw_part(
     ax.barh(y, width, tall, left, facecolor="none", edgecolor=INK if part == "idle" else "none", linewidth=0.6)
     for row in (i for i, text in enumerate(texts) if text):
         ax.text(
-            left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8,
+            left[row] + width[row] / 2, y[row], texts[row], ha="center", va="center", fontsize=8.8,
             color=INK if part == "idle" else INKS["dark"], bbox=CHIP if part in (WAITING, "unknown") else None,
         )  # fmt: skip
 

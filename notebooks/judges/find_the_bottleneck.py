@@ -72,7 +72,7 @@ def longest_path(answer: Any, tasks: Tasks) -> None:
             otherwise, cure = f"task {other} does not need task {one}, so it never waited for it", ""
             break
     expect(given, right, [
-        (right[::-1], "these are the right tasks, the last one first", "turn the list around"),
+        (right[::-1], "these are the right tasks, the last one first", "the path begins with the task that needs nothing"),
         (_back(tasks, longest, ends.__getitem__),
          "the path ends at the longest task, which need not be the one that ends last", ENDS),
         (_back(tasks, len(tasks) - 1, ends.__getitem__),
@@ -216,21 +216,21 @@ def virtual_speedup(answer: Any, step_ms: Experiment, phases: list[str], name: s
         (slowed / factor, "that is the step after the change, not what the change saves",
          "subtract it from the step as it is now"),
         (now - slowed,
-         "here the slowed step is compared with the step as it is; the clock of the slowed program runs too "
-         "slowly", "divide the slowed step by the factor first"),
+         "here the slowed step is compared with the step as it is, although its other phases take the factor "
+         "times as long", "how long would the slowed step be if time ran faster by the factor?"),
         (slowed / factor - now, "that has the wrong sign: what is saved is positive",
          "step now minus step after"),
         (step_ms({name: factor}) - now,
          "here the phase itself is slower; that a slow phase costs much does not say what a fast one "
          "saves", "slow all phases but this one"),
         (slowed - now, "that is how much the slowed program lost, not what the phase's speed-up saves",
-         "divide the slowed step by the factor, and subtract it from the step as it is"),
+         "two steps can be compared if they run by the same clock: do these?"),
         (now - step_ms(dict.fromkeys(phases, factor)) / factor,
          "here all phases are slower, this one, too: then only the clock has changed",
          "leave out the phase that is to become faster"),
     ], "if everything else is twice as slow, the phase is twice as fast in comparison. By which clock?",
-       "slow all other phases by the factor, divide the step by the factor, and subtract it from the step as "
-       "it is")
+       "two measurements are needed: the step as it is, and one with all other phases slower. In the second, "
+       "time runs slower by the factor")
 
 
 # Six gradients of 200 kB: 96 ms of bytes, 2.4 ms of latency, and a little work.
@@ -292,8 +292,8 @@ def which_pays(answer: Any) -> None:
     if answer in WHY:  # the link decides, not the measurement: on a busy machine, that may be anything
         times = run_on_ranks(2, _in_turns, link=PAYS_LINK)[0]
         wrong_if(True, *WHY[answer],
-                 f"which_pays: really run in turns, a step takes {times['']:.0f} ms as it is, and "
-                 f"{times[answer]:.0f} ms with {answer}; the best change gives {min(times.values()):.0f} ms")
+                 f"which_pays: measured, a step takes {times['']:.0f} ms as it is and {times[answer]:.0f} ms with "
+                 f"{answer}; the best change gives {min(times.values()):.0f} ms")
 
 
 EXCHANGE_LINK: Final = Link(gbit_per_s=0.1, latency_us=3000)
@@ -362,10 +362,10 @@ def exchange(results: Results) -> None:
     wrong_if(messages == 2, "two operations, twice the latency: what can travel together?",
              "the loss is one more number", shown)
     wrong_if(messages > 2, "each operation pays the latency again, however few bytes it has",
-             "copy all tensors into one, average it, and copy the parts back", shown)
+             "the latency is paid once per operation: how few operations can carry all the numbers?", shown)
     wrong_if(nbytes > TOLERATED * least,
              "one operation, but more bytes than needed: who needs what it carries?",
-             "one all_reduce of the numbers themselves", shown)
+             "compare its bytes with those of the gradients and the loss", shown)
     wrong_if(True, "this operation is slower than the best one with as many bytes",
              "all_reduce gives every rank the sum", shown)
 

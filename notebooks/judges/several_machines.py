@@ -111,18 +111,19 @@ def once_per_machine(answer: Any, counts: Sequence[int]) -> None:
         calls[machine].append(n)
     callers = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
     of_ranks = [n for n, _ in seen]
-    wrong_if(not any(of_ranks), "nobody called make()", "", *callers)
+    wrong_if(not any(of_ranks), "nobody called make()",
+             "LOCAL_RANK is text in os.environ: \"0\", not 0", *callers)
     wrong_if(all(of_ranks) and len(seen) > len(counts), "every rank called make(): one per machine is enough",
-             "ask for LOCAL_RANK", *callers)
+             "which number of a rank begins again on each machine?", *callers)
     wrong_if(not all(map(sum, calls)), "a machine has nobody that called make()",
              "rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "
              '"0", not 0',
              *callers)
     wrong_if(any(sum(n) > 1 for n in calls), "make() was called more than once on a machine",
-             "ask for LOCAL_RANK", *callers)
+             "which number of a rank occurs once on each machine, whatever the number of its ranks?", *callers)
     late = [rank for rank, (_, there) in enumerate(seen) if not there]
     wrong_if(late, f"{_ranks(late)} returned before the file was there",
-             "after make(), let all ranks meet: dist.barrier()", *callers)
+             "which collective of lesson 01 makes every rank wait until all have arrived?", *callers)
 
 
 def _callers(calls: Sequence[int]) -> str:
@@ -195,9 +196,9 @@ def _judge_sums(given: list[Tensor], counts: Sequence[int]) -> None:
         (of_machine, "those are the sums within each machine", "the first ranks still have to add up theirs"),
         (with_others(of_machine),
          "the first ranks have the sum, the others still have the sum of their machine",
-         "broadcast it inside each machine"),
+         "who has the sum on each machine, and who still needs it?"),
         (with_others(xs), "the first ranks have the sum, the others their own x",
-         "broadcast it inside each machine"),
+         "who has the sum on each machine, and who still needs it?"),
         ([leaders] * len(places), "those are the sums of the first ranks alone",
          "add up inside each machine before"),
     ] if several else [], "that is not the sum of all ranks' x", "three steps: inside, between, inside",

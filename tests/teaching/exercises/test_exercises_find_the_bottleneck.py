@@ -31,7 +31,7 @@ def path_to_the_longest_task(tasks):
 
 
 LAST, NEXT, PATH = "[ends.index(max(ends))]", "max(needs, key=lambda need: ends[need])", "return path"
-mutant(PATH, "return path[::-1]", "the last one first", cure="turn the list around")
+mutant(PATH, "return path[::-1]", "the last one first", cure="begins with the task that needs nothing")
 mutant(LAST, "[len(tasks) - 1]", "ends at the last task of the list", cure="compute when each task ends")
 mutant("lambda need: ends[need]", "lambda need: tasks[need][0]", "the longest of them", cure="whatever its own duration")
 mutant(NEXT, "needs[0]", "follows the first of them", cure="the one that ended last")
@@ -80,14 +80,14 @@ right, wrong, mutant = answers.of("virtual_speedup")
 SAVED, SLOW = "step_ms({}) - step_ms(others) / factor", "dict.fromkeys(phases, factor)"
 mutant("{phase: factor for phase in phases if phase != name}", f"{SLOW}; del others[name]")
 mutant(SAVED, "step_ms(others) / factor", "not what the change saves", cure="subtract it from the step")
-mutant("others) / factor", "others)", "runs too slowly", cure="divide the slowed step by the factor first")
+mutant("others) / factor", "others)", "take the factor times as long", cure="ran faster by the factor")
 mutant(SAVED, f"-({SAVED})", "the wrong sign", cure="step now minus step after")
 SLOWED, LOST = "step_ms({name: factor}) - step_ms({})", "step_ms(others) - step_ms({})"
 mutant(SAVED, SLOWED, "the phase itself is slower", cure="slow all phases but this one")
-mutant(SAVED, LOST, "how much the slowed program lost", cure="divide the slowed step by the factor, and")
+mutant(SAVED, LOST, "how much the slowed program lost", cure="by the same clock")
 mutant("step_ms(others)", f"step_ms({SLOW})", "only the clock has changed", cure="leave out the phase")
 mutant(SAVED, "step_ms({}) - step_ms({name: 1 / factor})", "step_ms can only slow phases down")
-mutant(SAVED, "step_ms({}) / 10", "By which clock?", cure="slow all other phases by the factor")
+mutant(SAVED, "step_ms({}) / 10", "By which clock?", cure="two measurements are needed")
 
 
 right, wrong, mutant = answers.of("which_pays")
@@ -123,7 +123,7 @@ def exchange_coalesced(gradients, loss):
         part.copy_(mean)
 
 
-@wrong("each operation pays the latency again", cure="copy all tensors into one")
+@wrong("each operation pays the latency again", cure="how few operations")
 def exchange_one_by_one(gradients, loss):
     for part in [*gradients, loss]:
         dist.all_reduce(part)
@@ -141,7 +141,7 @@ COMMON = "dist.all_reduce(loss)\n    loss /= dist.get_world_size()\n    "
 TO_ONE = "dist.reduce(flat, 0)\n    if dist.get_rank(): return"
 CAT = "torch.cat([part.flatten() for part in parts])"
 mutant(PARTS, f"{COMMON}parts = gradients", "what can travel together", cure="one more number")
-mutant(CAT, f"{CAT}.double()", "more bytes than needed", cure="one all_reduce of the numbers themselves")
+mutant(CAT, f"{CAT}.double()", "more bytes than needed", cure="compare its bytes")
 mutant(COPY, "pass", "unchanged", cure="with copy_")
 mutant(PARTS, "parts = gradients", "the loss is that of this rank", cure="the loss travels with them")
 mutant(PARTS, "parts = [loss]", "the gradients are those of this rank", cure="copy the means back")

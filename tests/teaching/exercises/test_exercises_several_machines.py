@@ -53,11 +53,11 @@ def once_by_the_last(make):
 FIRST, BARRIER = 'os.environ["LOCAL_RANK"] == "0"', "    dist.barrier()"
 mutant(FIRST, "dist.get_rank() == 0", "a machine has nobody", cure="LOCAL_RANK is 0 on each")
 mutant('"0"', "0", "nobody called make()")
-mutant(FIRST, "True", "every rank called make()", cure="ask for LOCAL_RANK")
-mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="ask for LOCAL_RANK")
-mutant(BARRIER, "", "returned before the file was there", cure="dist.barrier()")
+mutant(FIRST, "True", "every rank called make()", cure="begins again on each machine")
+mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="occurs once on each machine")
+mutant(BARRIER, "", "returned before the file was there", cure="which collective")
 MAKE = f"if {FIRST}:\n        make()"
-mutant(f"{MAKE}\n{BARRIER}", f"dist.barrier()\n    {MAKE}", "returned before the file was there", cure="after make()")
+mutant(f"{MAKE}\n{BARRIER}", f"dist.barrier()\n    {MAKE}", "returned before the file was there", cure="which collective")
 
 
 right, wrong, mutant = answers.of("hierarchical_all_reduce")
@@ -91,7 +91,7 @@ mutant(REDUCE, ALL_REDUCE)
 mutant(BEGIN, f"return dist.all_reduce(x)\n    {BEGIN}", "not the first of its machine", cure="dist.new_group")
 mutant(REDUCE, f"x = x.clone(); {REDUCE}", "x is unchanged", cure="on a copy")
 mutant(REDUCE, f"return {ALL_REDUCE}", "the sums within each machine", cure="the first ranks")
-mutant(REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="broadcast it")
+mutant(REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="who still needs it")
 mutant(REDUCE, "pass", LEADERS, cure="inside each machine before")
 TWICE = f"{ALL_REDUCE}; {ALL_REDUCE}"
 mutant(REDUCE, TWICE, "not the sum of all ranks' x", cure="three steps")
