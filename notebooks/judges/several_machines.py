@@ -112,7 +112,7 @@ def once_per_machine(answer: Any, counts: Sequence[int]) -> None:
     callers = [f"machine {machine}: make was called by {_callers(n)}" for machine, n in enumerate(calls)]
     of_ranks = [n for n, _ in seen]
     wrong_if(not any(of_ranks), "nobody called make()",
-             "LOCAL_RANK is text in os.environ: \"0\", not 0", *callers)
+             'LOCAL_RANK is text in os.environ: "0", not 0', *callers)
     wrong_if(all(of_ranks) and len(seen) > len(counts), "every rank called make(): one per machine is enough",
              "which number of a rank begins again on each machine?", *callers)
     wrong_if(not all(map(sum, calls)), "a machine has nobody that called make()",

@@ -13,10 +13,10 @@ from labkit.tracing.replaying.times import Times, measured, play
 from labkit.tracing.step_times import HasTrace, median_step, trace_of
 from labkit.tracing.trace import Trace
 
-# Two ranks that wake up from the same collective continue up to 1 ms apart, in random order: that is how long the system
-# takes to schedule a process (two processes on two cores: half of 364 all-reduces 0.5 ms apart, 95 % less than 0.75 ms).
-# Whoever arrives at the next collective so little earlier was not held up by the other. Of a short collective,
-# 1 ms may be most of the time, and then it matters.
+# Two ranks that wake up from the same collective continue up to 1 ms apart, in random order: so long does the system
+# take to schedule a process (on two cores, half of 364 all-reduces began 0.5 ms apart, 95 % less than 0.75 ms). Whoever
+# arrives so little earlier was not held up by the other. Of a short collective, 1 ms may be most of the time, and then
+# it matters.
 TOGETHER_NS: Final = 1_000_000
 SHARE: Final = 0.2  # of the collective's own duration
 
@@ -41,11 +41,12 @@ class Piece:
 def critical_path(run: HasTrace | Trace, step: int | None = None) -> list[Piece]:
     """Return the critical path of a step: what had to end before the next could begin, back from the end of the step.
 
-    Where a rank waited, the path leads to the rank for which it waited. Where the ranks of a collective arrived together,
-    the path stays on its rank: no more than 1 ms and a fifth of the collective's duration apart, which is how exactly a
-    system schedules processes, or no more than the error between the ranks' clocks. Its pieces follow one another without gaps, and
-    their durations add up to that of the step, from the first rank's start to the last rank's end. They overstate what
-    a change would bring, since another path may be nearly as long: ask `lab.replay` or `lab.what_helps`.
+    Where a rank waited, the path leads to the rank for which it waited. Where the ranks of a collective arrived
+    together, the path stays on its rank: no more than 1 ms and a fifth of the collective's duration apart, which is how
+    exactly a system schedules processes, or no more than the error between the ranks' clocks. The pieces of the path
+    follow one another without gaps, and their durations add up to that of the step, from the first rank's start to the
+    last rank's end. They overstate what a change would bring, since another path may be nearly as long: ask
+    `lab.replay` or `lab.what_helps`.
 
     Args:
         run: a run or a trace.

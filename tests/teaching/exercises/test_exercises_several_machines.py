@@ -52,7 +52,7 @@ def once_by_the_last(make):
 
 FIRST, BARRIER = 'os.environ["LOCAL_RANK"] == "0"', "    dist.barrier()"
 mutant(FIRST, "dist.get_rank() == 0", "a machine has nobody", cure="LOCAL_RANK is 0 on each")
-mutant('"0"', "0", "nobody called make()")
+mutant('"0"', "0", "nobody called make()", cure="LOCAL_RANK is text")
 mutant(FIRST, "True", "every rank called make()", cure="begins again on each machine")
 mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="occurs once on each machine")
 mutant(BARRIER, "", "returned before the file was there", cure="which collective")
