@@ -70,7 +70,7 @@ class Explorer(anywidget.AnyWidget):
         return f"<{self._alt_text}>"
 
     def _answer(self, _: Any, query: dict[str, Any], __: Any) -> None:
-        """Answer a page's query, or its move of a control, to all pages; a new page asks for the whole run, and gets both."""
+        """Answer a query or a move to all pages; a new page asks for the whole run, and gets the changed run, too."""
         if "stops" not in query:
             windows = self._recorded if query["whole"] else self._windows
             header, buffers = windows.look(query["start"], query["end"], query["columns"], query["rank"])

@@ -20,7 +20,7 @@ class Controls {
     if (!header.controls.length) return void (this.root.textContent = header.note);
     if (!this.controls) this.build(header);
     this.wait(false);
-    if (header.about) this.draw(header.about, new Layer(header, buffers));
+    this.draw(header.about, new Layer(header, buffers));
     this.time.textContent = header.said[0];
     this.words.textContent = ` ${header.said[1]}`;
     if (this.late) this.move();
@@ -53,7 +53,7 @@ class Controls {
       });
       return { ...control, input, value };
     });
-    this.reset = Object.assign(element("button", "", this.root, given), { type: "button" });
+    this.reset = Object.assign(element("button", "", this.root, `Reset: ${given.toLowerCase()}`), { type: "button" });
     this.reset.addEventListener("click", () => {
       this.update(Object.fromEntries(controls.map(({ name, at }) => [name, at])));
       this.move();
