@@ -95,7 +95,7 @@ export class Explorer extends Picture {
   }
 
   lacksDetail() {
-    const good = (layer) => layer && layer.start <= this.view.start && layer.end >= Math.min(this.view.end, this.about.duration) &&
+    const good = (layer) => layer && layer.start <= this.view.start && layer.end >= Math.min(this.view.end, this.whole.end) &&
       (layer.complete || layer.columnNs <= 1.1 * this.nsPerPixel);
     return this.base && !this.base.complete && !good(this.base) && !good(this.fine);
   }
@@ -119,7 +119,7 @@ export class Explorer extends Picture {
   answer(header, buffers) {
     if (header.stops) return this.moved(header, buffers);
     this.wait(false);
-    const covers = header.start <= this.view.start && header.end >= Math.min(this.view.end, this.about.duration);
+    const covers = header.start <= this.view.start && header.end >= Math.min(this.view.end, this.whole.end);
     if (header.whole && !this.base) {
       this.base = new Layer(header, buffers);
       this.root.classList.remove("labkit-unseen");
