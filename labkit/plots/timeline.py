@@ -405,9 +405,8 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
     interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image,
     and the run for `make site`, whose pages have no kernel.
 
-    Above it are sliders for what `replay` can change in this run: the link, and how fast ranks and phases are. The
-    timeline then shows the changed run, as replay predicts it, in front of the recorded one. For a trace of `schedule`,
-    they change its arguments.
+    Above it are sliders for what `replay` can change in this run, such as its link; each move draws the run that replay
+    predicts in front of the recorded one. For a trace of `schedule`, they change its arguments.
 
     Args:
         run: a run or a trace.

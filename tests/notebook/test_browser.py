@@ -590,7 +590,7 @@ def test_a_slider_replays_the_run(lab_server: Server, browser: Browser) -> None:
     run = load_trace(lab_server.folder / "run.json")
     assert time_in_words(1e6 * step_ms(replay(run, link=link))) in page.inner_text(SAID)
     assert "replayed" in page.inner_text(".labkit-title")
-    for explained in ("critical path", "pale: before the change"):
+    for explained in ("line: critical path", "pale: before the change"):
         assert explained in page.inner_text(".labkit-legend")
     _picture(page, "sliders-mouse")
 

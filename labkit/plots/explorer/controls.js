@@ -58,8 +58,7 @@ class Controls {
       this.update(Object.fromEntries(controls.map(({ name, at }) => [name, at])));
       this.move();
     });
-    const status = element("div", "labkit-said", this.root);
-    status.setAttribute("role", "status");
+    const status = Object.assign(element("div", "labkit-said", this.root), { role: "status" });
     this.time = element("strong", "", status);
     this.words = element("span", "", status);
   }

@@ -27,7 +27,6 @@ MANTISSAS: Final = (1, 1.25, 1.6, 2, 2.5, 3.2, 4, 5, 6.3, 8)  # ten stops for ea
 LATENCIES_US: Final = (0.0, *(m * 10.0**power for power in range(5) for m in MANTISSAS), 1e5)
 BANDWIDTHS: Final = (*(m * 10.0**power for power in range(-2, 3) for m in MANTISSAS), 1e3)  # in Gbit/s
 SPEEDS: Final = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0)
-RANKS: Final = (1, 2, 3, 4, 5, 6, 8)
 MICRO_BATCHES: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 SMALL: Final = 0.0005  # of the time: a smaller change is rounding
 
@@ -91,8 +90,7 @@ class Replays(Controls):
             self._add("link", "emulated link", "check", (False, True), (), link is not None)
             needs["link"] = 1
         for level, where in self._levels.items():
-            # Without a link, that of the first move.
-            own: Link = getattr(link, level) if level else link or Link.ethernet_1g
+            own: Link = getattr(link, level) if level else link or Link.ethernet_1g  # without a link, what it could be
             latencies, bandwidths = sorted({*LATENCIES_US, own.latency_us}), sorted({*BANDWIDTHS, own.gbit_per_s})
             texts = [f"{us:.4g} µs" if us < 1000 else f"{us / 1000:.4g} ms" for us in latencies]
             self._add(f"latency {level}", f"latency{where}", "range", latencies, texts, own.latency_us, **needs)
@@ -101,12 +99,12 @@ class Replays(Controls):
 
     def _link(self, chosen: Mapping[str, Any]) -> Any:
         """The link that is chosen; `AS_RECORDED` if it is the recorded one, or plays no part."""
-        recorded = self._view.whole.link
         if not self._operations or chosen["free"]:
             return AS_RECORDED
         links: Any = {
             level: Link(gbit_per_s=chosen[f"bandwidth {level}"], latency_us=chosen[f"latency {level}"]) for level in self._levels
         }
+        recorded = self._view.whole.link
         found = replace(recorded, **links) if isinstance(recorded, Network) else links[""] if chosen["link"] else None
         return AS_RECORDED if found == recorded else found
 
@@ -123,17 +121,16 @@ class Replays(Controls):
         )
         found, times = replay_of(asked.graph, asked.recorded, changes, changes.in_words(whole.ranks))
         unchanged = changes == ProgramChanges()
-        steps: Any = self._view.chosen or "all"
-        view = view_of(whole if unchanged else found, steps, "")
+        view = view_of(whole if unchanged else found, self._view.chosen or "all", "")
         path = path_in(asked.graph, times, view.shown.start_ns, view.shown.end_ns)
-        what = "The median step" if asked.steps else "The run"
+        subject = "The median step" if asked.steps else "The run"
         if unchanged:
-            return view, (f"{what} took {time_in_words(asked.step_ns)}.", self.note), path
+            return view, (f"{subject} took {time_in_words(asked.step_ns)}.", self.note), path
         now_ns = spread_ns(found)[1] if asked.steps else float(found.duration_ns)
         compared = self._compared(now_ns, asked.step_ns)
         if SMALL * asked.step_ns < abs(asked.step_ns - now_ns) <= (asked.high_ns - asked.low_ns) / 2:
             compared += " The recorded steps differ by more than that."
-        return view, (f"{what} takes {time_in_words(now_ns)}, predicted by replay.", compared), path
+        return view, (f"{subject} takes {time_in_words(now_ns)}, predicted by replay.", compared), path
 
 
 class Schedules(Controls):
@@ -148,7 +145,7 @@ class Schedules(Controls):
         self._chunks = max(given.arguments["stages"] // ranks, 2)  # stages per rank, if interleaved
         kinds = {GPIPE: "GPipe", ONE_F_ONE_B: "1F1B", INTERLEAVED: f"interleaved 1F1B, {self._chunks} stages per rank"}
         self._add("kind", "schedule", "select", kinds, kinds.values(), kind)
-        for name, label, usual in (("ranks", "ranks", RANKS), ("micro_batches", "micro-batches", MICRO_BATCHES)):
+        for name, label, usual in (("ranks", "ranks", range(1, 9)), ("micro_batches", "micro-batches", MICRO_BATCHES)):
             numbers = sorted({*usual, given.arguments[name]})
             self._add(name, label, "range", numbers, map(str, numbers), given.arguments[name])
         costs = [part / 20 * forward for part in range(21)]

@@ -145,8 +145,7 @@ export class Picture {
 
   /** How long the steps take that are shown first, before or after the change. */
   get longest() {
-    const { about, behind } = this;
-    return Math.max(about.end - about.begin, behind ? behind.end - behind.begin : 0);
+    return Math.max(...[this.about, this.behind].map((run) => (run ? run.end - run.begin : 0)));
   }
 
   /** Whether the view is within these steps. */
@@ -365,7 +364,7 @@ export class Picture {
       return line;
     });
     if (this.ended) element("span", "labkit-entry", lines[0], `✕ ${about.ended}`);
-    if (about.path?.length) element("span", "labkit-entry labkit-path", lines[1], "critical path");
+    if (about.path?.length) element("span", "labkit-entry", lines[1], "line: critical path");
     if (this.behind) element("span", "labkit-entry", lines[1], "pale: before the change");
     this.legend.replaceChildren(...lines);
   }
