@@ -405,6 +405,9 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
     interactive timeline and requests data from the kernel as you zoom. The notebook file stores the image,
     and the run for `make site`, whose pages have no kernel.
 
+    Above it are sliders for what `replay` can change in this run, such as its link; each move draws the run that replay
+    predicts in front of the recorded one. For a trace of `schedule`, they change its arguments.
+
     Args:
         run: a run or a trace.
         step: the steps to show first: a step number (negative: from the end), a range, "median" or "all". Default: as

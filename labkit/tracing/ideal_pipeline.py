@@ -29,6 +29,12 @@ class _Pass(NamedTuple):
     microbatch: int
 
 
+class IdealPipeline(Trace):
+    """The trace of `schedule`, with the arguments for which it was computed."""
+
+    arguments: dict[str, Any]
+
+
 @public_api
 def schedule(
     kind: str,
@@ -39,8 +45,10 @@ def schedule(
     forward: Times = 1.0,
     backward: Times = 2.0,
     communication: float = 0.0,
-) -> Trace:
+) -> IdealPipeline:
     """One step of an ideal pipeline as a trace: `lab.timeline` draws it, `.bubble` is its idle share.
+
+    `lab.explore(lab.schedule("1f1b", stages=4, micro_batches=8))` has sliders for its arguments.
 
     With p equal stages on p ranks and m micro-batches, the bubble of GPipe and of 1F1B is (p - 1) / (m + p - 1); that
     of interleaved 1F1B with v stages on each of p ranks is (p - 1) / (v·m + p - 1).
@@ -82,7 +90,10 @@ def schedule(
     times_ns = (_in_ns("backward", backward, stages), _in_ns("forward", forward, stages))
     (travel_ns,) = _in_ns("communication", communication, 1, zero=True)
     plans = [list(_order(kind, rank, ranks, stages, micro_batches)) for rank in range(ranks)]
-    return _simulated(plans, stages, times_ns, travel_ns)
+    found = _simulated(plans, stages, times_ns, travel_ns)
+    found.arguments = {"kind": kind, "stages": stages, "micro_batches": micro_batches, "ranks": ranks}
+    found.arguments |= {"forward": forward, "backward": backward, "communication": communication}
+    return found
 
 
 def _in_ns(name: str, times: Times, stages: int, *, zero: bool = False) -> list[int]:
@@ -119,7 +130,7 @@ def _order(kind: str, rank: int, ranks: int, stages: int, micro_batches: int) ->
     yield from backwards[max(len(forwards) - ahead, 0) :]
 
 
-def _simulated(plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> Trace:
+def _simulated(plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int], list[int]], travel_ns: int) -> IdealPipeline:
     """Let every rank do its passes in order, each as soon as its input has arrived, until all are done."""
     ranks, queues = len(plans), [deque(plan) for plan in plans]
     free_ns, spans = [0] * ranks, list[Span]()
@@ -145,7 +156,7 @@ def _simulated(plans: list[list[_Pass]], stages: int, times_ns: tuple[list[int],
                         spans.append(message)
         assert len(done_ns) > before, "the ranks of a schedule wait for one another"
     spans += [Span(rank, "step", "step", 0, max(free_ns)) for rank in range(ranks)]
-    return Trace(spans, ranks=[f"rank {rank}" for rank in range(ranks)], start_ns=0, end_ns=max(free_ns))
+    return IdealPipeline(spans, ranks=[f"rank {rank}" for rank in range(ranks)], start_ns=0, end_ns=max(free_ns))
 
 
 def _needs(work: _Pass, stages: int) -> _Pass | None:

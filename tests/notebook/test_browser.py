@@ -21,12 +21,18 @@ import pytest
 from doings import waiting
 from synthetic import MS, data_parallel
 
+from labkit.costs.link import Link
+from labkit.errors.units import time_in_words
 from labkit.plots.bars import STYLES
 from labkit.plots.explorer.window import MIME
 from labkit.plots.image import as_image
 from labkit.plots.live.drawing import STILL, LiveFrame, LiveRow, Past
 from labkit.plots.live.drawing import page as live_page
 from labkit.plots.timeline import timeline
+from labkit.tracing.load import load_trace
+from labkit.tracing.replaying.replay import replay
+from labkit.tracing.step_times import step_ms
+from labkit.tracing.trace import Trace
 
 pytest.importorskip("playwright", reason="playwright is not installed: the extra 'test' brings it")
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -532,6 +538,115 @@ def test_the_timeline_is_explored(lab_server: Server, browser: Browser) -> None:
     saved = nbformat.read(lab_server.folder / "explore.ipynb", as_version=4)
     assert [sorted(output.data) for output in saved.cells[-1].outputs] == [[MIME, "image/png", "text/html", "text/plain"]]
     assert "widgets" not in saved.metadata
+    page.close()
+
+
+SLIDERS = ".labkit-controls input[type=range]"
+SAID = ".labkit-said"
+# Moves a slider through all of its stops before the first answer can arrive, and collects the pictures that follow.
+SWEEP = """(slider) => {
+    window.pictures = new Set();
+    new MutationObserver((changes) => {
+        for (const { addedNodes } of changes)
+            for (const node of addedNodes) if (node.classList?.contains('labkit-explorer')) window.pictures.add(node);
+    }).observe(document.querySelector('.labkit-controls').parentElement, { childList: true });
+    for (let stop = 0; stop <= slider.max; stop++) {
+        slider.value = stop;
+        slider.dispatchEvent(new Event('input', { bubbles: true }));
+    }
+}"""
+
+
+def _until_said(page: Page, words: str) -> str:
+    page.wait_for_selector(f"{SAID} >> text=/{re.escape(words)}/", timeout=LIMIT_MS)
+    return page.inner_text(SAID)
+
+
+def test_a_slider_replays_the_run(lab_server: Server, browser: Browser) -> None:
+    trace = data_parallel()
+    Trace(trace.columns, ranks=trace.ranks, link=Link(gbit_per_s=1, latency_us=50)).save(lab_server.folder / "run.json")
+    lab_server.write("sliders.ipynb", ["import labkit as lab", "lab.explore(lab.load_trace('run.json'), step=1)"])
+    page = _open(browser, lab_server, "sliders.ipynb")
+    _run_all(page)
+    recorded = _until_said(page, "The median step took 22.6 ms.")
+    slider = page.get_by_label("latency")
+    assert slider.get_attribute("aria-valuetext") == "50 µs"
+
+    box = slider.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 2, middle)
+    page.mouse.down()
+    for place in range(50, 81):
+        page.mouse.move(box["x"] + box["width"] * place / 100, middle)
+    page.mouse.up()
+    last = slider.input_value()
+    _until_said(page, "predicted by replay")
+    page.wait_for_selector(".labkit-controls:not(.labkit-querying)", timeout=LIMIT_MS)
+    assert slider.input_value() == last, "the last move counts"
+    text = slider.get_attribute("aria-valuetext") or ""
+    assert text.endswith(" ms")
+    link = Link(gbit_per_s=1, latency_us=1000 * float(text.removesuffix(" ms")))
+    run = load_trace(lab_server.folder / "run.json")
+    assert time_in_words(1e6 * step_ms(replay(run, link=link))) in page.inner_text(SAID)
+    assert "replayed" in page.inner_text(".labkit-title")
+    for explained in ("line: critical path", "pale: before the change"):
+        assert explained in page.inner_text(".labkit-legend")
+    _picture(page, "sliders-mouse")
+
+    slider.evaluate(SWEEP)
+    slowest = time_in_words(1e6 * step_ms(replay(run, link=Link(gbit_per_s=1, latency_us=100_000))))
+    _until_said(page, f"The median step takes {slowest}, predicted by replay.")
+    assert page.evaluate("() => window.pictures.size") == 2, "of the first and of the last move"
+
+    before = int(slider.input_value())
+    page.keyboard.press("ArrowLeft")  # still focused, and JupyterLab does not take the key
+    page.wait_for_function("([s, value]) => document.querySelector(s).value == value", arg=[SLIDERS, str(before - 1)])
+    page.keyboard.press("Tab")
+    page.keyboard.press("End")  # of the bandwidth
+    assert page.get_by_label("bandwidth").get_attribute("aria-valuetext") == "1000 Gbit/s"
+    page.get_by_label("communication takes no time").focus()
+    page.keyboard.press("Space")
+    assert slider.is_disabled(), "of no effect"
+    free = time_in_words(1e6 * step_ms(replay(run, free=["all_reduce"])))
+    _until_said(page, f"The median step takes {free}, predicted by replay.")
+    assert page.locator(".jp-Notebook .jp-CodeCell").count() == 2, "no key reached JupyterLab"
+    _save(page)
+    page.reload()
+    _until_said(page, f"The median step takes {free}, predicted by replay.")  # the kernel remembers
+    page.click(".labkit-controls button")
+    assert _until_said(page, "The median step took 22.6 ms.") == recorded
+    page.wait_for_function("() => document.querySelectorAll('.labkit-explorer').length == 1", timeout=LIMIT_MS)
+    assert page.evaluate(PALE)["pale"] == []
+    _save(page)
+    saved = nbformat.read(lab_server.folder / "sliders.ipynb", as_version=4)
+    assert [sorted(output.data) for output in saved.cells[-1].outputs] == [[MIME, "image/png", "text/html", "text/plain"]]
+    page.close()
+
+    lab_server.end_kernels()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(lab_server.page("lab", "sliders.ipynb"))
+    page.wait_for_function(FINISHED, timeout=LIMIT_MS)  # the file's image
+    lab_server.until_connected(page)
+    assert page.locator(SLIDERS).count() == 0
+    page.close()
+
+
+def test_a_schedule_has_sliders(lab_server: Server, browser: Browser) -> None:
+    lab_server.write("schedule.ipynb", ["import labkit as lab", "lab.explore(lab.schedule('gpipe', stages=4, micro_batches=8))"])
+    page = _open(browser, lab_server, "schedule.ipynb")
+    _run_all(page)
+    _until_said(page, "A step takes 33.0 s, bubble 27 %.")
+    page.get_by_label("micro-batches").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    _until_said(page, "A step takes 30.0 s, bubble 20 %.")  # 12 of them
+    page.locator(".labkit-controls select").select_option("1F1B")
+    _until_said(page, "of at most 4 of 12 micro-batches")
+    page.get_by_role("slider", name="ranks").focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function("() => document.querySelectorAll('.labkit-rank').length == 3", timeout=LIMIT_MS)
+    _picture(page, "sliders-schedule")
     page.close()
 
 

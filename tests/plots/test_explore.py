@@ -475,7 +475,7 @@ def test_the_page_uses_the_answers_that_fit_whoever_asked_for_them(tmp_path: Pat
         {layer_of(data_parallel(), tmp_path)}
         const view = {{ start: layer.start + 10, end: layer.end - 10 }};
         const used = (changes, base = null) => {{
-            const explorer = {{ view, base, fine: null, isolated: 1, root: {{ classList: new Set() }} }};
+            const explorer = {{ view, base, whole: layer, fine: null, isolated: 1, root: {{ classList: new Set() }} }};
             for (const act of ["wait", "redraw", "arrived"]) explorer[act] = () => {{}};
             explorer.root.classList.remove = () => {{}};
             page.Explorer.prototype.answer.call(explorer, {{ ...layer, ...changes }}, buffers);

@@ -4,11 +4,12 @@ const SHORTEST_NS = 100; // the shortest view
 const REST_MS = 60; // query once the view has not changed for this long
 
 export class Explorer extends Picture {
-  /** `host` shows the picture once the first answer is there; `arrived` is called at that moment. */
-  constructor(model, host, arrived = () => {}) {
-    super(host, model.get("about"));
+  /** `host` shows the picture once the first answer is there; `arrived` is called at that moment, `moved` with those to moves. */
+  constructor(model, host, arrived = () => {}, moved = () => {}, changed = null) {
+    super(host, changed?.about ?? model.get("about"));
     this.model = model;
     this.arrived = arrived;
+    this.moved = moved;
     this.querying = false;
     this.input = new Input(this);
     this.onAnswer = (header, buffers) => this.answer(header, buffers);
@@ -17,7 +18,11 @@ export class Explorer extends Picture {
     this.sizes.observe(this.plot);
     this.listeners = new AbortController();
     this.followTheme();
-    this.query(true);
+    if (!changed) return this.query(true);
+    Object.assign(this, { base: changed.layer, behind: changed.behind, isolated: changed.isolated });
+    this.view.end = this.view.start + this.longest;
+    this.root.classList.remove("labkit-unseen");
+    this.redraw();
   }
 
   remove() {
@@ -90,7 +95,7 @@ export class Explorer extends Picture {
   }
 
   lacksDetail() {
-    const good = (layer) => layer && layer.start <= this.view.start && layer.end >= this.view.end &&
+    const good = (layer) => layer && layer.start <= this.view.start && layer.end >= Math.min(this.view.end, this.whole.end) &&
       (layer.complete || layer.columnNs <= 1.1 * this.nsPerPixel);
     return this.base && !this.base.complete && !good(this.base) && !good(this.fine);
   }
@@ -112,8 +117,9 @@ export class Explorer extends Picture {
 
   /** The kernel sends each answer to all pages: what another one asked for is drawn where it fits. */
   answer(header, buffers) {
+    if (header.stops) return this.moved(header, buffers);
     this.wait(false);
-    const covers = header.start <= this.view.start && header.end >= this.view.end;
+    const covers = header.start <= this.view.start && header.end >= Math.min(this.view.end, this.whole.end);
     if (header.whole && !this.base) {
       this.base = new Layer(header, buffers);
       this.root.classList.remove("labkit-unseen");
@@ -131,7 +137,7 @@ function initialize({ model }) {
   const search = () => {
     for (const image of document.getElementsByClassName(model.get("about").image)) {
       if (covers.has(image)) continue;
-      covers.set(image, new Explorer(model, image.parentElement, () => (image.style.display = "none")));
+      covers.set(image, new Controls(model, image.parentElement, () => (image.style.display = "none")));
     }
   };
   const observer = new MutationObserver(search);
@@ -139,8 +145,8 @@ function initialize({ model }) {
   search();
   return () => {
     observer.disconnect();
-    for (const [image, explorer] of covers) {
-      explorer.remove();
+    for (const [image, controls] of covers) {
+      controls.remove();
       image.style.display = "";
     }
   };
@@ -148,8 +154,8 @@ function initialize({ model }) {
 
 /** In front ends that provide an element for the widget. */
 function render({ model, el }) {
-  const explorer = new Explorer(model, el);
-  return () => explorer.remove();
+  const controls = new Controls(model, el);
+  return () => controls.remove();
 }
 
 export default { initialize, render };

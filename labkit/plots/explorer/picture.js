@@ -19,6 +19,7 @@ export class Picture {
     this.allRows = about.rows.map((_, row) => row); // a rank has one row, or one each for its GPU and its CPU
     this.whole = { start: 0, end: about.duration };
     this.view = { start: about.begin, end: about.end };
+    this.behind = null; // the recorded run, if this is another one
     this.isolated = null; // the only rank that is shown; null: all
     this.base = this.fine = this.pointed = null; // the whole run, a part in more detail, the bar under the pointer
     this.build(host);
@@ -126,16 +127,58 @@ export class Picture {
     pen.clip();
     const x = (ns) => ((ns - view.start) / (view.end - view.start)) * width;
     const [from, to] = fine ? [x(fine.start), x(fine.end)] : [0, 0];
-    this.clipped(pen, 0, Math.max(from, 0), () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
-    this.clipped(pen, Math.max(from, 0), to, () => this.rows(pen, fine, view, this.shown, this.top, this.rowHigh, true));
-    this.clipped(pen, to, width, () => this.rows(pen, base, view, this.shown, this.top, this.rowHigh, true));
+    const last = this.before(pen, x);
+    const part = (layer, a, b) =>
+      this.clipped(pen, a, Math.min(b, last), () => this.rows(pen, layer, view, this.shown, this.top, this.rowHigh, true));
+    part(base, 0, Math.max(from, 0));
+    part(fine, Math.max(from, 0), to);
+    part(base, to, width);
+    this.path(pen, x);
     this.ends(pen, x);
-    this.numbers(pen, fine && from <= 0 && to >= width ? fine : base, x);
+    this.clipped(pen, 0, last, () => this.numbers(pen, fine && from <= 0 && to >= width ? fine : base, x));
     this.outline(pen, x);
     pen.restore();
     this.drawAxis();
     this.drawLegend();
     this.showWindow();
+  }
+
+  /** How long the steps take that are shown first, before or after the change. */
+  get longest() {
+    return Math.max(...[this.about, this.behind].map((run) => (run ? run.end - run.begin : 0)));
+  }
+
+  /** Whether the view is within these steps. */
+  get compares() {
+    return this.view.start >= this.about.begin - 1 && this.view.end <= this.about.begin + this.longest + 1;
+  }
+
+  /** Draw the recorded run, pale, each step from the same start; return where the changed steps end. */
+  before(pen, x) {
+    const { behind, about, view } = this;
+    if (!behind || !this.compares) return this.width;
+    const by = about.begin - behind.begin;
+    pen.globalAlpha = 0.35;
+    this.clipped(pen, x(about.begin), x(behind.end + by), () =>
+      this.rows(pen, behind.layer, { start: view.start - by, end: view.end - by }, this.shown, this.top, this.rowHigh, false));
+    pen.globalAlpha = 1;
+    return x(about.end);
+  }
+
+  /** The critical path: light in a dark outline, as in the figure. */
+  path(pen, x) {
+    if (!this.about.path?.length || this.isolated != null) return;
+    pen.beginPath();
+    for (const [rank, travels, start, end] of this.about.path) {
+      const row = this.about.rows.findIndex((one) => one.rank == rank);
+      for (const ns of [start, end]) pen.lineTo(x(ns), this.top + (row + (travels ? 0.88 : 0.58)) * this.rowHigh);
+    }
+    pen.lineJoin = "round";
+    for (const [colour, wide] of [["#16191F", 3.8], ["#F4F5F7", 1.8]]) {
+      pen.strokeStyle = colour;
+      pen.lineWidth = wide;
+      pen.stroke();
+    }
   }
 
   clipped(pen, from, to, draw) {
@@ -169,6 +212,10 @@ export class Picture {
           const w = Math.min((layer.edges[2 * i + 1] - view.start) * scale, this.width + 9) - x;
           if (mixes && w < NARROW_PX) continue;
           const style = layer.marks[6 * i];
+          if (large && this.behind) {
+            pen.fillStyle = this.paper; // else the recorded run would shine through
+            pen.fillRect(x, y, w, h);
+          }
           pen.fillStyle = this.fills[style];
           pen.fillRect(x, y, Math.max(w > 4 ? w - 0.7 : w, 0.6), h);
           if (large && w > 9 && h > 10) wide.push({ bar: layer.bar(i, row), x, w });
@@ -278,8 +325,10 @@ export class Picture {
   }
 
   drawAxis() {
-    const [unit, length] = unitOf(this.about.duration);
-    const [from, to] = [this.view.start / length, this.view.end / length];
+    const step = this.about.zoomed && this.compares;
+    const zero = (this.about.zero = step ? this.about.begin : 0); // of the tooltips' times, too
+    const [unit, length] = unitOf(step ? this.view.end - this.view.start : this.about.duration);
+    const [from, to] = [(this.view.start - zero) / length, (this.view.end - zero) / length];
     const marks = ticks(from, to, Math.max(Math.floor(this.width / 110), 2));
     this.axis.replaceChildren(...marks.at.map((value) => {
       const mark = element("span", "labkit-tick", null, value.toFixed(marks.decimals));
@@ -287,7 +336,7 @@ export class Picture {
       return mark;
     }));
     const mixed = this.mixed ? "   (where bars are narrower than a pixel, their colours mix)" : "";
-    this.unit.textContent = `time since the start of the run [${unit}]${mixed}`;
+    this.unit.textContent = `time since the start of the ${step ? "step" : "run"} [${unit}]${mixed}`;
   }
 
   /** Two lines: the visible styles of the upper lane, and those of the lower lane. */
@@ -315,6 +364,8 @@ export class Picture {
       return line;
     });
     if (this.ended) element("span", "labkit-entry", lines[0], `✕ ${about.ended}`);
+    if (about.path?.length) element("span", "labkit-entry", lines[1], "line: critical path");
+    if (this.behind) element("span", "labkit-entry", lines[1], "pale: before the change");
     this.legend.replaceChildren(...lines);
   }
 

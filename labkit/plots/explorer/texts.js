@@ -36,7 +36,7 @@ const decimals = (smallest) => Math.min(Math.max(Math.ceil(-Math.log10(smallest)
 export function barInWords(bar, about) {
   const style = about.styles[bar.style];
   const took = bar.completed - bar.issued;
-  const at = (ns) => momentInWords(ns, took, about.duration);
+  const at = (ns) => momentInWords(ns - (about.zero ?? 0), took, about.duration);
   const lines = [bar.bytes ? `${bar.name}  ${bytesInWords(bar.bytes)}` : bar.name || style.legend];
   const part = bar.end - bar.start < 0.995 * took ? `  ·  this part ${timeInWords(bar.end - bar.start)}` : "";
   lines.push(`${about.ranks[about.rows[bar.row].rank]}  ·  ${timeInWords(took)}${part}`);

@@ -73,7 +73,12 @@ def critical_path(run: HasTrace | Trace, step: int | None = None) -> list[Piece]
 def path_between(trace: Trace, start_ns: int, end_ns: int) -> list[Piece]:
     """Return the critical path of a part of a trace, in order."""
     graph = graph_of(trace, "critical_path")
-    return _Walk(graph, play(graph, measured(graph)), start_ns, end_ns).pieces
+    return path_in(graph, play(graph, measured(graph)), start_ns, end_ns)
+
+
+def path_in(graph: Graph, times: Times, start_ns: int, end_ns: int) -> list[Piece]:
+    """Return the critical path of a part of a trace with these times, in order."""
+    return _Walk(graph, times, start_ns, end_ns).pieces
 
 
 class _Walk:

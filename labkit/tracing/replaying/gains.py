@@ -88,7 +88,7 @@ class Questions:
 
     def without_communication(self) -> Gain | None:
         """Return what is saved if no operation takes any time; None if there are none."""
-        took = _took(self.graph, self.recorded)
+        took = taken_by(self.graph, self.recorded)
         rules = rules_for(self.graph, self.recorded, ProgramChanges(free=tuple(took)))
         return self._gain(WITHOUT_COMMUNICATION, rules, ideal=True) if took else None
 
@@ -101,7 +101,7 @@ class Questions:
         took_ns = float((self.trace.columns.data["end_ns"] - self.trace.ready())[rows].sum())
         if not took_ns:
             return None
-        left = max(1 - _work(self.graph)[BACKWARD] / took_ns, 0.0)
+        left = max(1 - work_in(self.graph)[BACKWARD] / took_ns, 0.0)
         for row in rows.tolist():
             shorten(rules, row, left)
         return self._gain(BESIDE_BACKWARD, rules, ideal=True)
@@ -129,13 +129,13 @@ def like_others(trace: Trace, rank: int) -> tuple[str, ProgramChanges]:
 
 def twice_as_fast(graph: Graph) -> Iterator[tuple[str, ProgramChanges]]:
     """Yield the questions what is saved if a phase of the computation is twice as fast, those of most work first."""
-    work, total = _work(graph), graph.trace.duration_ns * len(graph.trace.ranks)
+    work, total = work_in(graph), graph.trace.duration_ns * len(graph.trace.ranks)
     for name in sorted(work, key=lambda name: -work[name])[:PHASES]:
         if work[name] > NOTICED * total:
             yield f"{name} twice as fast", ProgramChanges(faster={name: 2})
 
 
-def _work(graph: Graph) -> defaultdict[str, float]:
+def work_in(graph: Graph) -> defaultdict[str, float]:
     """Return how long all ranks computed in spans of each name, without the numbers of micro-batches."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     work: defaultdict[str, float] = defaultdict(float)
@@ -147,7 +147,7 @@ def _work(graph: Graph) -> defaultdict[str, float]:
     return work
 
 
-def _took(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
+def taken_by(graph: Graph, recorded: Rules) -> defaultdict[str, float]:
     """Return how long the operations of each name took, once all ranks had arrived."""
     data, names = graph.trace.columns.data, graph.trace.columns.names
     took: defaultdict[str, float] = defaultdict(float)
@@ -170,7 +170,7 @@ def _questions(graph: Graph, recorded: Rules) -> Iterator[tuple[str, ProgramChan
     yield from twice_as_fast(graph)
     if trace.columns.data["issue_delay_ns"].any():
         yield "a core for each rank", ProgramChanges(own_cores=True)
-    took = _took(graph, recorded)
+    took = taken_by(graph, recorded)
     if not took:
         return
     total = trace.duration_ns * len(trace.ranks)

@@ -78,15 +78,21 @@ def replay(
     words = changes.in_words(trace.ranks)
     if apart := of_other_threads(graph, changes):
         words += f"; that other threads wait for {listed(apart)} is not known, and so without effect"
+    return replay_of(graph, measured(graph), changes, words)[0]
+
+
+def replay_of(graph: Graph, recorded: Rules, changes: ProgramChanges, words: str) -> tuple[Trace, Times]:
+    """Return what `replay` does, and the times of all events, given the rules of the recorded run."""
     try:
-        rules = rules_for(graph, measured(graph), changes)
-        found = replayed(graph, rules, play(graph, rules), words)
+        rules = rules_for(graph, recorded, changes)
+        times = play(graph, rules)
+        found = replayed(graph, rules, times, words)
     except OverflowError:
         raise LabError("replay: after this change the run would last longer than 292 years, more than a trace can hold") from None
-    if own_cores:  # no thread lacks a core any more
+    if changes.own_cores:  # no thread lacks a core any more
         for name in DELAYS:
             found.columns.data[name] = 0
-    return found
+    return found, times
 
 
 def replayed(graph: Graph, rules: Rules, times: Times, changed: str) -> Trace:
