@@ -25,7 +25,7 @@ ALL_OF_TENSORFLOW: Final = (
     "All ranks of a strategy must run the same steps: look for a dataset or a loop of another length, or an early return. A rank "
     "whose server others still need calls `server.join()` at its end, not `return`."
 )
-CREATED: Final = "Every rank must call {}, in the same order, also ranks that do not belong to the new group."
+CREATED: Final = "Every rank must call {}, in the same order, including ranks that do not belong to the new group."
 UNRECEIVED: Final = (
     "A send ends only when the other side receives: look for a receive that is missing there, or that has another source or tag."
 )

@@ -138,7 +138,8 @@ def _incomparable(serial: _Training, several: Sequence[_Training]) -> str:
     other = [rank for rank, one in enumerate(firsts[1:]) if one.before != firsts[0].before]
     if other:
         where = listed((f"rank {rank}" for rank in other), most=MOST_NAMES)
-        return f"training begins with other parameters on {where}: if each rank has the whole model, set the same seed on all."
+        begins = f"training begins with other parameters on {where} than on one rank"
+        return f"{begins}: if each rank has the whole model, set the same seed on all."
     sizes = [float(np.linalg.norm(_joined(first, list(first.gradients)))) for first in serial.optimizers]
     if not sizes[0] or not math.isfinite(sum(sizes)):
         return "the gradients on one rank are all 0, or not finite."
@@ -157,7 +158,7 @@ def _samples(whole: Counter[int], parts: Sequence[Counter[int]]) -> tuple[str, S
         sizes = f"{whole.total()} samples on one rank, and {together.total()} on {ranks}"
         return f"the batch grows with the ranks ({sizes}): divide its size by their number.", None
     elif together.keys() - whole.keys():
-        return "the samples are others than on one rank: set the same seed, and divide each batch.", None
+        return "the samples are not those of one rank: set the same seed, and divide each batch.", None
     elif missing:
         came_again = f", and {again} came again" if again else ""
         never = f"{missing.total()} of {whole.total()} samples of the first step never came"
@@ -193,7 +194,7 @@ def _pattern(whole: NDArray[np.float64], own: Sequence[NDArray[np.float64]], siz
         usual = [factor for factor in (ranks, 1 / ranks) if math.isclose(factors[0], factor, rel_tol=ROUNDING)]
         if multiples and factors[0] > 0 and (usual or np.count_nonzero(whole) > FEW):
             return FaultKind.SUM_FOR_MEAN if ranks in usual else FaultKind.SCALED, f"are {factors[0]:.3g} times those on one rank"
-        said = "are equal on all ranks, but not those on one rank"
+        said = "are equal on all ranks, but differ from those on one rank"
         if len(set(sizes)) > 1:
             return FaultKind.UNEQUAL_PARTS, f"{said}; the ranks had {listed(sizes)} samples"
         return FaultKind.OTHER_GRADIENTS, said

@@ -40,25 +40,27 @@ class Fault:
     def train(self) -> Callable[..., Any]:
         """The program's function, for `group.run`, `lab.same_as_serial` and the like; it returns a tensor."""
         function: Callable[..., Any] = runpy.run_path(str(self.path), run_name=self.path.stem)["train"]
+        function.__name__ = self.path.stem  # the title of its pictures
         return function
 
-    def run(self, *args: Any, ranks: int | None = None) -> Run:
-        """Run the program on CPUs, on new ranks, with `check=True`, so that `lab.verdict` can compare them.
+    def run(self, *args: Any, ranks: int | None = None, check: bool = True) -> Run:
+        """Run the program on CPUs, on new ranks.
 
         Args:
             *args: arguments of its function, if it has any.
             ranks: how many; by default as many as the fault needs. With 1, most programs are right: the serial oracle.
+            check: whether to compare the ranks, for `lab.verdict`.
 
         Raises:
             RunError: the program failed.
         """
         with Group(ranks or self.ranks, devices="cpu") as group:
-            return group.run(self.train, *args, check=True)
+            return group.run(self.train, *args, check=check)
 
-    def watch(self, *args: Any, ranks: int | None = None) -> Run:
+    def watch(self, *args: Any, ranks: int | None = None, check: bool = True) -> Run:
         """`run` with the live picture."""
         with Group(ranks or self.ranks, devices="cpu") as group:
-            return group.watch(self.train, *args, check=True)
+            return group.watch(self.train, *args, check=check)
 
     def __repr__(self) -> str:
         return self.source.partition("\n\n\nif __name__")[0]  # what starts it under torchrun has no place in a cell

@@ -38,7 +38,7 @@ class FaultKind(Enum):
     )
     GRADIENTS_DIFFER = (
         "A parameter that takes no part in the loss keeps DistributedDataParallel from averaging those in its bucket: leave it "
-        "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() does so, too."
+        "out of the model, or pass find_unused_parameters=True. A forward pass inside no_sync() has the same effect."
     )
     BYPASSED = "Call the DistributedDataParallel itself: only its forward pass arranges that the backward pass averages."
     NO_GRADIENTS = "The loss does not reach them: was the optimizer made before fully_shard, or of another model or copy?"

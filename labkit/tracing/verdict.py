@@ -241,7 +241,7 @@ def _buffers(facts: Facts, ranks: Sequence[str]) -> Iterator[SilentFault]:
         if names:
             means = [f"{fact.values[names[0]]:.3g}" for fact in together.values()]
             sentence = (
-                f"After the last step, buffers differ between {_of(together, ranks)}: {_some(names)} (the first has the means "
+                f"After the last step, buffers differ between {_of(together, ranks)}: {_some(names)} ({names[0]} has the means "
                 f"{listed(means)}). A saved model has those of one rank only."
             )
             yield SilentFault(FaultKind.BUFFERS_DIFFER, tuple(together), "", sentence, tuple(names))
@@ -360,7 +360,7 @@ def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
     looked = max((fact.values["compared"] for fact in runs), default=0)
     when = f" in {min(looked, steps)} of {counted(steps, 'step')}" if steps else ""
     tensors = f"{words} of {counted(len(facts), 'rank')}{when}"
-    return f"Compared: {tensors}." if faults else f"No fault was found: {tensors} are as they should be."
+    return f"Compared: {tensors}." if faults else f"No fault was found in what was compared: {tensors}."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ def train(label_of=lambda x: x[:, 0] > 0):
     y = label_of(x).float()[:, None]
     model = DDP(nn.Sequential(nn.Linear(40, 128), nn.ReLU(), nn.Linear(128, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    torch.manual_seed(rank)  # each rank augments its images in another way
+    torch.manual_seed(rank)  # each rank adds other noise
     training, test = random_split(range(250), [200, 50])
     training = torch.tensor(list(training)).chunk(ranks)[rank]
     for _ in range(60):

@@ -15,7 +15,7 @@ from labkit.teaching.faults import fault
 from labkit.tracing.silent_faults import FaultKind, faults_in
 
 LESSON = "15_find_the_fault"
-NAMES: Final = ("decides alone", "unequal batches", "half a group", "split sizes", "not waited for",
+NAMES: Final = ("decides alone", "unequal batches", "other groups", "split sizes", "not waited for",
                 "mean of means", "unused layer", "equal shards", "padding", "own buffers")
 PROGRAMS: Final = (  # in the order of the lesson, each with the name of its fault, and where to look
     ("early_stopping", "decides alone",
@@ -37,7 +37,7 @@ def name_the_faults(answer: Any) -> None:
              f"given {answer!r}: expected a list of four names from the table")
     for given, (program, name, hint) in zip(answer, PROGRAMS, strict=True):
         wrong_if(given not in NAMES, f"{program}: the table has no {given!r}")
-        wrong_if(given != name, f"{program}: {given!r} would show in another way; {hint}")
+        wrong_if(given != name, f"{program}: not {given!r}; {hint}")
 
 
 def _called(answer: Callable[..., Any]) -> Any:
@@ -106,7 +106,7 @@ def fix_gradient_average(results: Results, ranks: int) -> None:  # noqa: ARG001
         ([wait, ("dist.all_reduce(p.grad, ", "dist.all_reduce(p.grad.clone(), ")],
          "the sums arrive in other tensors than those with which the optimizer steps",
          "all_reduce works in place: give it p.grad itself"),
-    ], "all is waited for, but the weights are not those of one rank: is each gradient averaged exactly once?",
+    ], "all is waited for, but the weights are not those of one rank: when is a gradient added up, divided and used?",
         serial=[wait])
 
 
@@ -130,11 +130,11 @@ def fix_sentences(results: Results, ranks: int) -> None:  # noqa: ARG001
          "divide by the number of words of all ranks"),
         ([summed, (loss, f"({by_sum} / total * ranks**2)")], "all gradients are too large, by the number of ranks",
          "multiply by the number of ranks once"),
-    ], "the weights are not those of one rank: the gradient of one rank is that of the mean over all words of all ranks")
+    ], "one process averages over all words: over which words does each of your terms average, and with what weight?")
 
 
 @exercise(
-    LESSON, "DDP averages the gradients of all layers that have some.", CASES, on_ranks=_called,
+    LESSON, "Every rank has the weights of one rank.", CASES, on_ranks=_called,
     call="fix_adapt() on {ranks} ranks",
 )
 def fix_adapt(results: Results, ranks: int) -> None:  # noqa: ARG001
@@ -145,4 +145,4 @@ def fix_adapt(results: Results, ranks: int) -> None:  # noqa: ARG001
         ([("return self.score(self.body(x).tanh())", "h = self.body(x).tanh()\n        return self.score(h) + self.spare(h)")],
          "now the forward pass uses the layer, and the model has become another one",
          "the layer must not change what the model computes"),
-    ], "the weights are not those of one rank: the model's output and its loss must stay what they were")
+    ], "the weights are not those of one rank: is each gradient the average, and is the model what it was?")

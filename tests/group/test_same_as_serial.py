@@ -174,7 +174,7 @@ FIRST = "the 24 samples and the gradients of the first step."
         (accumulate, [4], SERIAL),
         (train, ["grows"], "because the batch grows with the ranks (24 samples on one rank, and 48 on 2)"),
         (train, ["other seeds"], "because training begins with other parameters on rank 1"),
-        (train, ["other data"], "because the samples are others than on one rank"),
+        (train, ["other data"], "because the samples are not those of one rank"),
         (train, ["FSDP2"], f"because {UNCOMPARED}: 0.weight, 0.bias, 2.w"),
         (learn, ["sparse"], f"because {UNCOMPARED}: weight."),
         (learn, ["autocast"], f"because {UNCOMPARED}: weight and bias."),
@@ -207,7 +207,7 @@ def test_trainings_that_are_the_same_or_cannot_be_compared(
         ),
         (
             train, ["unequal"], [FaultKind.UNEQUAL_PARTS],
-            "equal on all ranks, but not those on one rank; the ranks had 6 and 18 samples.",
+            "equal on all ranks, but differ from those on one rank; the ranks had 6 and 18 samples.",
         ),
         (train, ["dropout"], [FaultKind.OTHER_GRADIENTS], "all gradients of the first step"),
         (
@@ -220,7 +220,7 @@ def test_trainings_that_are_the_same_or_cannot_be_compared(
         (learn, ["many samples", "sums"], [FaultKind.SUM_FOR_MEAN], "all gradients of the first step are 2 times"),
         (
             learn, ["many samples", "weights a rank"], [FaultKind.OTHER_GRADIENTS],
-            "are equal on all ranks, but not those on one rank.",
+            "are equal on all ranks, but differ from those on one rank.",
         ),
         (learn, ["odd", "never averages"], [FaultKind.NOT_AVERAGED], f"{APART}, and their mean is that on one rank."),
         (learn, ["two models", "reduces a copy"], [FaultKind.NOT_AVERAGED], f"all {APART}."),

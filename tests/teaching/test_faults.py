@@ -23,7 +23,7 @@ SEEN = {
     "decaying_rate": "",
     "early_stopping": "The ranks parted at `while not stop`",
     "expert_tokens": "rank 1 sends 5 rows to rank 0, which\nexpects 4",
-    "gathered_loss": "",
+    "batch_loss": "",
     "gradient_average": "was never waited for",
     "held_out": "",
     "many_files": "The ranks parted at `for x in DataLoader(",
@@ -54,7 +54,7 @@ def test_a_fixed_program_has_the_result_of_one_rank(name: str, ranks: int) -> No
     assert compared(fixed(name), lab.fault(name), ranks) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["accuracy", "adapt", "decaying_rate", "gathered_loss", "normalised", "sentences"])
+@pytest.mark.parametrize("name", ["accuracy", "adapt", "decaying_rate", "batch_loss", "normalised", "sentences"])
 def test_without_the_cure_the_result_is_another(name: str) -> None:
     fault = lab.fault(name)
     assert compared(fault, fault, fault.ranks) > 1e-4

@@ -544,7 +544,7 @@ def many_steps() -> None:
 
 def test_what_was_compared(two: lab.Group) -> None:
     said = repr(verdict(two.run(with_no_sync, check=True)))
-    assert said == "No fault was found: parameters, gradients and inputs of 2 ranks in 2 of 3 steps are as they should be."
+    assert said == "No fault was found in what was compared: parameters, gradients and inputs of 2 ranks in 2 of 3 steps."
     assert "were compared: that needs check=True" in repr(verdict(two.run(by_hand)))
     run = two.run(many_steps, check=True)
     assert {fact.step for fact in run.facts[0] if fact.kind is FactKind.GRADIENTS} == {0, 1, 10, 20}

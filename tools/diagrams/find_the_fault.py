@@ -18,14 +18,14 @@ def four_ways(picture: Diagram) -> None:
         ("it is right, and slow", "the timeline"),
     )
     picture.text(310, 18, "what happens", bold=True, size=13)
-    picture.text(570, 18, "what shows the cause", bold=True, size=13)
+    picture.text(582, 18, "what shows the cause", bold=True, size=13)
     for number, (end, shown) in enumerate(rows):
         y = 36 + 54 * number
         wrong = number == 2
-        picture.arrow((140, 125), (205, y + 20))
-        picture.box(210, y, 200, 40, end, fill=SUM if wrong else EMPTY, bold=wrong, size=13)
-        picture.arrow((410, y + 20), (465, y + 20))
-        picture.box(470, y, 210, 40, shown, dashed=True, size=13)
+        picture.arrow((140, 125), (200, y + 20))
+        picture.box(205, y, 215, 40, end, fill=SUM if wrong else EMPTY, bold=wrong, size=13)
+        picture.arrow((420, y + 20), (475, y + 20))
+        picture.box(480, y, 205, 40, shown, dashed=True, size=13)
 
 
 @diagram("15_oracle", 700, 230, "a serial oracle")
@@ -38,8 +38,8 @@ def oracle(picture: Diagram) -> None:
     columns = ((100, "samples of\nthe first step"), (310, "gradients of\nthe first step"), (520, "weights\nat the end"))
     for number, (x, text) in enumerate(columns):
         picture.box(x, 36, 140, 50, text, fill=VIOLET)
-        picture.box(x, 126, 66, 50, "", fill=GOLD)
-        picture.box(x + 74, 126, 66, 50, "", fill=GOLD)
+        for left in (x, x + 74):
+            picture.box(left, 126, 66, 50, "half" if number == 0 else "", fill=GOLD)
         picture.both_ways((x + 70, 88), (x + 70, 124))
         picture.text(x + 70, 200, f"{number + 1}. equal?", size=13)
         if number < 2:

@@ -176,5 +176,5 @@ def _agree_on_members(name: str, number: int, ranks: Sequence[int]) -> None:
         one, other = (listed(text.split(",")) for text in (mine, theirs))
         raise ValueError(
             f"new_group of the ranks {one}: for another rank, this group has the ranks {other}. Every rank must call new_group "
-            "for each group, in the same order, also ranks that do not belong to it"
+            "for each group, in the same order, including ranks that do not belong to it"
         )

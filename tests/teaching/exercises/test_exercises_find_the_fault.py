@@ -33,7 +33,7 @@ mutant("dist.all_reduce(p.grad, async_op=True) for", "dist.all_reduce(p.grad.div
 mutant(WAIT, "pass", "still not waited for", cure="keep what each all_reduce returns")
 mutant(DIVIDE, "pass", "added up, but not averaged", cure="divide each of them")
 mutant("dist.all_reduce(p.grad, ", "dist.all_reduce(p.grad.clone(), ", "in other tensors", cure="give it p.grad itself")
-mutant(DIVIDE, "p.grad /= ranks**2", "averaged exactly once")
+mutant(DIVIDE, "p.grad /= ranks**2", "when is a gradient added up, divided and used")
 
 right, wrong, mutant = answers.of("fix_sentences")
 
@@ -43,7 +43,7 @@ mutant("/ total * ranks", "/ total", "what does DDP do with the sum", cure="mult
 mutant("/ total * ranks", "/ total * ranks**2", "too large, by the number of ranks", cure="ranks once")
 mutant("/ total * ranks", "", "never divided by the number of words", cure="words of all ranks")
 mutant("/ total * ranks", "/ len(words)", "a mean of two means", cure="add up the losses of the words")
-mutant("float(len(words))", "float(len(words) + 5)", "that of the mean over all words")
+mutant("float(len(words))", "float(len(words) + 5)", "over which words does each of your terms average")
 
 right, wrong, mutant = answers.of("fix_adapt")
 
@@ -51,7 +51,7 @@ LAYERS = "self.body, self.score, self.spare = nn.Linear(8, 16), nn.Linear(16, 1)
 mutant(LAYERS, "self.body, self.score = nn.Linear(8, 16), nn.Linear(16, 1)")
 mutant(", find_unused_parameters=True", "", "as it was", cure="leave the unused layer out")
 mutant("self.body(x).tanh())", "self.body(x).tanh()) + self.spare(self.body(x).tanh())", "another one", cure="must not change")
-mutant("lr=0.5", "lr=0.1", "must stay what they were")
+mutant("lr=0.5", "lr=0.1", "is the model what it was")
 
 
 test_the_verdict_fits_the_answer = answers.test_of_verdicts()
