@@ -228,7 +228,7 @@ def test_trainings_that_are_the_same_or_cannot_be_compared(
         (learn, ["two models", "nan"], [FaultKind.LOSS], "all gradients of the first step are not finite."),
         (
             learn, ["one number", ""], [FaultKind.UNEQUAL_PARTS],
-            "all gradients of the first step are equal on all ranks, but not those on",
+            "all gradients of the first step are equal on all ranks, but differ from those on",
         ),
     ],
 )  # fmt: skip
