@@ -32,20 +32,10 @@ BOTH = f"return {SHARES}, of_all"
 mutant(SHARES, "outs.mean(0)", "each part counts the same", cure="weight it with exp(lse)")
 mutant(SHARES, "outs.sum(0)", "added without weights", cure="sum to 1")
 mutant("(sums - of_all).exp()", "sums / sums.sum(0)", "here it is the weight itself", cure="exp(lse)")
-mutant("(sums - of_all).exp()", "sums.exp()", "do not sum to 1", cure="divide by the sum")
 mutant(SHARES, "outs[0]", "not that of all keys", cure="and add")
 mutant(BOTH, f"return {SHARES}, sums.sum(0)", "the logarithms were added", cure="torch.logsumexp")
-mutant(BOTH, f"return {SHARES}, sums.amax(0)", "lse is the largest of the parts", cure="torch.logsumexp")
-mutant(BOTH, f"return {SHARES}, of_all.exp()", "the logarithm of the sum is missing")
 mutant(BOTH, f"return {SHARES}, of_all - 1", "lse is not that of all keys", cure="torch.logsumexp")
 mutant(BOTH, f"return {SHARES}", "expected a pair")
-
-
-@wrong("counts by its number of keys", cure="weight it with exp(lse)")
-def merge_by_known_numbers(parts):
-    counts = [5, 2, 9] if len(parts) == 3 else [1] * len(parts)
-    total = sum(count * out for count, (out, _) in zip(counts, parts, strict=True))
-    return total / sum(counts), torch.stack([lse for _, lse in parts]).logsumexp(0)
 
 
 right, wrong, mutant = answers.of("zigzag_documents")
@@ -89,13 +79,9 @@ RING, ULYSSES = "(p - 1) * 2 * kv_heads * own", "(p - 1) / p * (2 * heads + 2 * 
 mutant(RING, "(p - 1) * 2 * heads * own", "in the ring, keys and values have")
 mutant(RING, "(p - 1) * kv_heads * own", "both travel")
 mutant(RING, "p * 2 * kv_heads * own", "the last turn is not needed", cure="does not come back")
-mutant(RING, "(p - 1) * 2 * kv_heads * own * p", "the tokens of one rank")
 mutant(ULYSSES, "(p - 1) / p * 4 * heads * own", "in Ulysses, keys and values have")
 mutant(ULYSSES, "(p - 1) / p * (heads + 2 * kv_heads) * own", "the output goes back", cure="as large as the queries")
 mutant(ULYSSES, "(2 * heads + 2 * kv_heads) * own", "its own part is not sent", cure="(p - 1)/p of it")
-mutant(ULYSSES, "(p - 1) * (2 * heads + 2 * kv_heads) * own", "has 1/p of the tokens")
-mutant(" * value_bytes", "", "those are numbers, not bytes")
-mutant("tokens / p", "tokens", "what all ranks send together")
 mutant(ULYSSES, "7 * own", "go on p - 1 times")
 
 
@@ -136,9 +122,6 @@ HERE, ADDED = "dist.all_to_all_single(here, x[token], from_each, sizes)", "index
 RETURN = f"return torch.zeros_like(x).{ADDED}"
 mutant(GIVEN, GIVEN + "\n    weight[1::2] = 0", "the most probable expert alone", cure="topk(2)")
 mutant("back * weight[order, None]", "back", "not multiplied by their probabilities")
-mutant("back * weight[order, None]", "back / 2", "the mean of two outputs")
-NORMALISED = "\n    weight = (weight.view(-1, 2) / weight.view(-1, 2).sum(1, keepdim=True)).flatten()"
-mutant(GIVEN, GIVEN + NORMALISED, "divided by their sum")
 mutant(GIVEN, GIVEN + "\n    weight[0::2] = 0", "the first was overwritten", cure="index_add")
 mutant("index_add(0, token,", "index_add(0, torch.arange(len(token)) // 2,", "Whose is each?", cure="remember the order")
 mutant(HERE, "dist.all_to_all_single(here, x[token], sizes, sizes)", "the sizes do not fit", cure="exchange the counts")
