@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from tools.diagrams.kit import COMMUNICATION, COMPUTE, OLIVE, SHARES, Diagram, diagram
+from tools.diagrams.kit import COMMUNICATION, COMPUTE, EMPTY, OLIVE, SHARES, Diagram, diagram
 
 RANKS = 4
 
 
 def _pairs(picture: Diagram, left: float, top: float, owners: list[int], side: float) -> None:
-    """Draw the pairs of blocks that causal attention needs; a row of queries has the colour of its rank."""
+    """Draw the pairs of blocks that causal attention needs; a row of queries has colour and number of its rank."""
     for row, owner in enumerate(owners):
         for column in range(len(owners)):
             needed = column <= row
-            picture.box(left + column * side, top + row * side, side - 2, side - 2, radius=2,
-                        fill=SHARES[owner] if needed else "none", dashed=not needed)  # fmt: skip
+            text, fill = (str(owner), SHARES[owner]) if needed else ("", EMPTY)
+            picture.box(left + column * side, top + row * side, side - 2, side - 2, text, fill=fill, dashed=not needed,
+                        size=12, radius=2)  # fmt: skip
         picture.text(left - 8, top + row * side + side / 2, f"rank {owner}", anchor="end", size=12)
 
 
@@ -34,7 +35,7 @@ def attention(picture: Diagram) -> None:
     )):  # fmt: skip
         picture.text(340, 70 + 26 * line, text, anchor="start", size=13)
     picture.text(340, 170, "Rank 3 holds the last quarter of the tokens.", anchor="start", size=13)
-    picture.text(340, 192, "Its queries need keys that ranks 0, 1 and 2 hold.", anchor="start", size=13,
+    picture.text(340, 192, "Its queries need the keys of all ranks.", anchor="start", size=13,
                  color=COMMUNICATION)  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def zigzag(picture: Diagram) -> None:
     _pairs(picture, 70, 40, [0, 1, 2, 3], 56)
     picture.text(540, 16, "the zig-zag cut", size=15, bold=True)
     _pairs(picture, 440, 40, [0, 1, 2, 3, 3, 2, 1, 0], 28)
-    picture.text(182, 282, "colour: the rank that computes", size=12)
+    picture.text(182, 282, "number and colour: the rank that computes", size=12)
 
 
 @diagram("16_experts", 760, 260, "tokens go to their experts and back")
