@@ -83,6 +83,7 @@ class RankError(RunError):
     """
 
     closed = False  # whether it ended the `with` block of a group, and so closed it
+    restarts = 0  # how many times the run had replaced all ranks before
 
     def __init__(
         self, failures: list[RankFailure], others: list[str] | None = None, *, stopped: bool = True, hint: str = ""
@@ -115,6 +116,9 @@ class RankError(RunError):
         rest = [f"{f.name}: {f.headline}" for f in self.failures[1:] if f not in same] + self.others
         if rest:
             lines += ["", "Meanwhile:", *(f"    {line}" for line in rest)]
+        if self.restarts:
+            times = "once" if self.restarts == 1 else f"{self.restarts} times"
+            lines += ["", f"Before that, this run had failed and started again on fresh ranks {times}."]
         end = _ALL_STOPPED if self.stopped else "The ranks are still running and keep their state."
         lines += [_RULE] if self.closed else ["", end, _RULE]
         return "\n".join(lines)

@@ -17,6 +17,7 @@ What to open for which change:
 - how prints appear: output.py; how many are kept: printed_lines.py; in the rank: ipc/stdio.py
 - what ends a run, the title of `watch`, `lab.Run`: run.py; who hears ranks: message_loop.py; tests test_faults.py,
   test_stop.py
+- what happens between two attempts of a run with `restarts`: `_attempts` in group.py; tests test_restarts.py
 - when ranks start and end: processes.py; which runs they may serve, and which names of `%%ranks` cells they have:
   pool_state.py; what a run may leave behind: unfinished.py; what groups share, and the default start: open_groups.py;
   tests test_lifetime.py, test_short_runs.py, test_cell_names.py

@@ -17,6 +17,7 @@ from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import pending_of, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, UNSHOWN, Pending
+from labkit.tracing.attempts import followed
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
@@ -40,6 +41,9 @@ class Picture(Protocol):
         `silent` has the ranks whose machine does not answer, with the time of its last report.
         """
 
+    def restart(self, now_ns: int) -> None:
+        """All ranks have been replaced, and the function starts again on them."""
+
     def hold(self, asking: Collection[int]) -> None:
         """The student is asked for a command for one of these ranks: no update follows while the student thinks."""
 
@@ -48,10 +52,15 @@ class Picture(Protocol):
 
 
 class Records:
-    """The records of one run, by rank; `cores` is how many cores they share, 0 if unknown."""
+    """The records of one run, by rank; `cores` is how many cores they share, 0 if unknown.
 
-    def __init__(self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0) -> None:
-        self._link, self._cores = link, cores
+    If the ranks of the run were replaced, these are the records of one attempt, and `earlier` has those before.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], link: Link | Network | None = None, cores: float = 0.0, earlier: Records | None = None
+    ) -> None:
+        self._link, self._cores, self._earlier = link, cores, earlier
         self._nodes = nodes_over(link, len(members)) or nodes_of(members)
         self._clocks = [(m.process.place, m.process.clock) for m in members]
         self._clock_error_ns = 0
@@ -77,7 +86,7 @@ class Records:
         return new
 
     def end(self, rank: int, at_ns: int) -> None:
-        """Mark that a rank's process ended, and the others went on."""
+        """Mark that a rank's process ended, and the run went on, without it or with fresh ranks."""
         self._ended.append(Scalar(rank, ENDED, at_ns, 1.0))
 
     def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]], silent: Sequence[tuple[int, int]]) -> None:
@@ -239,7 +248,11 @@ class Records:
         others["clock_error_ns"] = self._clock_error_ns
         trace = from_records(joined, self._names, self._labels, **others | self._interrupted)
         trace.scalars += tuple(self._ended)
-        return trace
+        for scalar in self._ended:  # what was under way lasted until the run was stopped, a little later
+            rows = trace.columns.data
+            for end in ("end_ns", "wait_end_ns"):
+                rows[end] = np.where(rows["rank"] == scalar.rank, np.minimum(rows[end], scalar.time_ns), rows[end])
+        return trace if self._earlier is None else followed(self._earlier.trace(), trace)
 
 
 def nodes_of(members: Sequence[Member]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 from labkit.costs.link import Link
 from labkit.costs.network import Network
-from labkit.errors.exceptions import LabError, RankError, Stopped, wrapped
+from labkit.errors.exceptions import LabError, RankError, RunError, Stopped, wrapped
 from labkit.errors.lists import counted
 from labkit.errors.wrong_calls import public_api
 from labkit.group import arguments
@@ -54,6 +55,11 @@ class Group:
         start: "fork" or "spawn"; default: the method that is safe on this system.
         link: the `labkit.Link` or `Network` to emulate between ranks (never faster than the real one); torch, RPC only.
         on: the machines that run the ranks, such as `labkit.SSH("pc1", "pc2")`; default: this one.
+        restarts: how many times one run may replace all ranks, after one of them died or raised an error, and call its
+            function again from the start, as `torchrun --max-restarts` does. The variable TORCHELASTIC_RESTART_COUNT
+            tells a rank how many times this was. What is to survive, the function must save and load itself. Results,
+            steps and figures are those of the last attempt; `lab.timeline` and `run.trace` show all. Deadlocks, Stop,
+            `timeout_s` and `%%ranks` cells never restart.
 
     The processes start with the first run, are kept for the next, and are replaced when one of them fails. They end
     with `close`, at the end of a `with` block, and when this process ends, however it ends.
@@ -61,7 +67,7 @@ class Group:
     Attributes:
         names: names of the ranks, in rank order.
         on: the machines that run them; None for this one.
-        runtime, devices, threads, timeout_s, link: the constructor's arguments.
+        runtime, devices, threads, timeout_s, link, restarts: the constructor's arguments.
         last_run: the `Run` of the last function or `%%ranks` cell that returned; None before that.
 
     Raises:
@@ -70,7 +76,7 @@ class Group:
     """
 
     picture: ClassVar[Callable[[], Picture] | None] = None  # makes the live picture of `watch`; this package draws nothing
-    runtime, devices, threads, timeout_s, link = (arguments.FixedArgument() for _ in range(5))
+    runtime, devices, threads, timeout_s, link, restarts = (arguments.FixedArgument() for _ in range(6))
 
     @public_api
     def __init__(
@@ -85,6 +91,7 @@ class Group:
         start: str | None = None,
         link: Link | Network | None = None,
         on: Any = None,
+        restarts: int = 0,
     ) -> None:
         arguments.check_environment()
         self._kind = arguments.runtime_named(runtime)
@@ -102,6 +109,7 @@ class Group:
             timeout_s=timeout_s,
             start=default_start() if start is None else start,
             link=link,
+            restarts=restarts,
         )
         arguments.check_runtime(self._options, self._kind)
         if on is None:
@@ -317,7 +325,7 @@ class Group:
             if error.hint or not (hint := arguments.hint_for_rank(function, args, kwargs)):
                 raise
             hinted = RankError(error.failures, error.others, stopped=error.stopped, hint=hint)
-            hinted.run = error.run
+            hinted.run, hinted.restarts = error.run, error.restarts
             raise hinted from None
         finally:
             payload.close()
@@ -354,23 +362,9 @@ class Group:
             picture = make_picture() if make_picture is not None else None
             if payload.copied_from_gpu:
                 self._announce("CUDA tensors in arguments reach the ranks as CPU tensors.")
-            pool, home = self._usable_pool(request), sys.modules["__main__"]
-            self._announce(*pool.follow())
-            pool.state.begin(request)
-            pool.share_filters(lambda filters: pickling.pack(filters, home=home, sent=self._sent))
-            self._install(pool, payload)
-            if self.profiling:
-                pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
-            pool.observe(begin=True)
-            execution = Execution(pool, on, name, picture, called)
-            pool.begin(on, message)
-            deadline_s = None if self._options.timeout_s is None else time.monotonic() + self._options.timeout_s
-            try:
-                run = execution.wait(deadline_s, profile=self.profiling)
-            except LabError:
-                if not self.profiling:  # otherwise the profiler still records
-                    pool.state.end()
-                raise
+            execution, run = self._attempts(request, payload, name, on, message, called, picture)
+            pool = self._pool
+            assert pool is not None
             self.last_run = run
             self._announce(*execution.notes)
             for fault in execution.faults:  # after every run, unlike notes, until it is mended
@@ -401,6 +395,54 @@ class Group:
                     self._holder = None
             if self._closed:  # by another thread, which left the cleanup to this one
                 self.close()
+
+    def _attempts(
+        self, request: Request, payload: pickling.Payload, name: str, on: Sequence[int], message: Callable[[Member], Message],
+        called: StackFrame | None, picture: Picture | None,
+    ) -> tuple[Execution, Run]:  # fmt: skip
+        """Call the function until it has returned on all ranks; where `restarts` allows it, again after a failure."""
+        most, deadline_s = 0 if request.cell else self._options.restarts, None
+        failed: Execution | None = None
+        for restarts in itertools.count():
+            try:
+                pool = self._ready_pool(request, payload, name, restarts)
+                execution = Execution(pool, on, name, picture, called, failed)
+                pool.begin(on, message)
+            except BaseException as error:
+                if failed is not None:
+                    _end_between(failed, name, error)
+                raise
+            if restarts == 0 and self._options.timeout_s is not None:
+                deadline_s = time.monotonic() + self._options.timeout_s
+            try:
+                run = execution.wait(deadline_s, profile=self.profiling, may_restart=restarts < most)
+            except LabError as error:
+                if isinstance(error, RankError):
+                    error.restarts = restarts
+                if not self.profiling:  # otherwise the profiler still records
+                    pool.state.end()
+                raise
+            if run is not None:
+                return execution, run
+            put(wrapped(f"labkit: {execution.failed}.") + "\n")
+            put(f"labkit: {name} starts again on fresh ranks (restart {restarts + 1} of {most}).\n")
+            failed = execution
+        raise AssertionError("the last attempt raises its error")
+
+    def _ready_pool(self, request: Request, payload: pickling.Payload, name: str, restarts: int) -> RankPool:
+        """The processes, told all that they must know before they are called, after so many restarts in this run."""
+        if self._closed:
+            raise LabError(f"the group was closed in another thread while {name} was running")
+        pool, home = self._usable_pool(request), sys.modules["__main__"]
+        self._announce(*pool.follow())
+        pool.state.begin(request)
+        pool.share_filters(lambda filters: pickling.pack(filters, home=home, sent=self._sent))
+        pool.tell_restarts(restarts)
+        self._install(pool, payload)
+        if self.profiling:
+            pool.exchange(protocol.Profile(begin=True), protocol.Profiled)
+        pool.observe(begin=True)
+        return pool
 
     def _takes_turn(self, who: object) -> bool:
         """One run at a time. A lock held for the run could leak: Stop may come between acquiring it and the `try`."""
@@ -537,6 +579,17 @@ def _profiled(group: Group) -> Iterator[None]:
         yield
     finally:
         group.profiling = before
+
+
+def _end_between(execution: Execution, name: str, error: BaseException) -> None:
+    """End a run whose ranks cannot be replaced after a failure, since Stop was pressed, or for another reason."""
+    run = execution.conclude("stopped")
+    if isinstance(error, KeyboardInterrupt):
+        stop = Stopped(name, [])
+        stop.run = run
+        raise stop from None
+    if isinstance(error, RunError):
+        error.run = run
 
 
 def _end_unreferenced(pool: RankPool, owner: int) -> None:

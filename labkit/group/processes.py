@@ -61,6 +61,7 @@ class RankPool:
         self._filters = NotebookFilters()
         self.lost = LostRanks(options, kind)  # those that have ended, and without which the others went on
         self.oom_kills = OOMKillCounters()
+        self._restarts = 0  # what the ranks have been told: how many times all ranks were replaced in their run
         self.cores = usable_cores()  # how many the ranks share
         self.modules: dict[tuple[str, str], protocol.ImportedModule] = {}  # of the student, by name and machine
         self._copied: ProcessState | None = None  # the state of this process that the ranks have
@@ -221,6 +222,12 @@ class RankPool:
             self.tell(protocol.NewFilters(payload))  # without an answer, as in `follow`: the next call reports errors
         finally:
             payload.close()
+
+    def tell_restarts(self, count: int) -> None:
+        """Tell the ranks how many times all ranks have been replaced in the run that begins, if they do not know."""
+        if count != self._restarts:
+            self._restarts = count
+            self.tell(protocol.Restarted(count))
 
     def observe(self, *, begin: bool) -> list[str]:
         """Notify all ranks, if serving ones must know, that a run begins or is over; return notes for the student."""

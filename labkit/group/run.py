@@ -57,7 +57,7 @@ class Run:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: list[list[Any]],
+        self, name: str, ranks: tuple[str, ...], results: list[Any], records: Records, profiled: Sequence[list[Any]],
         facts: Mapping[int, Sequence[Fact]]
     ) -> None:  # fmt: skip
         self._name, self.ranks, self.results, self.output = name, ranks, results, ""
@@ -101,13 +101,17 @@ class Execution:
     """
 
     def __init__(
-        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: StackFrame | None = None
-    ) -> None:
+        self, pool: RankPool, on: Sequence[int], name: str, picture: Picture | None, called: StackFrame | None = None,
+        failed: Execution | None = None
+    ) -> None:  # fmt: skip
         self._pool, self._members = pool, pool.members
         self._on, self._name, self._picture = tuple(on), name, picture
         self._names = tuple(m.name for m in self._members)
-        self._output = Output(self._names)
-        self._records = Records(self._members, pool.options.link, pool.cores)
+        self._starts_again = failed is not None  # after an attempt that has failed, and on fresh ranks
+        self._output: Output = Output(self._names) if failed is None else failed._output
+        earlier = None if failed is None else failed._records
+        self._records: Records = Records(self._members, pool.options.link, pool.cores, earlier)
+        self.failed: RankFailure | None = None  # why this attempt is to be followed by another one
         self._results: dict[int, Any] = {}
         self._facts: dict[int, list[Fact]] = {}  # by rank, what it has noted
         self._failures: dict[int, RankFailure] = {}
@@ -136,10 +140,11 @@ class Execution:
         self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
-    def wait(self, deadline_s: float | None, *, profile: bool = False) -> Run:
+    def wait(self, deadline_s: float | None, *, profile: bool = False, may_restart: bool = False) -> Run | None:
         """Receive messages until every rank that was called has answered; return the completed run.
 
-        The deadline is on `time.monotonic`'s clock.
+        The deadline is on `time.monotonic`'s clock. If the run `may_restart`, return None where a rank has failed and
+        another attempt on fresh ranks is to follow.
 
         Raises:
             RankError: a rank failed, or keeps the others waiting for ever.
@@ -154,7 +159,9 @@ class Execution:
                 member.unshown = b""
             while member.unseen:
                 self._output.take(member.rank, member.unseen.pop(0))
-        if self._picture is not None:
+        if self._picture is not None and self._starts_again:
+            self._picture.restart(self._start_ns)
+        elif self._picture is not None:
             title = f"{self._name} on {these([self._names[i] for i in self._on])}"
             self._picture.begin(tuple(m.label for m in self._members), title, self._start_ns, self._on)
         self._deadline_s = deadline_s
@@ -184,13 +191,21 @@ class Execution:
             raise
         if self._failures:
             failed = self._error()
+            if self._pool.options.restarts:
+                for failure in failed.failures:
+                    self._records.end(failure.rank, failure.at_ns)
+            if may_restart and not self._quit:
+                self.failed = failed.failures[0]
+                self._pool.state.spend()
+                self._close("failed")
+                return None
             failed.run = self._finish("stopped by an error")
             raise failed
         if self._unfinished and not self._pool.kind.fresh_each_run:
             self.unfinished = left_unfinished(self._members, self._records)
         run = self._finish(profile=profile)
         self.notes += about_names(kind for m in self._members for kind in m.reader.no_room)
-        self.faults = faults_of(run, run.trace if self._communicated or self._unfinished else None)
+        self.faults = faults_of(run, run.trace.last_attempt() if self._communicated or self._unfinished else None)
         return run
 
     def _check_arguments(self) -> None:
@@ -529,6 +544,11 @@ class Execution:
         return f"{words}; its last span was {span}." if span and not any(p.wait_start_ns for p in pending) else f"{words}."
 
     def _finish(self, stopped: str = "", *, profile: bool = False) -> Run:
+        self._close(stopped)
+        return self.conclude(stopped, self._pool.profiled() if profile else [])
+
+    def _close(self, stopped: str) -> None:
+        """Read all that the ranks have recorded and printed, for the last time."""
         now_ns = time.perf_counter_ns()
         silent = self._pool.silent(now_ns)
         if self._pool.state.spent:
@@ -539,8 +559,10 @@ class Execution:
             if member.rank not in self._results or stopped:  # otherwise its output was read with its answer
                 self._read_output(member)
         self._records.freeze()
+
+    def conclude(self, stopped: str, profiled: Sequence[list[Any]] = ()) -> Run:
+        """Return the run, closed before, and leave its finished picture and its output behind."""
         names, results = tuple(self._names[i] for i in self._on), [self._results.get(i) for i in self._on]
-        profiled = self._pool.profiled() if profile else []
         run = Run(self._name, names, results, self._records, profiled, dict(sorted(self._facts.items())))
         if self._picture is not None:
             self._picture.end(run.trace, stopped)

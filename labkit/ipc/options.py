@@ -83,6 +83,7 @@ class Options:
     timeout_s: float | None = None  # the time limit of a run; None for no limit
     start: str = STARTS[0]  # "fork" or "spawn"
     link: Link | Network | None = None  # the link or network to emulate between ranks; None for none
+    restarts: int = 0  # how many times a run may replace all ranks and call its function again
 
     def __post_init__(self) -> None:
         if self.devices not in DEVICES:
@@ -94,6 +95,8 @@ class Options:
             self.threads = int(self.threads)
         if self.timeout_s is not None:
             check_above_0("timeout_s", self.timeout_s)
+        expected = f"restarts={self.restarts!r}: expected a whole number, 0 or more"
+        check_number(self.restarts, expected, whole=True, at_least=0)
         if self.start not in STARTS:
             raise ValueError(f"start={self.start!r}: expected 'fork' or 'spawn'")
         if self.link is not None:

@@ -185,6 +185,13 @@ class NewFilters(RankNotice):
 
 
 @dataclass(slots=True)
+class Restarted(RankNotice):
+    """How many times all ranks have been replaced in the run that begins."""
+
+    count: int
+
+
+@dataclass(slots=True)
 class Forget(RankNotice):
     """The notebook has deleted the definitions with these numbers."""
 

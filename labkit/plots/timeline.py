@@ -49,7 +49,9 @@ TEXT_PT: Final = 8.8  # inside bars: 11 pixels in a window of 1,000 without a si
 NOTE_PT: Final = 9.0  # below the legend
 VISIBLE_PX: Final = 0.3  # a kind whose widest bar is narrower is not in the legend
 GAP_PX: Final = 0.7  # after a wide bar
+RESTARTED: Final = "all ranks replaced"
 STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
+RESTART_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 1.6, "linestyle": (0, (3, 1.5))}
 END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}
 HEADING: Final = 0.95  # height of the title and step numbers above each of several runs, in rows
 HEADING_IN: Final = 0.3  # the minimum of the same in inches, for low rows
@@ -103,7 +105,7 @@ def timeline(
         raise TypeError("timeline(): expected at least one run, as in timeline(run)")
     if labels and len(labels) != len(given):
         raise ValueError(f"labels={labels!r}: expected one for each of the {len(given)} runs")
-    traces = [trace_of(run, "timeline") for run in given]
+    traces = [trace_of(run, "timeline", whole=True) for run in given]
     names = list(labels) or ([""] if len(given) == 1 else [f"run {i + 1}" for i in range(len(given))])
     views = [view_of(trace, step, name) for trace, name in zip(traces, names, strict=True)]
     with labkit_style(ax):
@@ -117,7 +119,7 @@ def figure_of(trace: Trace, title: str, step: int | range | str | None = None) -
     except ImportError:
         raise missing("matplotlib", "plot") from None
     with labkit_style():
-        axes = _Timeline([view_of(trace_of(trace, "timeline"), step, title)], None, LabFigure).draw()
+        axes = _Timeline([view_of(trace_of(trace, "timeline", whole=True), step, title)], None, LabFigure).draw()
     figure = axes.get_figure(root=True)
     assert isinstance(figure, LabFigure)
     return figure
@@ -166,6 +168,7 @@ class _Timeline:
                 ticks.append(y + 0.5)
                 names.append(row.name)
                 y += 1
+            self._restarts(view.shown, top, y)
             self._step_numbers(view, top)
             self._arrows(view, top)
             if path:
@@ -286,6 +289,13 @@ class _Timeline:
                     zorder=5,  # over the arrows of messages
                 )  # fmt: skip
 
+    def _restarts(self, trace: Trace, top: float, bottom: float) -> None:
+        """Draw a line through all rows where all ranks were replaced and the function was called again."""
+        at = [(ns - trace.start_ns) / self.unit_ns for ns in trace.restarts_ns if trace.start_ns < ns < trace.end_ns]
+        if at:
+            self.ax.vlines(at, top, bottom, zorder=4, label=RESTARTED, clip_on=False, **RESTART_LINE)
+            self.drawn.add(RESTARTED)
+
     def _step_lines(self, trace: Trace, rank: int, y: float) -> None:
         from matplotlib.transforms import Bbox, TransformedBbox
 
@@ -350,6 +360,8 @@ class _Timeline:
             upper.append(Line2D([], [], **path_line()))
         if ENDED in self.drawn:
             upper.append(Line2D([], [], label=ENDED, **END_MARK))
+        if RESTARTED in self.drawn:
+            upper.append(Line2D([], [], label=RESTARTED, **RESTART_LINE))
         if "message" in self.drawn:
             outline = [withStroke(linewidth=1.8, foreground=OUTLINE)]
             arrow: dict[str, Any] = {"color": COLOUR, "linewidth": 0.8, "marker": ">", "markersize": 3, "path_effects": outline}
@@ -421,7 +433,7 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
         LabError: the trace is empty, has no such step, or matplotlib is not installed.
         TypeError: `run` is neither a run nor a trace.
     """
-    view = view_of(trace_of(run, "explore"), step, "")
+    view = view_of(trace_of(run, "explore", whole=True), step, "")
     figure = figure_of(view.whole, "", step)
     try:
         from labkit.plots.explorer import Explorer

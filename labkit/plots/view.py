@@ -229,8 +229,10 @@ class View:
 
     def _steps_in_words(self) -> str:
         if not self.zoomed:
-            length = time_in_words(self.shown.duration_ns)
-            return f"{self.steps} steps, {length}" if self.steps > 1 else length
+            length, again = time_in_words(self.shown.duration_ns), self.whole.restarts_ns
+            steps = f"{self.steps} steps" if self.steps > 1 else ""
+            after = f"after {counted(len(again), 'restart')}" if again else ""
+            return ", ".join(filter(None, (" ".join(filter(None, (steps, after))), length)))
         own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
         lasted = [int(steps[self.chosen[-1], 1] - steps[self.chosen[0], 0]) for steps in own if len(steps) >= self.steps]
         # The picture is longer than that, since the ranks do not start a step at the same time.
@@ -247,7 +249,7 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none."""
     bounds = trace.step_bounds()
     count = len(bounds)
-    if step == "all" or (step is None and count <= ZOOM_BEYOND):
+    if step == "all" or (step is None and (count <= ZOOM_BEYOND or trace.restarts_ns)):
         return View(label, trace, trace, range(0), count)
     if not count and (step == "median" or isinstance(step, numbers.Integral | range)):
         raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")

@@ -48,8 +48,11 @@ class HasTrace(Protocol):
         """The spans of all ranks."""
 
 
-def trace_of(run: HasTrace | Trace, function: str) -> Trace:
-    """The trace of a run, which must not be empty; errors name the calling `function`."""
+def trace_of(run: HasTrace | Trace, function: str, *, whole: bool = False) -> Trace:
+    """The trace of a run, which must not be empty; errors name the calling `function`.
+
+    Of a run that was restarted, it is that of the last attempt, which alone makes sense as a training; `whole`: of all.
+    """
     trace = run if isinstance(run, Trace) else getattr(run, "trace", None)
     if not isinstance(trace, Trace):
         if isinstance(run, list | tuple):
@@ -61,7 +64,7 @@ def trace_of(run: HasTrace | Trace, function: str) -> Trace:
         )
     if not len(trace) or trace.duration_ns <= 0:
         raise LabError(f"{function}: the ranks recorded nothing (run.trace has {len(trace)} spans)")
-    return trace
+    return trace if whole else trace.last_attempt()
 
 
 @public_api

@@ -108,6 +108,8 @@ class Trace:
             between two ranks does not count as waiting.
         waits: the waits for operations that were complete already, in any order: an array of `recording.events.WAITS`,
             for spans given as `Columns`; None if there are none.
+        restarts_ns: when a group with `restarts` called the function again on fresh ranks; empty if it never did. Then
+            only the steps of the last attempt count.
 
     Attributes:
         columns: the spans in one numpy array.
@@ -136,6 +138,7 @@ class Trace:
         cores: float = 0.0,
         clock_error_ns: int = 0,
         waits: Any = None,
+        restarts_ns: Sequence[int] = (),
     ) -> None:
         self.columns = spans if isinstance(spans, Columns) else Columns.of(spans)
         self.scalars = tuple(sorted(scalars, key=lambda s: s.time_ns))
@@ -143,6 +146,7 @@ class Trace:
         self.notes, self.nodes = tuple(notes), tuple(nodes)
         self.link, self.replayed, self.simulated = link, replayed, simulated
         self.cores, self.clock_error_ns = cores, clock_error_ns
+        self.restarts_ns = tuple(restarts_ns)
         data = self.columns.data
         highest = int(data["rank"].max(initial=-1))
         if highest >= len(self.ranks):
@@ -240,6 +244,14 @@ class Trace:
         others = {"profile": profile, "waits": waits}
         return self._with(self.columns.where(keep), scalars, start_ns=start_ns, end_ns=end_ns, **others)
 
+    def last_attempt(self) -> Trace:
+        """Return the part after the last restart: the whole trace if there was none."""
+        if not self.restarts_ns:
+            return self
+        part = self.between(self.restarts_ns[-1], max(self.restarts_ns[-1], self.end_ns))
+        part.restarts_ns = ()
+        return part
+
     @public_api
     def step(self, number: int) -> Trace:
         """Select one step, from the first rank's start to the last rank's end; -1 is the last step.
@@ -265,8 +277,9 @@ class Trace:
         """Return the bounds of each step: from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
         In nested loops, only the steps of the innermost count. Ranks without steps are ignored; only steps that all
-        other ranks have completed count. A step belongs to a window that contains its middle: ranks do not enter a step
-        at the same time, so its window contains parts of neighbouring steps.
+        other ranks have completed count, and after a restart only those of the last attempt. A step belongs to a window
+        that contains its middle: ranks do not enter a step at the same time, so its window contains parts of
+        neighbouring steps.
 
         Args:
             rank: only this rank's own steps; default: those of all ranks.
@@ -274,7 +287,8 @@ class Trace:
         if rank is not None:
             self._check_rank(rank, "step_bounds")
         ranks = range(len(self.ranks)) if rank is None else [rank]
-        per_rank = [steps_of_rank(self.columns.data[self._is(one, STEP)], self.start_ns, self.end_ns) for one in ranks]
+        since_ns = max((self.start_ns, *self.restarts_ns[-1:]))
+        per_rank = [steps_of_rank(self.columns.data[self._is(one, STEP)], since_ns, self.end_ns) for one in ranks]
         count = min((len(steps) for steps in per_rank if len(steps)), default=0)
         bounds = [steps[:count] for steps in per_rank if len(steps)] or [np.empty((0, 2), np.int64)]
         return np.stack([np.min([b[:, 0] for b in bounds], 0), np.max([b[:, 1] for b in bounds], 0)], axis=1)

@@ -41,7 +41,7 @@ GZIP: Final = b"\x1f\x8b"  # the first bytes of every gzip file
 KEY: Final = "labkit"
 CHECKSUM_BYTES: Final = 4  # of CRC-32: a damaged file is no trace, instead of another one
 # What is known of a trace besides its events: attributes of `Trace`, and arguments of it.
-FACTS: Final = ("ranks", "dropped", "notes", "nodes", "link", "replayed", "simulated", "cores", "clock_error_ns")
+FACTS: Final = ("ranks", "dropped", "notes", "nodes", "link", "replayed", "simulated", "cores", "clock_error_ns", "restarts_ns")
 
 _EVENT: Final = ("rank", "name", "kind", "start_ns", "end_ns")  # fields of an event itself; all others are its arguments
 _DEFAULTS: Final = {f.name: f.default for f in FIELDS if f.name not in _EVENT}

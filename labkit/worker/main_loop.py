@@ -38,10 +38,14 @@ from labkit.worker.torch_profiler import ProfilerEvent, TorchProfiler
 
 GPU_AFTER_ERROR_S: Final = 0.1  # for records of a GPU that is behind: the student waits for the error
 _MODULE_NAMES: Final = {"__annotations__", "__builtins__"}  # names that Python adds to a module
+RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name: how many times all ranks have been replaced in this run
 # Variables that belong to the rank, even if the notebook's variables happen to have the same values.
 ALWAYS_OWN: Final = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND"}
-)
+    {
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG", "MPLBACKEND",
+        RESTART_COUNT,
+    }
+)  # fmt: skip
 
 
 def main(sock: socket.socket, ring: mmap.mmap, network: PrivateNetwork) -> None:
@@ -92,6 +96,7 @@ class _Rank:
         self._filters = AppliedFilters()
         sys.argv = [""]
         self._inherited = dict(os.environ)
+        os.environ[RESTART_COUNT] = "0"
         self._variables: set[str] = set()  # environment variables that belong to this rank and do not follow the notebook's
         self._exits: dict[int, RankFailure] = {}  # this rank's, if its function ended with `exit()` or `exit(0)`
         self._handlers: dict[type[Message], Callable[[Any], None]] = {
@@ -104,6 +109,7 @@ class _Rank:
             protocol.Changes: self._follow,
             protocol.NewFiles: lambda message: self._learn(message.files),
             protocol.NewFilters: lambda message: self._filters.apply(self._unpack(message.payload)),
+            protocol.Restarted: lambda message: os.environ.update({RESTART_COUNT: str(message.count)}),
             protocol.Forget: lambda message: self._received.forget(message.numbers),
             protocol.ResultRead: lambda _: None,  # `serve` has freed the result's memory
         }

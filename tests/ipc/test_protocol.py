@@ -37,6 +37,7 @@ MESSAGES: list[Message] = [
     protocol.Changes("folder", ("new",), ("old",), {"A": "b"}),
     protocol.NewFilters(Payload(b"stream")),
     protocol.Forget([1, 2]),
+    protocol.Restarted(2),
     protocol.ResultRead(),
     protocol.Release(),
     protocol.Serving(),

@@ -736,3 +736,18 @@ def test_in_a_terminal_it_is_one_line(monkeypatch):
 def test_without_a_display_it_prints_nothing(capsys):
     run_through(data_parallel())
     assert capsys.readouterr() == ("", "")
+
+
+def test_fresh_ranks_after_a_restart():
+    album, live = begun()
+    gone = [step(0, 10, 20), step(1, 10, 20), Span(0, "f", "call", 0, 30 * MS)]
+    live.update(40 * MS, part(*gone, scalars=[Scalar(1, ENDED, 30 * MS, 1)]), ((), ()))
+    assert [row.status for row in album.frames[-1].rows] == ["returned", live_module.ENDED_HERE]
+    live.restart(200 * MS)
+    live.update(300 * MS, part(step(0, 210, 220), step(1, 210, 220)), ((), ()))
+    frame = album.frames[-1]
+    assert [row.status for row in frame.rows] == ["", ""]
+    assert frame.detail is not None
+    assert frame.detail.trace.filter(kind="step").columns.data["start_ns"].min() == 210 * MS
+    assert live._progress.done == 1
+    assert not live._failed

@@ -5,6 +5,7 @@ The first name with several values is drawn. A name that was recorded only once,
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -85,15 +86,16 @@ class Curves:
 def draw_below(figure: Figure, trace: Trace) -> None:
     """Make a timeline higher, and draw the first curve below it, over the time of the whole run, if there is one."""
     unit, unit_ns = unit_of(trace.duration_ns)
-    by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    by_name: dict[str, dict[tuple[int, int], list[tuple[float, float]]]] = {}  # then by attempt and rank
     for s in recorded(trace.scalars):
-        at = (s.time_ns - trace.start_ns) / unit_ns
-        by_name.setdefault(s.name, {}).setdefault(s.rank, []).append((at, s.value))
-    curves = {name: [points for points in ranks.values() if len(points) > 1] for name, ranks in by_name.items()}
+        at, attempt = (s.time_ns - trace.start_ns) / unit_ns, bisect.bisect(trace.restarts_ns, s.time_ns)
+        by_name.setdefault(s.name, {}).setdefault((attempt, s.rank), []).append((at, s.value))
+    curves = {name: {key: points for key, points in of.items() if len(points) > 1} for name, of in by_name.items()}
     name = next((name for name, lines in curves.items() if lines), None)
     if name is None or trace.duration_ns <= 0:
         return
-    each = [_downsampled(np.array(points)) for points in curves[name]]
+    each = {key: _downsampled(np.array(points)) for key, points in curves[name].items()}
+    ranks = len({rank for _, rank in each})
     timeline = figure.axes[0]
     width, before = figure.get_size_inches()
     height = before + HEIGHT_IN
@@ -104,19 +106,21 @@ def draw_below(figure: Figure, trace: Trace) -> None:
     box = timeline.get_position()
     with labkit_style():
         panel = figure.add_axes((box.x0, 0.42 / height, box.width, (HEIGHT_IN - 0.5) / height))
-        for points in each if 1 < len(each) <= EACH_RANK else []:
+        for points in each.values() if 1 < ranks <= EACH_RANK else []:
             panel.plot(*points.T, color=COLOUR, alpha=0.45, linewidth=0.8)
-        count = min(map(len, each))
-        mean = np.mean([points[:count] for points in each], axis=0)  # over the ranks' first values, their second ones, …
-        panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
+        for attempt in sorted({attempt for attempt, _ in each}):
+            own = [points for (of, _), points in each.items() if of == attempt]
+            count = min(map(len, own))
+            mean = np.mean([points[:count] for points in own], axis=0)  # over the ranks' first values, their second ones, …
+            panel.plot(*mean.T, color=COLOUR, linewidth=1.6, marker="o" if count < 20 else "", markersize=3)
         panel.set(xlim=(0, trace.duration_ns / unit_ns), xlabel=f"time since the start of the run [{unit}]")
         # Above the panel, since a long name may not fit beside the numbers.
         panel.set_title(shortened(name, NAME) + _scaled(panel), fontsize=8.5, pad=2)
         panel.locator_params(axis="y", nbins=3)
         panel.grid(axis="y")
-        if len(each) > 1:
-            thin = "thin: each rank;  " if len(each) <= EACH_RANK else ""
-            panel.set_title(f"{thin}thick: mean of the {len(each)} ranks", loc="right", fontsize=7.5, color=INK, pad=2)
+        if ranks > 1:
+            thin = "thin: each rank;  " if ranks <= EACH_RANK else ""
+            panel.set_title(f"{thin}thick: mean of the {ranks} ranks", loc="right", fontsize=7.5, color=INK, pad=2)
         around = panel.get_tightbbox()
         assert around is not None
         beyond = 2 - around.x0

@@ -83,6 +83,12 @@ class Live:
         self._loads = tuple(loads) or self._loads
         self._safely(lambda: self._next_frame(now_ns, new, pending))
 
+    def restart(self, now_ns: int) -> None:
+        """Count the steps of fresh ranks from 0; the curves go on."""
+        self._recent.restart(now_ns)
+        self._progress = Progress(len(self._recent.ranks))
+        self._detail, self._detail_until_ns = None, 0
+
     def hold(self, asking: Collection[int]) -> None:
         """Show the last update in a frame that stays: the ranks `asking` are at their debuggers' prompts."""
         self._safely(lambda: self._screen.show(self._frame(*self._updated, asking)))

@@ -50,7 +50,8 @@ class Recent:
         self._binned_ns = self.complete_ns = start_ns  # when bins were last filled, and until when they are complete
         running = range(len(ranks)) if called is None else called
         # When each rank's function returned; None if it is running; the run's start if the rank was not called.
-        self.returned_ns = [None if rank in running else start_ns for rank in range(len(ranks))]
+        self._before_ns = [None if rank in running else start_ns for rank in range(len(ranks))]
+        self.returned_ns = list(self._before_ns)
         self.silent: Mapping[int, int] = {}  # by rank, the time of the last report of a machine that does not answer
         self.ended_ns: dict[int, int] = {}  # when processes ended without which the others went on, by rank
 
@@ -86,6 +87,13 @@ class Recent:
         if len(self._rows) > KEPT:
             self.dropped_ns = max(self.dropped_ns, int(self._rows["end_ns"][:-KEPT].max()))
             self._rows = self._rows[-KEPT:].copy()  # a view would keep the whole array alive
+
+    def restart(self, now_ns: int) -> None:
+        """Keep the bins, and forget the spans of ranks that were replaced: fresh ones number operations from 1."""
+        self._bin(np.concatenate([self._unbinned, self._last]), self._last[:0], now_ns)
+        self._rows, self._unbinned, self._last = self._rows[:0], self._unbinned[:0], self._last[:0]
+        self._last_ns = self.complete_ns = self._binned_ns = self.dropped_ns = now_ns
+        self.returned_ns, self.ended_ns = list(self._before_ns), {}
 
     def trace(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Trace:
         """Return the latest spans; functions and operations that are still running end at `now_ns`."""
