@@ -22,7 +22,7 @@ def bytes_by_cases(method, n, p, k, every):
 
 
 mutant("2 * (p - 1) / p * 4 * n", "4 * n", "how much of it does a ring send?", cure="2 (p - 1) / p of it")
-mutant("ring / 2", "ring", "two bytes", cure="half of every step's")
+mutant("ring / 2", "ring", "not the bytes of 'fp16'", cure="a float16 number two")
 mutant("(4 * k + 4 * k)", "4 * k", "the places travel, too", cure="a place of four bytes")
 mutant("(p - 1) * (4 * k + 4 * k)", "8 * k", "who receives it?", cure="each of the p - 1 others")
 mutant("ring / every", "ring", "how many are there?", cure="divide by `every`")
@@ -53,9 +53,9 @@ def top_k_in_two_messages(gradients, kept_back, k):
 
 
 mutant("(g + kept).flatten()", "g.flatten()", "never travels", cure="before you choose")
-mutant("total[places] = 0", "pass", "sent again", cure="zeros at the places sent")
+mutant("total[places] = 0", "pass", "not what they should be", cure="with copy_")
 mutant("kept.copy_(of_total.view_as(kept))", "kept.zero_()", "is lost", cure="store it in kept_back")
-mutant("total.abs().topk(k)", "total.topk(k)", "large negative values", cure="by the magnitude")
+mutant("total.abs().topk(k)", "total.topk(k)", "not what they should be", cure="with copy_")
 mutant("values / dist.get_world_size()", "values", "the sum over the ranks", cure="divide by the number of ranks")
 mutant("g.copy_(of_mean.view_as(g))", "g = of_mean", "not what they should be", cure="with copy_")
 GATHER = "dist.all_gather(everyones, mine)"
@@ -119,7 +119,7 @@ def sum_in_int8(x):
 
 
 mutant(".mean(0)", ".sum(0)", "the sum over the ranks", cure="divide by the number of ranks")
-mutant("x.copy_((gathered", "x = ((gathered", "x is unchanged", cure="with copy_")
+mutant("x.copy_((gathered", "x = ((gathered", "more than rounding", cure="by the sender's scale")
 mutant("scales = gathered(scale)", "scales = scale.expand(dist.get_world_size(), 1)", "this rank's scale", cure="the scales, too")
 mutant("/ 127", "/ 20", "more than rounding", cure="by the sender's scale")
 mutant("x.copy_((gathered(small) * gathered(scale)).flatten())",
@@ -149,7 +149,7 @@ mutant("(g + mu * momentum)", "momentum", "without Nesterov's", cure="g + mu · 
 mutant("momentum.mul_(mu).add_(g)", "momentum.copy_(g)", "has forgotten", cure="in place")
 mutant("weights.copy_(shared)", "pass", "its own weights", cure="copy the shared weights")
 AVERAGE = "weights.copy_(shared + lr * (g + mu * momentum) - g)"
-mutant("weights.copy_(shared)", AVERAGE, "as in local SGD", cure="after the outer step")
+mutant("weights.copy_(shared)", AVERAGE, "not the shared weights", cure="in place")
 mutant("shared -= lr", "shared = shared - lr", "not the shared weights", cure="in place")
 
 
