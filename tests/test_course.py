@@ -12,7 +12,7 @@ from tools.lesson_numbers import NOTEBOOKS, numbers_of
 # Lessons from before the course had this form; each leaves the list when it is written anew.
 OLD: set[str] = set()
 # Lessons that are not written yet; others may already name one of them as the next.
-PLANNED: set[str] = {"16_long_sequences_and_experts"}
+PLANNED: set[str] = set()
 LESSONS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if path.stem not in OLD]
 PARTS = ["1 · Predict", "2 · Run and watch", "3 · Measure", "4 · Prove", "5 · Break", "6 · Build"]
 
@@ -168,6 +168,26 @@ ASKED = [
     ("14_choose_a_strategy", "lab.scaling("),
     ("15_find_the_fault", "lab.fault("),
     ("15_find_the_fault", "lab.same_as_serial("),
+    ("02b_what_it_costs", "lab.explore("),
+    ("05_pipeline_parallel", "lab.explore("),
+    ("16_long_sequences_and_experts", "class Ring("),
+    ("16_long_sequences_and_experts", "all_to_all_single("),
+    ("16_long_sequences_and_experts", "context_parallel("),
+    ("16_long_sequences_and_experts", '"pp", "dp", "ep", "cp", "tp"'),
+    ("17_when_machines_fail", "restarts=20"),
+    ("17_when_machines_fail", "dcp.async_save"),
+    ("17_when_machines_fail", "torch.distributed.run"),
+    ("17_when_machines_fail", "fully_shard("),
+    ("18_communicate_less", "fp16_compress_hook"),
+    ("18_communicate_less", "powerSGD_hook"),
+    ("18_communicate_less", "class DiLoCo("),
+    ("18_communicate_less", "class Streaming("),
+    ("18_communicate_less", "no_sync()"),
+    ("18_communicate_less", "set_modules_to_forward_prefetch("),
+    ("18_communicate_less", "lab.critical_path("),
+    ("18_communicate_less", "lab.what_helps("),
+    ("13_find_the_bottleneck", "lab.explore("),
+    ("14_choose_a_strategy", "lab.explore("),
 ]
 
 
