@@ -136,6 +136,7 @@ ELSEWHERE = {
     "labkit/costs/rounds.py",  # the other algorithms of an all-reduce and of a broadcast
     "notebooks/judges/find_the_bottleneck.py",  # what its exercise is about
     "notebooks/judges/tensor_parallel.py",  # an all_gather records the bytes of all ranks
+    "notebooks/judges/long_sequences_and_experts.py",  # its exercise sends tokens by an all_to_all
     "labkit/group/simulation/simulated_group.py",  # what a rank receives if all have the same input
 }
 
