@@ -64,7 +64,7 @@ def test_the_text_in_a_box_is_readable_on_its_fill(name):
         elif part.tag == f"{SVG}text" and part.get("fill") in ("#111111", "#ffffff"):
             assert contrast(part.get("fill"), boxes["last"].get("fill")) > 3.2, part.text
             texts += 1
-    assert texts or name == "10_shards"  # its boxes have no text
+    assert texts or name in ("10_shards", "17_interval")  # these have no text in boxes
 
 
 def test_what_is_done_and_who_does_it_have_different_colours():

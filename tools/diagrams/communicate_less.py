@@ -30,7 +30,7 @@ def less(picture: Diagram) -> None:
     picture.text(640, 212, "time", anchor="end", size=13)
 
 
-@diagram("18_feedback", 660, 214, "top-k with error feedback")
+@diagram("18_feedback", 700, 214, "top-k with error feedback")
 def feedback(picture: Diagram) -> None:
     """Rows of six numbers. The gradient, 5 1 -2 1 0 -6, plus what was kept back, 0 3 -2 1 -1 0, is 5 4 -4 2 -1 -6. The
     two largest magnitudes, 5 and -6, are sent with their places 0 and 5. The others, 4 -4 2 -1, are kept back for the
