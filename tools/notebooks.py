@@ -69,6 +69,8 @@ def strip(notebook: Any) -> None:
 
 def _strip_output(output: Any) -> bool:
     """Strip one output; False if nothing is worth keeping."""
+    if "".join(output.get("text", "")).startswith("Writing /"):  # %%writefile names a folder of this machine
+        return False
     data = output.get("data")
     if data is None:
         return True
