@@ -86,7 +86,7 @@ class Records:
         return new
 
     def end(self, rank: int, at_ns: int) -> None:
-        """Mark that a rank's process ended, and the run went on, without it or with fresh ranks."""
+        """Mark that a rank failed, whether the run went on, without it or with fresh ranks, or not."""
         self._ended.append(Scalar(rank, ENDED, at_ns, 1.0))
 
     def cut(self, start_ns: int, end_ns: int, calls: Sequence[tuple[int, str]], silent: Sequence[tuple[int, int]]) -> None:

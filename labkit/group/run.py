@@ -191,9 +191,8 @@ class Execution:
             raise
         if self._failures:
             failed = self._error()
-            if self._pool.options.restarts:
-                for failure in failed.failures:
-                    self._records.end(failure.rank, failure.at_ns)
+            for failure in failed.failures:
+                self._records.end(failure.rank, failure.at_ns)
             if may_restart and not self._quit:
                 self.failed = failed.failures[0]
                 self._pool.state.spend()

@@ -80,9 +80,10 @@ def timeline(
     Args:
         runs: one or more runs or traces, or runs by title, as in `timeline({"naive": a, "overlapped": b})`. Several are
             drawn below one another on one time scale, each from its own start.
-        step: the steps to show: a step number (negative: from the end), a range, "all", or "median", the step of median
-            length without those in which labkit reads TensorFlow's profiler. One step stands below a strip that shows
-            the whole run. Default: "median" in a run of more than 12 steps, else "all".
+        step: the steps to show: a step number (negative: from the end), a range, "all", "median" (the step of median
+            length without those in which labkit reads TensorFlow's profiler) or "end" (the last step that all ranks
+            completed, and what followed). They stand below a strip that shows the whole run. Default: "all" in a run
+            of up to 12 steps; in a longer one "median", or "end" if the run was stopped.
         labels: a title for each run, if `runs` has none.
         critical_path: whether to draw the critical path of what is shown, as `lab.critical_path` finds it: one line
             that leads from the rank that ended last to those for which it waited.
@@ -422,8 +423,8 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
 
     Args:
         run: a run or a trace.
-        step: the steps to show first: a step number (negative: from the end), a range, "median" or "all". Default: as
-            in `timeline`.
+        step: the steps to show first: a step number (negative: from the end), a range, "median", "end" or "all". Default:
+            as in `timeline`.
 
     Returns:
         a widget, shown when it is a cell's last expression. It keeps the trace in memory until its `close()`; the image

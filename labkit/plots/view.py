@@ -17,7 +17,7 @@ from labkit.errors.lists import counted, listed, these
 from labkit.errors.units import percent, time_in_words
 from labkit.plots.bars import Bars, lanes
 from labkit.recording.events import device_number
-from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA, THROUGH_HOST
+from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA, OPEN, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
 from labkit.tracing.step_times import lacking_cores, median_step
 from labkit.tracing.trace import Trace
@@ -194,6 +194,7 @@ class View:
     shown: Trace  # the trace clipped to the chosen steps; the whole trace if none were chosen
     chosen: range  # the numbers of the chosen steps; empty for the whole run
     steps: int  # how many steps the run has
+    to_end: bool = False  # whether what follows the chosen steps is shown, too
 
     @property
     def rows(self) -> list[Row]:
@@ -218,7 +219,10 @@ class View:
             return None
         window = (self.shown.start_ns, self.shown.end_ns)
         own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
-        return np.array([(s[self.chosen[0], 0], s[self.chosen[-1], 1]) if len(s) else window for s in own], np.int64)
+        found = np.array([(s[self.chosen[0], 0], s[self.chosen[-1], 1]) if len(s) else window for s in own], np.int64)
+        if self.to_end:
+            found[:, 1] = self.shown.end_ns
+        return found
 
     def steps_in_words(self) -> str:
         """Return the steps shown, and their duration: as long as on the rank that took longest for them.
@@ -233,6 +237,8 @@ class View:
             steps = f"{self.steps} steps" if self.steps > 1 else ""
             after = f"after {counted(len(again), 'restart')}" if again else ""
             return ", ".join(filter(None, (" ".join(filter(None, (steps, after))), length)))
+        if self.to_end:
+            return f"{self.chosen_in_words()} ({time_in_words(self.shown.duration_ns)})"
         own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
         lasted = [int(steps[self.chosen[-1], 1] - steps[self.chosen[0], 0]) for steps in own if len(steps) >= self.steps]
         # The picture is longer than that, since the ranks do not start a step at the same time.
@@ -240,8 +246,10 @@ class View:
         return f"{self.chosen_in_words()} ({length}) of the steps 0 to {self.steps - 1}"
 
     def chosen_in_words(self) -> str:
-        """Return the chosen steps: "step 3", or "steps 3 to 5"."""
+        """Return the chosen steps: "step 3", or "steps 3 to 5"; also "the end, from step 12 on"."""
         first, last = self.chosen[0], self.chosen[-1]
+        if self.to_end:
+            return f"the end, from step {first} on"
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
@@ -249,11 +257,16 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     """Select the part of a trace that `step` names, as for `timeline`; `label` is the run's title, "" for none."""
     bounds = trace.step_bounds()
     count = len(bounds)
-    if step == "all" or (step is None and (count <= ZOOM_BEYOND or trace.restarts_ns)):
+    if step is None:
+        step = "all" if count <= ZOOM_BEYOND or trace.restarts_ns else "end" if _ended_early(trace) else "median"
+    if step == "all":
         return View(label, trace, trace, range(0), count)
-    if not count and (step == "median" or isinstance(step, numbers.Integral | range)):
+    if not count and (step in ("median", "end") or isinstance(step, numbers.Integral | range)):
         raise LabError(f"step={step!r}: this run has no steps; wrap its loop: `for batch in lab.steps(batches):`")
-    if step in (None, "median"):
+    if step == "end":
+        shown = trace.between(int(bounds[-1, 0]), trace.end_ns)
+        return View(label, trace, shown, range(count - 1, count), count, to_end=True)
+    if step == "median":
         step = median_step(trace)
     if isinstance(step, numbers.Integral):
         number = int(step) if step >= 0 else count + int(step)
@@ -261,11 +274,17 @@ def view_of(trace: Trace, step: int | range | str | None, label: str) -> View:
     elif isinstance(step, range) and step.step == 1 and step:
         chosen = step
     else:
-        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), 'median' or 'all'")
+        raise TypeError(f"step={step!r}: expected a step number, a range such as range(3, 6), 'median', 'end' or 'all'")
     if chosen[0] < 0 or chosen[-1] >= count:
         raise LabError(f"step={step!r}: this run has the steps 0 to {count - 1}")
     shown = trace.between(int(bounds[chosen[0], 0]), int(bounds[chosen[-1], 1]))
     return View(label, trace, shown, chosen, count)
+
+
+def _ended_early(trace: Trace) -> bool:
+    """Whether ranks were still in their function when the run was stopped."""
+    data = trace.columns.data
+    return bool(((data["kind"] == CALL) & (data["flags"] & OPEN != 0)).any())
 
 
 def numbered_steps(trace: Trace, rank: int) -> Intervals:

@@ -48,7 +48,7 @@ DATA: Final = "data"  # a compute span in which the rank waits for its next batc
 OPTIMIZER: Final = "optimizer"  # a compute span: an optimizer's step
 STEPS_IN_ALL: Final = "steps in all"  # the scalar with which `steps` announces the length of its loop
 UNKNOWN: Final = "unknown: its machine does not answer"  # a call span in which nothing is known of a rank
-ENDED: Final = "process ended"  # the scalar that marks the end of a rank after which the run went on
+ENDED: Final = "rank failed"  # the scalar that marks when a rank failed or its process ended
 MEMORY: Final = "memory: "  # prefix of `track_memory`'s scalars, in bytes; then one of these, long-lived kinds first
 MEMORY_KINDS: Final = ("parameters", "optimizer state", "gradients", "buckets", "gathered parameters", "activations", "other")
 

@@ -31,7 +31,7 @@ from labkit.group.run import GRACE_S, Execution
 from labkit.ipc.protocol import Message
 from labkit.ipc.tracebacks import HEADLINE_CHARACTERS, TEXT_CHARACTERS
 from labkit.launch.rank_process import RankProcess, Status
-from labkit.recording.schema import Pending
+from labkit.recording.schema import ENDED, Pending
 
 pytestmark = pytest.mark.processes
 
@@ -255,6 +255,7 @@ def test_the_death_of_a_rank_is_reported_before_broken_connections(gloo: lab.Gro
     """)
     error = failure(gloo, cells.f)
     assert [(f.name, f.cause) for f in error.failures] == [("rank 2", Cause.KILLED)]
+    assert [(s.rank, s.name) for s in error.run.trace.scalars] == [(2, ENDED)], "for the picture"
     for line, name in zip(error.others, ("rank 0", "rank 1"), strict=True):
         assert waiting(name, "all_reduce", "<ipython-input-1-test>, line 9").fullmatch(line), line
     assert gloo.run(int).results == [0, 0, 0]

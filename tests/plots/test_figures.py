@@ -373,14 +373,30 @@ def test_all_steps_few_steps_and_the_median_step():
     assert view_of(trace, "median", "").chosen == range(median_step(trace), median_step(trace) + 1)
 
 
-WRONG_STEP = r"expected a step number, a range such as range\(3, 6\), 'median' or 'all'"
+@pytest.mark.parametrize(("steps", "stopped", "shown"), [(40, False, "median"), (40, True, "end"), (12, True, "all")])
+def test_a_long_run_that_was_stopped_is_shown_from_the_last_whole_step_to_its_end(steps, stopped, shown):
+    made = data_parallel(steps=steps)
+    calls = [Span(rank, "train", "call", made.start_ns, made.end_ns + 300 * MS, done=not stopped) for rank in (0, 1)]
+    trace = Trace([*made, *calls], ranks=made.ranks)
+    default, chosen = view_of(trace, None, ""), view_of(trace, shown, "")
+    assert (default.chosen, default.to_end, default.shown.duration_ns) == (chosen.chosen, chosen.to_end, chosen.shown.duration_ns)
+    end = view_of(trace, "end", "")
+    assert (end.shown.start_ns, end.shown.end_ns) == (trace.step_bounds()[-1, 0], trace.end_ns)
+    assert end.bounds_of_ranks()[:, 1].tolist() == [trace.end_ns] * len(trace.ranks)
+    if shown == "end":
+        ax = timeline(trace)
+        assert "the end, from step 39 on (" in title_of(ax)
+        assert len(ax.child_axes) == 1, "the strip"
+
+
+WRONG_STEP = r"expected a step number, a range such as range\(3, 6\), 'median', 'end' or 'all'"
 
 
 @pytest.mark.parametrize(
     ("trace", "steps", "error", "said"),
     [
         (data_parallel(steps=3), (3, -4, range(2, 5)), LabError, "has the steps 0 to 2"),
-        (many(40), (0, "median"), LabError, r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"),
+        (many(40), (0, "median", "end"), LabError, r"no steps; wrap its loop: `for batch in lab.steps\(batches\):`"),
         (data_parallel(steps=3), ("last", 1.5, range(0), range(0, 3, 2)), TypeError, WRONG_STEP),
     ],
 )

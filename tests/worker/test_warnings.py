@@ -132,6 +132,20 @@ def test_a_warning_of_all_ranks_is_shown_once(cells: in_cells.Cells, capsys: pyt
     assert err.splitlines() == said
 
 
+@pytest.mark.usefixtures("notebooks_filters")
+def test_a_warning_of_torchs_about_an_argument_names_the_programs_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = in_cells.Cells(in_cells.new_main(monkeypatch))
+    cells("""
+        import torch, warnings
+        def f():
+            warnings.simplefilter("always")
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), check_reduction=True)
+    """)
+    with lab.Group(2, timeout_s=200) as group:
+        said = group.run(cells.f).output.splitlines()
+    assert said[0].startswith("[ranks 0-1] <ipython-input-1-test>, line 5: FutureWarning: The `check_reduction` argument")
+
+
 def test_many_warnings_are_bounded_and_custom_showwarning_works(cells: in_cells.Cells) -> None:
     cells(f"""
         def f():

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.recording.import_hook import when_imported
@@ -123,13 +124,14 @@ class TrainingFacts:
             finally:
                 inside.remove(model)
 
-        def create(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-            original(model, *args, **kwargs)
-            self._wrapped.add(model.module)
+        def registered(parent: Any, name: str, child: Any) -> None:
+            if name == "module" and isinstance(parent, DistributedDataParallel):
+                self._wrapped.add(child)
 
         no_sync.__doc__ = original.__doc__
         DistributedDataParallel.no_sync = no_sync  # type: ignore[assignment, method-assign]
-        wrap(DistributedDataParallel, __init__=create)
+        # A wrapper of `__init__` would be on the stack, and torch's warnings about arguments would name its line.
+        register_module_module_registration_hook(registered)
 
     def _watch_samplers(self, module: ModuleType) -> None:
         def iterate(original: Callable[..., Iterator[Any]], sampler: Any) -> Iterator[Any]:
