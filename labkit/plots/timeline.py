@@ -423,8 +423,8 @@ def explore(run: HasTrace | Trace, *, step: int | range | str | None = None) -> 
 
     Args:
         run: a run or a trace.
-        step: the steps to show first: a step number (negative: from the end), a range, "median", "end" or "all". Default:
-            as in `timeline`.
+        step: the steps to show first: a step number (negative: from the end), a range, "median", "end" or "all".
+            Default: as in `timeline`.
 
     Returns:
         a widget, shown when it is a cell's last expression. It keeps the trace in memory until its `close()`; the image
