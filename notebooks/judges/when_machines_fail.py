@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
-import io
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from math import sqrt
@@ -80,40 +79,31 @@ def goodput(answer: Any, attempts: Attempts, step_s: float) -> None:
 
 
 class _Disk:
-    """What would be on the disk after a power failure, while files are written: only what fsync has waited for."""
+    """What would be on the disk after a power failure: of each file, by inode, only what fsync has waited for."""
 
-    def __init__(self, folder: Path, path: str, old: bytes, new: bytes) -> None:
-        self.path, self.old, self.new, self.folder = path, old, new, str(folder)
-        self.durable: dict[str, bytes] = {path: old}
-        self.names: dict[int, str] = {}
-        self.wrong = ""
-        self._open, self._fsync, self._replace = builtins.open, os.fsync, os.replace
+    def __init__(self, path: Path, old: bytes, new: bytes) -> None:
+        self.path, self.new, self.wrong = path, new, ""
+        self.durable = {path.stat().st_ino: old}
+        self.watching = True
+        self._fsync = os.fsync
+        sys.addaudithook(self._happens)  # sees each way to open or rename a file
 
-    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file; one that is opened for writing is empty at once."""
-        opened = self._open(file, mode, *args, **kwargs)
-        if not isinstance(file, int) and set(mode) & set("wax+"):
-            self.names[opened.fileno()] = os.path.abspath(file)
-            self._changes(os.path.abspath(file), b"", "in place")
-        return opened
+    def _happens(self, event: str, details: tuple[Any, ...]) -> None:
+        if not self.watching or event not in ("open", "os.rename") or isinstance(details[0], int):
+            return
+        if event == "os.rename" and os.path.abspath(details[1]) == str(self.path):
+            if os.path.exists(details[0]) and self.durable.get(os.stat(details[0]).st_ino) != self.new:
+                self.wrong = self.wrong or "renamed"
+        elif event == "open" and details[2] & (os.O_WRONLY | os.O_RDWR) and os.path.abspath(details[0]) == str(self.path):
+            self.wrong = self.wrong or "in place"
 
     def fsync(self, file: Any) -> None:
         """Wait for a file: what the system has of it is on the disk. Python's own buffer is not."""
         self._fsync(file)
-        name = self.names.get(file if isinstance(file, int) else file.fileno(), "")
-        if name:
-            self._changes(name, Path(name).read_bytes(), "in place")
-
-    def replace(self, source: Any, target: Any, **_: Any) -> None:
-        """Rename a file; its content is what fsync has waited for before."""
-        source, target = os.path.abspath(source), os.path.abspath(target)
-        self._replace(source, target)
-        self._changes(target, self.durable.pop(source, b""), "renamed")
-
-    def _changes(self, name: str, content: bytes, how: str) -> None:
-        self.durable[name] = content
-        if name == self.path and content not in (self.old, self.new):
-            self.wrong = self.wrong or how
+        inode = os.fstat(file).st_ino if isinstance(file, int) else os.fstat(file.fileno()).st_ino
+        for name in self.path.parent.iterdir():
+            if name.stat().st_ino == inode:
+                self.durable[inode] = name.read_bytes()
 
 
 def _write(answer: Callable[..., object]) -> tuple[str, bool, bool, list[str]]:
@@ -121,17 +111,14 @@ def _write(answer: Callable[..., object]) -> tuple[str, bool, bool, list[str]]:
     random = Random(case_seed(0))
     old, new = random.randbytes(700), random.randbytes(900)
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "saved.pt"
+        path = Path(os.path.abspath(name)) / "saved.pt"
         path.write_bytes(old)
-        disk = _Disk(Path(name), str(path), old, new)
-        with (
-            mock.patch.object(builtins, "open", disk.open), mock.patch.object(io, "open", disk.open),
-            mock.patch.object(os, "fsync", disk.fsync), mock.patch.object(os, "replace", disk.replace),
-            mock.patch.object(os, "rename", disk.replace),
-        ):  # fmt: skip
+        disk = _Disk(path, old, new)
+        with mock.patch.object(os, "fsync", disk.fsync):
             answer(str(path), new)
-        left = sorted(file.name for file in Path(name).iterdir() if file != path)
-        return disk.wrong, path.read_bytes() == new, disk.durable[str(path)] == new, left
+        disk.watching = False
+        left = sorted(file.name for file in path.parent.iterdir() if file != path)
+        return disk.wrong, path.read_bytes() == new, disk.durable.get(path.stat().st_ino) == new, left
 
 
 @exercise(
@@ -176,22 +163,28 @@ class _Job:
             losses.append(loss.item())
         return losses
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        for name in ("model", "optimizer", "schedule"):
-            getattr(self, name).load_state_dict(state[name])
-        self.step = state["step"]
-        self.order.set_state(state["order"])
-        torch.set_rng_state(state["random"])
+    def load(self, name: str, part: Any) -> None:
+        """Take over a part of a state."""
+        if name in ("model", "optimizer", "schedule"):
+            getattr(self, name).load_state_dict(part)
+        elif name == "step":
+            self.step = int(part)
+        else:
+            (self.order.set_state if name == "order" else torch.set_rng_state)(part)
 
 
 PARTS: Final = ("model", "optimizer", "schedule", "order", "random", "step")
 STEPS: Final = 5
 
 
-def _resumed(state: dict[str, Any]) -> list[float]:
+def _resumed(state: dict[str, Any]) -> list[float] | str:
+    """Return the losses of a job that begins with a state, or the part that is no state."""
     job = _Job()
-    job.load(copy.deepcopy(state))
+    for name in PARTS:
+        try:
+            job.load(name, copy.deepcopy(state[name]))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            return name
     return job.advance(STEPS)
 
 
@@ -223,6 +216,8 @@ def everything(results: Results) -> None:
     missing, extra = ([name for name in PARTS if name not in keys], [name for name in keys if name not in PARTS])
     wrong_if(missing, f"the resumed training needs more: {', '.join(missing)} is missing")
     wrong_if(extra, f"the job has no part of this name: {', '.join(extra)}", f"the keys are {', '.join(PARTS)}")
+    wrong_if(isinstance(given, str), f"{given} is no state that the job can load",
+             "state_dict() of the model, the optimizer and the schedule, get_state() of the generator, torch.get_rng_state()")
     expect(given, right, [
         (aliased, "the training went on, and changed the tensors that you had returned: the thread writes a mixture",
          "return copies: copy.deepcopy"),

@@ -602,6 +602,14 @@ def test_every_exercise_is_in_its_lesson_and_in_its_solutions(file: str) -> None
         assert [e.name for e in exercises if f'lab.check("{e.name}"' not in code] == [], path.name
 
 
+@pytest.mark.parametrize("solutions", sorted((NOTEBOOKS / "solutions").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_stored_verdict_of_the_solutions_is_a_pass(solutions: Path) -> None:
+    for cell in json.loads(solutions.read_text())["cells"]:
+        if cell["cell_type"] == "code" and "lab.check(" in "".join(cell["source"]):
+            verdicts = ["".join(output["data"]["text/plain"]) for output in cell["outputs"] if "data" in output]
+            assert [verdict[0] for verdict in verdicts] == ["✓"], verdicts
+
+
 # Comparing
 
 

@@ -55,6 +55,26 @@ def with_a_descriptor(path, data):
     os.rename(f"{path}~", path)
 
 
+@right
+def with_the_open_of_a_notebook(path, data):
+    from IPython.core.interactiveshell import _modified_open  # keeps the function that `io.open` was at its import
+
+    with _modified_open(path + ".new", "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".new", path)
+
+
+@wrong("before the content is on the disk", cure="file.flush()")
+def waits_after_the_new_name(path, data):
+    with open(path + ".new", "wb") as file:
+        file.write(data)
+        file.flush()
+        os.replace(path + ".new", path)
+        os.fsync(file.fileno())
+
+
 @wrong("under its own name", cure="into a new file")
 def in_place(path, data):
     with open(path, "wb") as file:
@@ -99,6 +119,7 @@ mutant("return copy.deepcopy(state)", "return state", "the thread writes a mixtu
 mutant('        "random": torch.get_rng_state(),\n', "", "random is missing")
 mutant('        "order": job.order.get_state(),\n', "", "order is missing")
 mutant("job.order.get_state()", "torch.get_rng_state()", "at the time of the call")
+mutant('job.order.get_state()', "job.order", "order is no state", cure="get_state()")
 mutant('"step": job.step', '"step": 0', "at the time of the call")
 mutant("return copy.deepcopy(state)", "return list(copy.deepcopy(state))", "no dictionary", cure="with the keys")
 mutant('"step": job.step,', '"step": job.step, "loss": 0,', "no part of this name", cure="the keys are")
