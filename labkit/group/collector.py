@@ -17,7 +17,7 @@ from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import pending_of, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, UNSHOWN, Pending
-from labkit.tracing.attempts import followed
+from labkit.tracing.attempts import joined
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
@@ -235,10 +235,17 @@ class Records:
         return dataclasses.replace(pending_of(row, self._names_of(rank)), wait_start_ns=0)  # it no longer waits
 
     def trace(self, profiled: Sequence[Sequence[Any]] = ()) -> Trace:
-        """Return the trace of all records; call `freeze` first.
+        """Return the trace of all records, with those of earlier attempts; call `freeze` first.
 
         `profiled` has by rank the fields of its `ProfilerEvent`s; it is empty if torch's profiler was off.
         """
+        attempts, earlier = [self._own_trace(profiled)], self._earlier
+        while earlier is not None:
+            attempts.append(earlier._own_trace([]))
+            earlier = earlier._earlier
+        return joined(attempts[::-1]) if self._earlier else attempts[0]
+
+    def _own_trace(self, profiled: Sequence[Sequence[Any]]) -> Trace:
         profile = [ProfilerEvent(rank, *row) for rank, rows in enumerate(profiled) for row in rows]
         unseen = [self._members[rank] for rank, rows in enumerate(profiled) if not rows]
         notes = [f"torch's profiler gave nothing for {listed(unseen)}"] if unseen else []
@@ -252,7 +259,7 @@ class Records:
             rows = trace.columns.data
             for end in ("end_ns", "wait_end_ns"):
                 rows[end] = np.where(rows["rank"] == scalar.rank, np.minimum(rows[end], scalar.time_ns), rows[end])
-        return trace if self._earlier is None else followed(self._earlier.trace(), trace)
+        return trace
 
 
 def nodes_of(members: Sequence[Member]) -> tuple[int, ...]:

@@ -174,12 +174,16 @@ class Output:
         self._handle.update({"text/plain": text}, raw=True)
         self._shown_at, self._changed = now, False
 
-    def finish(self) -> str:
-        """Complete all lines, show the final text and return it."""
+    def complete(self) -> None:
+        """Complete all lines: the ranks will print no more, or are replaced by others."""
         for rank in sorted(self._ranks):
             rest = self._ranks[rank].finish()
             if self._shell is None and rest:
                 self._print(rank, rest)
+
+    def finish(self) -> str:
+        """Complete all lines, show the final text and return it."""
+        self.complete()
         text = "\n".join(self._shown())
         if self._handle is not None:
             self._handle.update({}, raw=True)

@@ -197,6 +197,7 @@ class Execution:
                 self.failed = failed.failures[0]
                 self._pool.state.spend()
                 self._close("failed")
+                self._output.complete()
                 return None
             failed.run = self._finish("stopped by an error")
             raise failed

@@ -133,7 +133,11 @@ class _Timeline:
         self, views: list[View], ax: Axes | None, new_figure: Callable[..., Figure], critical_path: bool = False
     ) -> None:
         self.views, self.several = views, len(views) > 1
-        self.paths = [path_between(v.whole, v.shown.start_ns, v.shown.end_ns) if critical_path else [] for v in views]
+        self.paths: list[list[Piece]] = [[] for _ in views]
+        if critical_path:  # of the last attempt, if there were several
+            lasts = [view.whole.last_attempt() for view in views]
+            starts = [max(view.shown.start_ns, last.start_ns) for view, last in zip(views, lasts, strict=True)]
+            self.paths = [path_between(last, start, v.shown.end_ns) for v, last, start in zip(views, lasts, starts, strict=True)]
         self.longest_ns = max(view.shown.duration_ns for view in views)
         self.unit, self.unit_ns = unit_of(self.longest_ns)
         self.sharing = sharing_in_words(views)

@@ -233,10 +233,10 @@ class View:
 
     def _steps_in_words(self) -> str:
         if not self.zoomed:
-            length, again = time_in_words(self.shown.duration_ns), self.whole.restarts_ns
+            length, again = time_in_words(self.shown.duration_ns), len(self.whole.restarts_ns)
+            after = f"after the last of {again} restarts" if again > 1 else "after 1 restart" if again else ""
             steps = f"{self.steps} steps" if self.steps > 1 else ""
-            after = f"after {counted(len(again), 'restart')}" if again else ""
-            return ", ".join(filter(None, (" ".join(filter(None, (steps, after))), length)))
+            return ", ".join(filter(None, (f"{steps} {after}".strip(), length)))
         if self.to_end:
             return f"{self.chosen_in_words()} ({time_in_words(self.shown.duration_ns)})"
         own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]

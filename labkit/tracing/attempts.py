@@ -1,7 +1,8 @@
-"""Joins the traces of two attempts of a run, between which all ranks were replaced."""
+"""Joins the traces of the attempts of a run, between which all ranks were replaced."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,29 @@ from labkit.recording.events import STORED, Columns
 from labkit.tracing.trace import Trace
 
 
-def followed(earlier: Trace, later: Trace) -> Trace:
-    """Return the trace of a run whose first attempts were `earlier`, and whose last one was `later`.
+def joined(attempts: Sequence[Trace]) -> Trace:
+    """Return the trace of a run from those of its attempts.
 
     Fresh ranks number their operations from the beginning. Here the numbers go on, so that operations of two attempts
     are not taken for the same one.
     """
     ids: dict[str, int] = {}
-    highest = max(int(numbered["match"].max(initial=0)) for numbered in (earlier.columns.data, earlier.waits))
-    rows, waits = _renumbered(earlier, ids, 0)
-    more_rows, more_waits = _renumbered(later, ids, highest)
-    facts = later.info | {
-        "dropped": [before + after for before, after in zip(earlier.dropped, later.dropped, strict=True)],
-        "notes": list(dict.fromkeys((*earlier.notes, *later.notes))),
-        "clock_error_ns": max(earlier.clock_error_ns, later.clock_error_ns),
-        "restarts_ns": (*earlier.restarts_ns, later.start_ns),
+    highest, rows, waits = 0, [], []
+    for attempt in attempts:
+        own, own_waits = _renumbered(attempt, ids, highest)
+        highest = max(highest, *(int(numbered["match"].max(initial=0)) for numbered in (own, own_waits)))
+        rows.append(own)
+        waits.append(own_waits)
+    first, last = attempts[0], attempts[-1]
+    facts = last.info | {
+        "dropped": [sum(lost) for lost in zip(*(attempt.dropped for attempt in attempts), strict=True)],
+        "notes": list(dict.fromkeys(note for attempt in attempts for note in attempt.notes)),
+        "clock_error_ns": max(attempt.clock_error_ns for attempt in attempts),
+        "restarts_ns": [attempt.start_ns for attempt in attempts[1:]],
     }
-    columns = Columns(np.concatenate([rows, more_rows]), list(ids))
     return Trace(
-        columns, (*earlier.scalars, *later.scalars), start_ns=earlier.start_ns, end_ns=later.end_ns, profile=later.profile,
-        waits=np.concatenate([waits, more_waits]), **facts,
+        Columns(np.concatenate(rows), list(ids)), [scalar for attempt in attempts for scalar in attempt.scalars],
+        start_ns=first.start_ns, end_ns=last.end_ns, profile=last.profile, waits=np.concatenate(waits), **facts,
     )  # fmt: skip
 
 

@@ -248,7 +248,9 @@ class Trace:
         """Return the part after the last restart: the whole trace if there was none."""
         if not self.restarts_ns:
             return self
-        part = self.between(self.restarts_ns[-1], max(self.restarts_ns[-1], self.end_ns))
+        begin_ns = self.restarts_ns[-1]
+        part = self.between(begin_ns, max(begin_ns, self.end_ns))
+        part.scalars = tuple(s for s in self.scalars if s.time_ns >= begin_ns)  # the memory of the earlier ranks is gone
         part.restarts_ns = ()
         return part
 

@@ -78,6 +78,18 @@ def test_the_error_after_the_last_restart_says_how_many_there_were(ranks: lab.Gr
     assert error.run.output.count("here") == 9
 
 
+def test_the_last_line_of_ranks_that_are_replaced_ends_there(ranks: lab.Group, cells: in_cells.Cells) -> None:
+    cells("""
+        import os
+        def f():
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            print(attempt, end=" " if attempt == "0" else "!", flush=True)
+            if attempt == "0":
+                raise ValueError
+    """)
+    assert ranks[1:2].run(cells.f).output.splitlines() == ["[rank 1] 0 ", "[rank 1] 1!"]
+
+
 def test_a_part_of_the_ranks(ranks: lab.Group, cells: in_cells.Cells) -> None:
     cells(ENDS)
     assert ranks[1:3].run(cells.f, "os._exit(1)").results == [(1, 1), (1, 2)]

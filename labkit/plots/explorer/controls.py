@@ -65,6 +65,8 @@ class Replays(Controls):
 
     def __init__(self, view: View) -> None:
         super().__init__("Move a control: the picture shows the run with that change, as lab.replay predicts it.", "As recorded")
+        if view.whole.restarts_ns:
+            raise LabError("explore: only one attempt can be replayed: lab.explore(run.trace.last_attempt()) replays the last")
         self._view, self._asked = view, Questions(view.whole, "replay")
         trace, graph = view.whole, self._asked.graph
         self._operations = tuple(taken_by(graph, self._asked.recorded))
