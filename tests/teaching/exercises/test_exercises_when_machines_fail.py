@@ -119,7 +119,7 @@ mutant("return copy.deepcopy(state)", "return state", "the thread writes a mixtu
 mutant('        "random": torch.get_rng_state(),\n', "", "random is missing")
 mutant('        "order": job.order.get_state(),\n', "", "order is missing")
 mutant("job.order.get_state()", "torch.get_rng_state()", "at the time of the call")
-mutant('job.order.get_state()', "job.order", "order is no state", cure="get_state()")
+mutant("job.order.get_state()", "job.order", "order is no state", cure="get_state()")
 mutant('"step": job.step', '"step": 0', "at the time of the call")
 mutant("return copy.deepcopy(state)", "return list(copy.deepcopy(state))", "no dictionary", cure="with the keys")
 mutant('"step": job.step,', '"step": job.step, "loss": 0,', "no part of this name", cure="the keys are")
