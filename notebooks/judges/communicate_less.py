@@ -78,7 +78,9 @@ def bytes_by_method(answer: Any, method: str, n: int, p: int, k: int, every: int
         right,
         known[method],
         f"these are not the bytes of {method!r}",
-        "a float32 number has four bytes, a float16 number two",
+        {"fp16": "a float16 number has two bytes", "local": "one all-reduce in `every` steps: divide by `every`"}.get(
+            method, "a float32 number has four bytes"
+        ),
     )
 
 
@@ -138,8 +140,8 @@ def top_k_with_feedback(results: Results) -> None:
         (_top_k(lost=True), "what was not sent is lost", "store it in kept_back, in place"),
         (_top_k(each=True), "k values of each tensor were sent", "choose from all tensors as one vector"),
         (_top_k(mean=1), *SUMMED),
-    ], "the gradients or kept_back are not what they should be", "change the given tensors in place, with copy_",
-       same=_close)  # fmt: skip
+    ], "the gradients or kept_back are not what they should be", "check three things: the largest magnitude counts, so "
+       "-6 comes before 5; what was sent is not kept back as well; both lists change in place, with copy_", same=_close)  # fmt: skip
     sent = 1e6 * max(sent_mb(results.trace, rank) for rank in range(RANKS)) / ROUNDS
     most = 8 * K * (RANKS - 1)
     wrong_if(

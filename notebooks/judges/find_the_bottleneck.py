@@ -130,7 +130,7 @@ def _work(random: Random) -> list[list[float]]:
 
 
 @exercise(
-    LESSON, "It arrives last in most all-reduces, so it is the rank that waits least there.",
+    LESSON, "It arrives last in most all-reduces, so that the others wait for it there.",
     [(spans,) for spans in STRAGGLERS],
     other=lambda random: (_spans(_work(random), random.uniform(2, 9), [0, 0, 0, 0]),),
 )

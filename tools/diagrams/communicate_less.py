@@ -93,20 +93,20 @@ def diloco(picture: Diagram) -> None:
     picture.text(330, 262, "both ranks go on from the new shared weights", size=13)
 
 
-@diagram("18_stale", 660, 240, "an asynchronous server and a stale gradient")
+@diagram("18_stale", 600, 192, "an asynchronous server and a stale gradient")
 def stale(picture: Diagram) -> None:
-    """Time lines of a server and three workers, which all got version 1 of the weights. The server takes a step with
-    the gradient of worker 1 and one with that of worker 2. When the gradient of worker 3 arrives, the server's weights
-    are version 3: the gradient is two updates old."""
+    """Time lines of a server and two workers, which both got version 1 of the weights. The server takes a step with the
+    gradient of worker 1. When the gradient of worker 2 arrives, the server's weights are version 2: the gradient is one
+    update old."""
     y_server = 20.0
     picture.text(84, y_server + HIGH / 2, "server", anchor="end", bold=True)
-    for x, version in ((100, 1), (240, 2), (360, 3), (500, 4)):
+    for x, version in ((100, 1), (270, 2), (450, 3)):
         picture.box(x, y_server, 90, HIGH, f"version {version}", fill=SUM, radius=2, size=13)
-    for worker, (start, end) in {1: (110, 240), 2: (130, 360), 3: (150, 500)}.items():
+    for worker, (start, end) in {1: (110, 270), 2: (130, 450)}.items():
         y = 36 + 48 * worker
         picture.text(84, y + HIGH / 2, f"worker {worker}", anchor="end", bold=True)
         picture.box(start, y, end - start - 30, HIGH, "of version 1", fill=COMPUTE, radius=2, size=12)
         picture.arrow((end - 30, y + HIGH / 2), (end + 12, y_server + HIGH), color=COMMUNICATION)
-    picture.text(520, 197, "two updates old", anchor="start", size=13, color=COMMUNICATION)
-    picture.line((100, 226), (640, 226))
-    picture.text(640, 214, "time", anchor="end", size=13)
+    picture.text(470, 149, "one update old", anchor="start", size=13, color=COMMUNICATION)
+    picture.line((100, 178), (580, 178))
+    picture.text(580, 166, "time", anchor="end", size=13)

@@ -22,12 +22,13 @@ def bytes_by_cases(method, n, p, k, every):
 
 
 mutant("2 * (p - 1) / p * 4 * n", "4 * n", "how much of it does a ring send?", cure="2 (p - 1) / p of it")
-mutant("ring / 2", "ring", "not the bytes of 'fp16'", cure="a float16 number two")
+mutant("ring / 2", "ring", "not the bytes of 'fp16'", cure="a float16 number has two bytes")
 mutant("(4 * k + 4 * k)", "4 * k", "the places travel, too", cure="a place of four bytes")
 mutant("(p - 1) * (4 * k + 4 * k)", "8 * k", "who receives it?", cure="each of the p - 1 others")
 mutant("ring / every", "ring", "how many are there?", cure="divide by `every`")
 mutant("(p - 1) * 4 * n}", "4 * n}", "which rank is the busiest?", cure="answers each of p - 1 workers")
 mutant("ring = 2 * (p - 1) / p * 4 * n", "ring = n", "not the bytes of 'every step'", cure="has four bytes")
+mutant("ring / every", "ring * every", "not the bytes of 'local'", cure="in `every` steps")
 
 
 right, wrong, mutant = answers.of("top_k_with_feedback")
@@ -53,9 +54,9 @@ def top_k_in_two_messages(gradients, kept_back, k):
 
 
 mutant("(g + kept).flatten()", "g.flatten()", "never travels", cure="before you choose")
-mutant("total[places] = 0", "pass", "not what they should be", cure="with copy_")
+mutant("total[places] = 0", "pass", "not what they should be", cure="what was sent is not kept back")
 mutant("kept.copy_(of_total.view_as(kept))", "kept.zero_()", "is lost", cure="store it in kept_back")
-mutant("total.abs().topk(k)", "total.topk(k)", "not what they should be", cure="with copy_")
+mutant("total.abs().topk(k)", "total.topk(k)", "not what they should be", cure="-6 comes before 5")
 mutant("values / dist.get_world_size()", "values", "the sum over the ranks", cure="divide by the number of ranks")
 mutant("g.copy_(of_mean.view_as(g))", "g = of_mean", "not what they should be", cure="with copy_")
 GATHER = "dist.all_gather(everyones, mine)"
