@@ -38,6 +38,7 @@ ALIKE: Final = "compare numbers with numbers, texts with texts"
 LONGEST_CHOICE: Final = 200  # characters
 FILE: Final = "my_guesses.json"
 VERSION: Final = 1
+CLEARLY: Final = 1.33  # if all others take so many times as long, spreads included, a busy machine does not matter
 LARGEST: Final = 1e30  # a larger guess or measurement is a mistake, and would overflow in a figure
 
 Value = float | str
@@ -118,8 +119,9 @@ def reveal(*, predicted: Any = None, ax: Axes | None = None, **measured: Any) ->
     """Compare a sealed guess with the measurement, and both with a formula's prediction.
 
     The first reveal counts for `guesses`, unless other programs kept the machine busy, or the measurements differ so
-    much that they do not decide. Then the guess stays sealed: measure again. Give runs where you can. The spread of a
-    plain number is not known, and only a very busy machine is noticed, for times and speed-ups.
+    much that they do not decide. Then the guess stays sealed: measure again. Of possible answers, one may be so clearly
+    the fastest that a busy machine does not matter. Give runs where you can. The spread of a plain number is not known,
+    and only a very busy machine is noticed, for times and speed-ups.
 
     Args:
         predicted: the formula's value, in the quantity's unit; a `lab.predict` result is converted to it. A replayed
@@ -259,8 +261,11 @@ def _smallest(name: str, given: Mapping[Any, Any]) -> Note:
     first = min(measured, key=lambda answer: measured[answer].value)
     close = [answer for answer, one in measured.items() if one.too_close(measured[first])]
     each = ", ".join(f"{answer} {one.in_words(lambda value: f'{value:.3g} {unit}'.strip())}" for answer, one in measured.items())
+    others = [one for answer, one in measured.items() if answer != first]
     why = next((one.busy for one in measured.values() if one.busy), "")
-    if not why and len(close) > 1:
+    if all(one.low > CLEARLY * measured[first].high for one in others):
+        why = ""
+    elif not why and len(close) > 1:
         why = f"{listed(close)} are too close to call. Run it again"
     if why:
         stays = " Your guess stays sealed." if sealed is not None else ""

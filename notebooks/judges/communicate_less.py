@@ -141,7 +141,8 @@ def top_k_with_feedback(results: Results) -> None:
         (_top_k(each=True), "k values of each tensor were sent", "choose from all tensors as one vector"),
         (_top_k(mean=1), *SUMMED),
     ], "the gradients or kept_back are not what they should be", "check three things: the largest magnitude counts, so "
-       "-6 comes before 5; what was sent is not kept back as well; both lists change in place, with copy_", same=_close)  # fmt: skip
+       "-6 comes before 5; what was sent is not kept back as well; both lists change in place, with copy_",
+       same=_close)  # fmt: skip
     sent = 1e6 * max(sent_mb(results.trace, rank) for rank in range(RANKS)) / ROUNDS
     most = 8 * K * (RANKS - 1)
     wrong_if(

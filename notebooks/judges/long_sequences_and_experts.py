@@ -84,7 +84,7 @@ def zigzag_documents(answer: Any, lengths: list[int], rank: int, p: int) -> None
     documents = list(zip(lengths, starts, strict=True))
     right = [at for length, start in documents for at in _blocks(length, rank, p, start)]
     given = whole_numbers(answer(list(lengths), rank, p), "a list of positions")
-    every = list(range(sum(lengths)))
+    wrong_if(sorted(given) == right != given, "these are the rank's positions; they must be in ascending order")
     expect(given, right, [
         ([at for length in lengths for at in _blocks(length, rank, p)],
          "here every document begins at position 0; the second begins where the first one ends",
@@ -95,7 +95,6 @@ def zigzag_documents(answer: Any, lengths: list[int], rank: int, p: int) -> None
         ([at for n, start in documents for at in range(start + rank * n // p, start + (rank + 1) * n // p)],
          "each document has the plain cut: the last rank has most of the pairs of tokens",
          "give a rank block number `rank` and block number 2p - 1 - rank"),
-        (every[rank::p], "these are stripes, every p-th token; blocks are asked for"),
         ([at for n, start in documents for at in _blocks(n, rank, p, start)[: n // (2 * p)]],
          "only the block from the front; one from the back belongs to it", "block number 2p - 1 - rank"),
     ], "these are not the rank's two blocks of each document", "blocks of length // (2p) tokens, counted from the "
@@ -114,22 +113,21 @@ def attention_bytes(
     ulysses: the bytes that a rank sends in one forward pass of attention over p ranks."""
     q, kv = (tokens * own * width * value_bytes for own in (heads, kv_heads))
     ring, ulysses = (p - 1) * 2 * kv / p, (p - 1) * (2 * q + 2 * kv) / p ** 2
-    hint = "in a ring, k and v of 1/p of the tokens go on p - 1 times; Ulysses sends (p - 1)/p of q, k, v and output"
-
-    def both(of_ring: float = ring, of_ulysses: float = ulysses) -> dict[str, float]:
-        return {"ring": of_ring, "ulysses": of_ulysses}
-
-    expect_numbers(answer(tokens, heads, kv_heads, width, p, value_bytes), both(), [
-        (both((p - 1) * 2 * q / p), "in the ring, keys and values have `kv_heads` heads"),
-        (both((p - 1) * kv / p), "in the ring, that is keys or values; both travel"),
-        (both(2 * kv), "in the ring, the blocks go on p - 1 times: the last turn is not needed",
+    given = answer(tokens, heads, kv_heads, width, p, value_bytes)
+    wrong_if(not isinstance(given, dict) or set(given) != {"ring", "ulysses"},
+             "expected a dictionary with the keys ring and ulysses")
+    expect_numbers(given["ring"], ring, [
+        ((p - 1) * 2 * q / p, "in the ring, keys and values have `kv_heads` heads"),
+        ((p - 1) * kv / p, "in the ring, that is keys or values; both travel"),
+        (2 * kv, "in the ring, the blocks go on p - 1 times: the last turn is not needed",
          "a rank's own block does not come back to it"),
-        (both(of_ulysses=(p - 1) * 4 * q / p ** 2), "in Ulysses, keys and values have `kv_heads` heads"),
-        (both(of_ulysses=(p - 1) * (q + 2 * kv) / p ** 2),
-         "in Ulysses, the output goes back, too", "it is as large as the queries"),
-        (both(of_ulysses=(2 * q + 2 * kv) / p),
-         "in Ulysses, a rank keeps 1/p of what it has: its own part is not sent", "(p - 1)/p of it is sent"),
-    ], hint)
+    ], "in the ring, k and v of 1/p of the tokens go on p - 1 times")
+    expect_numbers(given["ulysses"], ulysses, [
+        ((p - 1) * 4 * q / p ** 2, "in Ulysses, keys and values have `kv_heads` heads"),
+        ((p - 1) * (q + 2 * kv) / p ** 2, "in Ulysses, the output goes back, too", "it is as large as the queries"),
+        ((2 * q + 2 * kv) / p, "in Ulysses, a rank keeps 1/p of what it has: its own part is not sent",
+         "(p - 1)/p of it is sent"),
+    ], "in Ulysses, a rank sends (p - 1)/p of its q, k, v and output")
 
 
 WIDTH = 3
@@ -188,8 +186,9 @@ def two_experts(results: Results, ranks: int) -> None:
         ([out.sum(1) for out, _ in pairs], "the outputs are not multiplied by their probabilities"),
         ([(out * weight).flip(1)[:, 0] for out, weight in pairs],
          "only the second expert's output is left: the first was overwritten", "add, with index_add"),
-    ], "these are not the outputs of each token's experts: rows come back in the order in which they were sent. "
-       "Whose is each?", "sort by expert, remember the order, and add each row to its token")
+    ], "these are not the sums of each token's two outputs, each times its probability",
+       "rows come back in the order in which they were sent: add each to its token. The probabilities stay as they are; "
+       "two of them need not sum to 1")
     wrong_if(ranks > 2 and seen > chosen,
              f"the result is right, but the experts computed {seen} rows where {chosen} are enough",
              "send a token to its two experts only")

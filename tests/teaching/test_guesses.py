@@ -394,6 +394,7 @@ LOG, DATA = run_of(125, 125, 131), run_of(90, 90, 96)
             {"log": LOG, "data": run_of(170, load=6.2)},
             "○ better fix: This machine was busy (load 6 on 2 cores): run it again.",
         ),
+        ("log", {"log": LOG, "data": run_of(190, 200, 200, load=6.2)}, "✓ better fix: log. Your guess was log."),
         ("log", {"log": LOG, "data": DATA, "batch": [5, 99, 150]}, "○ better fix: data and batch are too close to call."),
         ("data", {"log": 127, "data": 90}, "✓ better fix: data."),
     ],

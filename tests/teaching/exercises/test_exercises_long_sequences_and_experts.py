@@ -58,7 +58,8 @@ def documents_as_one(lengths, rank, p):
 
 BLOCKS = "(rank, 2 * p - 1 - rank)"
 mutant(BLOCKS, "(2 * rank, 2 * rank + 1)", "the plain cut", cure="2p - 1 - rank")
-mutant("return positions", "return list(range(sum(lengths)))[rank::p]", "these are stripes")
+mutant("return positions", "return list(range(sum(lengths)))[rank::p]", "not the rank's two blocks", cure="from the document's start")
+mutant("return positions", "return positions[::-1]", "in ascending order")
 mutant(BLOCKS, "(rank,)", "only the block from the front", cure="2p - 1 - rank")
 mutant("start += length", "pass", "every document begins at position 0", cure="all documents before it")
 mutant(BLOCKS, "(rank, rank + p)", "not the rank's two blocks of each document", cure="from the document's start")
@@ -82,7 +83,14 @@ mutant(RING, "p * 2 * kv_heads * own", "the last turn is not needed", cure="does
 mutant(ULYSSES, "(p - 1) / p * 4 * heads * own", "in Ulysses, keys and values have")
 mutant(ULYSSES, "(p - 1) / p * (heads + 2 * kv_heads) * own", "the output goes back", cure="as large as the queries")
 mutant(ULYSSES, "(2 * heads + 2 * kv_heads) * own", "its own part is not sent", cure="(p - 1)/p of it")
-mutant(ULYSSES, "7 * own", "go on p - 1 times")
+mutant(ULYSSES, "7 * own", "in Ulysses, a rank sends (p - 1)/p of its q, k, v and output")
+mutant(RING, "7 * own", "go on p - 1 times")
+
+
+@wrong("expected a dictionary")
+def bytes_as_a_pair(tokens, heads, kv_heads, width, p, value_bytes):
+    return 1.0, 2.0
+
 
 
 right, wrong, mutant = answers.of("two_experts")
@@ -123,7 +131,9 @@ RETURN = f"return torch.zeros_like(x).{ADDED}"
 mutant(GIVEN, GIVEN + "\n    weight[1::2] = 0", "the most probable expert alone", cure="topk(2)")
 mutant("back * weight[order, None]", "back", "not multiplied by their probabilities")
 mutant(GIVEN, GIVEN + "\n    weight[0::2] = 0", "the first was overwritten", cure="index_add")
-mutant("index_add(0, token,", "index_add(0, torch.arange(len(token)) // 2,", "Whose is each?", cure="remember the order")
+SUMS = "the sums of each token's two outputs"
+mutant("index_add(0, token,", "index_add(0, torch.arange(len(token)) // 2,", SUMS, cure="add each to its token")
+mutant(GIVEN, GIVEN + "\n    weight /= weight.view(-1, 2).sum(1).repeat_interleave(2)", SUMS, cure="need not sum to 1")
 mutant(HERE, "dist.all_to_all_single(here, x[token], sizes, sizes)", "the sizes do not fit", cure="exchange the counts")
 mutant(RETURN, RETURN.removeprefix("return "), "returned NoneType")
 
