@@ -58,8 +58,8 @@ class Group:
         restarts: how many times one run may replace all ranks, after one of them died or raised an error, and call its
             function again from the start, as `torchrun --max-restarts` does. The variable TORCHELASTIC_RESTART_COUNT
             tells a rank how many times this was. What is to survive, the function must save and load itself. Results,
-            steps and figures are those of the last attempt; `lab.timeline` and `run.trace` show all. Deadlocks, Stop,
-            `timeout_s` and `%%ranks` cells never restart.
+            steps and figures are those of the last attempt; `lab.timeline` and `run.trace` show all. Deadlocks,
+            mismatched operations, Stop, `timeout_s` and `%%ranks` cells never restart.
 
     The processes start with the first run, are kept for the next, and are replaced when one of them fails. They end
     with `close`, at the end of a `with` block, and when this process ends, however it ends.
@@ -424,7 +424,8 @@ class Group:
                 raise
             if run is not None:
                 return execution, run
-            put(wrapped(f"labkit: {execution.failed}.") + "\n")
+            assert execution.failed is not None
+            put(wrapped(f"labkit: {str(execution.failed).rstrip('.')}.") + "\n" + execution.failed.traceback)
             put(f"labkit: {name} starts again on fresh ranks (restart {restarts + 1} of {most}).\n")
             failed = execution
         raise AssertionError("the last attempt raises its error")

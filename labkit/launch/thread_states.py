@@ -309,12 +309,14 @@ def _answers(
     processes: Sequence[RankProcess], answer: Callable[[RankProcess], _Answer | None], limit_s: float
 ) -> list[_Answer | None]:
     answers: list[_Answer | None] = [None] * len(processes)
-    until = time.monotonic() + limit_s
-    while None in answers and time.monotonic() < until:
+    until, awaited = time.monotonic() + limit_s, [*range(len(processes))]
+    while awaited and time.monotonic() < until:
         time.sleep(CHECK_EVERY_S)
-        for i, process in enumerate(processes):
+        exiting = {i for i in awaited if processes[i].status().exiting}
+        for i in awaited:
             with contextlib.suppress(OSError):  # it has ended, and another thread has closed its memory
-                answers[i] = answer(process) if answers[i] is None else answers[i]
+                answers[i] = answer(processes[i])
+        awaited = [i for i in awaited if answers[i] is None and i not in exiting]
     return answers
 
 

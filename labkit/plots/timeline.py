@@ -30,7 +30,7 @@ from labkit.plots.bars import (
 from labkit.plots.flows import COLOUR, OUTLINE, draw_messages
 from labkit.plots.image import WIDTH_IN
 from labkit.plots.style import CHIP, INK, INKS, describe, labkit_style, new_figure, pyplot
-from labkit.plots.view import Row, View, bubble_in_words, numbered_steps, sharing_in_words, view_of
+from labkit.plots.view import RESTARTED, Row, View, bubble_in_words, numbered_steps, sharing_in_words, view_of
 from labkit.recording.schema import ENDED
 from labkit.tracing.replaying.critical_path import Piece, path_between
 from labkit.tracing.step_times import HasTrace, trace_of
@@ -49,7 +49,6 @@ TEXT_PT: Final = 8.8  # inside bars: 11 pixels in a window of 1,000 without a si
 NOTE_PT: Final = 9.0  # below the legend
 VISIBLE_PX: Final = 0.3  # a kind whose widest bar is narrower is not in the legend
 GAP_PX: Final = 0.7  # after a wide bar
-RESTARTED: Final = "all ranks replaced"
 STEP_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 0.6}
 RESTART_LINE: Final[dict[str, Any]] = {"color": INK, "linewidth": 1.6, "linestyle": (0, (3, 1.5))}
 END_MARK: Final[dict[str, Any]] = {"color": INK, "marker": "X", "markersize": 7, "linestyle": "none"}

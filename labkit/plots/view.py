@@ -25,6 +25,7 @@ from labkit.tracing.trace import Trace
 _NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # not "backward of NetShard2.forward"
 
 OTHERS: Final = "others"
+RESTARTED: Final = "all ranks replaced"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from labkit.recording.schema import (
     COMMUNICATION,
     COMPUTE,
     DATA,
+    ENDED,
     FIELDS,
     KINDS,
     MEMORY,
@@ -185,6 +186,11 @@ class Trace:
         return f"<Trace of {len(self.ranks)} ranks, {len(self)} spans, {len(self.scalars)} scalars{lost}>"
 
     @property
+    def failures_ns(self) -> tuple[int, ...]:
+        """When ranks failed, in order of time; empty if none did."""
+        return tuple(sorted(s.time_ns for s in self.scalars if s.name == ENDED))
+
+    @property
     def duration_ns(self) -> int:
         """Length of the window in nanoseconds."""
         return self.end_ns - self.start_ns
@@ -228,7 +234,8 @@ class Trace:
     def between(self, start_ns: int, end_ns: int) -> Trace:
         """Select the spans that overlap a time window, which becomes the trace's window; shares count time inside it.
 
-        Memory values from before the window are moved to its start, since such a value holds until the next.
+        Memory values from before the window are moved to its start, since such a value holds until the next, or until
+        the ranks are replaced.
 
         Args:
             start_ns: start of the window, on the trace's clock.
@@ -236,23 +243,22 @@ class Trace:
         """
         data = self.columns.data
         keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
-        before = {(s.rank, s.name): s for s in self.scalars if s.time_ns < start_ns and s.name.startswith(MEMORY)}
+        begun_ns = max((ns for ns in self.restarts_ns if ns <= start_ns), default=self.start_ns)
+        earlier = (s for s in self.scalars if begun_ns <= s.time_ns < start_ns)
+        before = {(s.rank, s.name): s for s in earlier if s.name.startswith(MEMORY)}
         scalars = [replace(s, time_ns=start_ns) for s in before.values()]
         scalars += [s for s in self.scalars if start_ns <= s.time_ns <= end_ns]
         profile = [e for e in self.profile if e.end_ns > start_ns and e.start_ns < end_ns]
         waits = self.waits[(self.waits["time_ns"] >= start_ns) & (self.waits["time_ns"] <= end_ns)]
-        others = {"profile": profile, "waits": waits}
-        return self._with(self.columns.where(keep), scalars, start_ns=start_ns, end_ns=end_ns, **others)
+        part = self._with(self.columns.where(keep), scalars, start_ns=start_ns, end_ns=end_ns, profile=profile, waits=waits)
+        part.restarts_ns = tuple(ns for ns in self.restarts_ns if start_ns < ns < end_ns)
+        return part
 
     def last_attempt(self) -> Trace:
         """Return the part after the last restart: the whole trace if there was none."""
         if not self.restarts_ns:
             return self
-        begin_ns = self.restarts_ns[-1]
-        part = self.between(begin_ns, max(begin_ns, self.end_ns))
-        part.scalars = tuple(s for s in self.scalars if s.time_ns >= begin_ns)  # the memory of the earlier ranks is gone
-        part.restarts_ns = ()
-        return part
+        return self.between(self.restarts_ns[-1], max(self.restarts_ns[-1], self.end_ns))
 
     @public_api
     def step(self, number: int) -> Trace:

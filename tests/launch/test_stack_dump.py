@@ -209,12 +209,20 @@ def test_an_answer_is_complete_and_newer_than_the_question(monkeypatch: pytest.M
 
     with tempfile.TemporaryFile() as file:
         memory = file.fileno()
-        answering: Any = SimpleNamespace(memory=memory, signal=lambda _: stack_writer._write(memory, threading.get_ident()))
-        late: Any = SimpleNamespace(memory=memory, signal=lambda _: None)
+        alive = {"memory": memory, "status": lambda: SimpleNamespace(exiting=False)}
+        answering: Any = SimpleNamespace(**alive, signal=lambda _: stack_writer._write(memory, threading.get_ident()))
+        late: Any = SimpleNamespace(**alive, signal=lambda _: None)
         assert ask([answering]) != [None]
         assert ask([late], insist=False) == [None], "that was the answer to an earlier question"
         monkeypatch.setattr(os, "pread", change_meanwhile)
         assert ask([answering], insist=False) == [None], "the rank answers somebody else meanwhile"
+
+
+def test_a_rank_that_is_about_to_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 10**6)
+    with tempfile.TemporaryFile() as file:
+        ending: Any = SimpleNamespace(memory=file.fileno(), signal=lambda _: None, status=lambda: SimpleNamespace(exiting=True))
+        assert ask([ending], insist=False) == [None]
 
 
 def test_a_look_at_all_threads() -> None:

@@ -443,6 +443,7 @@ def _share(at_ms: float) -> float:
 
 def _place(page: Page, rank: int, lane: int, share: float) -> tuple[float, float]:
     """Where a moment of a rank's lane is on the page: as a share of what is shown."""
+    page.locator(".labkit-plot").scroll_into_view_if_needed()
     plot = page.locator(".labkit-plot").bounding_box()
     first, second = (page.locator(".labkit-rank").nth(i).bounding_box() for i in (0, 1))
     assert plot is not None
@@ -647,6 +648,11 @@ def test_a_schedule_has_sliders(lab_server: Server, browser: Browser) -> None:
     page.keyboard.press("ArrowLeft")
     page.wait_for_function("() => document.querySelectorAll('.labkit-rank').length == 3", timeout=LIMIT_MS)
     _picture(page, "sliders-schedule")
+    page.click(".jp-NotebookPanel-toolbar [title^='Restart the kernel']")
+    page.click(".jp-Dialog .jp-mod-accept")
+    page.wait_for_function(f"() => !document.querySelector('{SLIDERS}')", timeout=LIMIT_MS)
+    page.wait_for_function(FINISHED, timeout=LIMIT_MS)  # the image is back: no control that would do nothing
+    page.wait_for_selector(IDLE["lab"], timeout=LIMIT_MS)
     page.close()
 
 

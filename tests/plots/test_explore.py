@@ -431,22 +431,37 @@ def test_the_page_names_the_axis_of_a_mesh(tmp_path: Path) -> None:
 
 
 @needs_node
-@pytest.mark.parametrize(("begin_ms", "end_ms", "at"), [(0, 100, 300.0), (20, 40, 500.0), (40, 100, None)])
-def test_the_end_of_a_process_is_marked_in_its_row(begin_ms: float, end_ms: float, at: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begin_ms", "end_ms", "at", "marks"),
+    [
+        (0, 100, [300.0, 600.0], ["┆ all ranks replaced", "✕ rank failed"]),
+        (20, 40, [500.0], ["┆ all ranks replaced", "✕ rank failed"]),
+        (70, 100, [], []),
+    ],
+)
+def test_failures_are_marked_in_their_rows_and_restarts_across_all(
+    begin_ms: float, end_ms: float, at: list[float], marks: list[str], tmp_path: Path
+) -> None:
     spans = [Span(rank, "forward", "compute", 0, 100 * MS) for rank in (0, 1)]
-    trace = Trace(spans, [Scalar(1, ENDED, 30 * MS, 1.0)], ranks=["rank 0", "rank 1"])
+    ends = [Scalar(1, ENDED, at_ms * MS, 1.0) for at_ms in (30, 60)]
+    trace = Trace(spans, ends, ranks=["rank 0", "rank 1"], restarts_ns=[35 * MS])
     program = f"""
         const lines = [];
-        const pen = {{ beginPath() {{}}, stroke() {{}}, moveTo: (...at) => lines.push(at), lineTo: (...at) => lines.push(at) }};
+        const add = (...at) => lines.push(at);
+        const pen = {{ beginPath() {{}}, stroke() {{}}, setLineDash() {{}}, moveTo: add, lineTo: add }};
         const [begin, end] = [{begin_ms} * 1e6, {end_ms} * 1e6];
         const about = {about_of(trace)};
-        const view = {{ about, view: {{ start: begin, end }}, shown: [0, 1], top: 10, rowHigh: 50 }};
+        const view = {{ about, view: {{ start: begin, end }}, shown: [0, 1], top: 10, rowHigh: 50, high: 110 }};
         page.Picture.prototype.ends.call(view, pen, (ns) => (1000 * (ns - begin)) / (end - begin));
-        console.log(JSON.stringify([view.ended, lines]));"""
-    ended, lines = in_node(tmp_path, program)
-    assert ended is (at is not None)
-    middles = {((x + a) / 2, (y + b) / 2) for (x, y), (a, b) in zip(lines[::2], lines[1::2], strict=True)}
-    assert middles == ({(at, 10 + 1.5 * 50)} if at is not None else set())
+        console.log(JSON.stringify([[...view.marks], lines]));"""
+    said, lines = in_node(tmp_path, program)
+    assert said == marks
+    if marks:
+        restart = 1000 * (35 - begin_ms) / (end_ms - begin_ms)
+        assert lines[:2] == [[restart, 10], [restart, 110]]
+    crosses = lines[2:]
+    middles = {((x + a) / 2, (y + b) / 2) for (x, y), (a, b) in zip(crosses[::2], crosses[1::2], strict=True)}
+    assert middles == {(x, 10 + 1.5 * 50) for x in at}
 
 
 @needs_node

@@ -10,7 +10,7 @@ from synthetic import MS, made
 
 from labkit.plots.timeline import RESTARTED, explore, timeline
 from labkit.recording.events import WAITS, Scalar
-from labkit.recording.schema import MEMORY
+from labkit.recording.schema import ENDED, MEMORY
 from labkit.tracing.attempts import joined
 from labkit.tracing.load import load_trace
 from labkit.tracing.step_times import step_ms, trace_of
@@ -88,3 +88,22 @@ def test_controls_replay_one_attempt_and_say_how() -> None:
         "No controls: only one attempt can be replayed: lab.explore(run.trace.last_attempt()) replays the last."
     )
     assert [control["name"] for control in explore(run.last_attempt())._controls.all][:2] == ["link", "latency "]
+
+
+def test_a_part_has_the_restarts_inside_it_and_the_memory_of_its_ranks() -> None:
+    first, second = attempt(0, 2), attempt(100, 3)
+    first.scalars += (Scalar(0, f"{MEMORY}gradients", 5 * MS, 4e6),)
+    run = joined([first, second])
+    assert run.between(0, 100 * MS).restarts_ns == run.step(1).restarts_ns == ()
+    assert run.between(10 * MS, 110 * MS).restarts_ns == (100 * MS,)
+    assert step_ms(run.between(0, 100 * MS)) == 10, "of the first attempt"
+    assert trace_of(run.step(1), "explain").duration_ns == 10 * MS
+    memory = [[s.time_ns for s in part.scalars if s.name.startswith(MEMORY)] for part in (run.step(0), run.between(10 * MS, 20 * MS))]
+    assert memory == [[], [10 * MS]]
+
+
+def test_failures_are_in_order_of_time() -> None:
+    first, second = attempt(0, 2), attempt(100, 2)
+    second.scalars += (Scalar(0, ENDED, 110 * MS, 1.0), Scalar(1, ENDED, 105 * MS, 1.0))
+    assert joined([first, second]).failures_ns == (105 * MS, 110 * MS)
+    assert first.failures_ns == ()

@@ -54,6 +54,7 @@ class Controls {
       return { ...control, input, value };
     });
     this.reset = Object.assign(element("button", "", this.root, `Reset: ${given.toLowerCase()}`), { type: "button" });
+    this.reset.dataset.lmSuppressShortcuts = "true";
     this.reset.addEventListener("click", () => {
       this.update(Object.fromEntries(controls.map(({ name, at }) => [name, at])));
       this.move();

@@ -143,13 +143,16 @@ function initialize({ model }) {
   const observer = new MutationObserver(search);
   observer.observe(document.body, { childList: true, subtree: true });
   search();
-  return () => {
+  const uncover = () => {
     observer.disconnect();
     for (const [image, controls] of covers) {
       controls.remove();
       image.style.display = "";
     }
+    covers.clear();
   };
+  model.on("comm_live_update", uncover); // the kernel was restarted or shut down
+  return uncover;
 }
 
 /** In front ends that provide an element for the widget. */

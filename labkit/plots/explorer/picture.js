@@ -268,14 +268,28 @@ export class Picture {
     pen.globalAlpha = 1;
   }
 
-  /** A cross where the process of a rank ended. */
+  /** Crosses where ranks failed, and lines where all were replaced. */
   ends(pen, x) {
-    this.ended = false;
+    const seen = (ns) => ns >= this.view.start && ns <= this.view.end;
+    const restarts = this.about.restarts.filter(seen);
+    const ends = this.about.ends.filter(([, end]) => seen(end));
+    pen.setLineDash([5, 3]);
+    pen.strokeStyle = this.ink;
+    pen.lineWidth = 1.5;
+    for (const ns of restarts) {
+      pen.beginPath();
+      pen.moveTo(x(ns), this.top);
+      pen.lineTo(x(ns), this.high);
+      pen.stroke();
+    }
+    pen.setLineDash([]);
+    this.marks = new Set(restarts.length ? [`┆ ${this.about.restarted}`] : []);
     this.shown.forEach((row, place) => {
-      const end = this.about.ends[this.about.rows[row].rank];
-      if (end === undefined || end < this.view.start || end > this.view.end) return;
-      this.ended = true;
-      cross(pen, x(end), this.top + (place + 0.5) * this.rowHigh, this.ink, this.paper);
+      for (const [rank, end] of ends) {
+        if (rank != this.about.rows[row].rank) continue;
+        this.marks.add(`✕ ${this.about.ended}`);
+        cross(pen, x(end), this.top + (place + 0.5) * this.rowHigh, this.ink, this.paper);
+      }
     });
   }
 
@@ -343,7 +357,7 @@ export class Picture {
   drawLegend() {
     const { about } = this;
     const visible = about.styles.map((_, number) => number).filter((number) => this.visible.has(number));
-    const key = `${visible} ${this.ended} ${this.ink}`;
+    const key = `${visible} ${[...this.marks]} ${this.ink}`;
     if (key == this.explained) return;
     this.explained = key;
     const high = 10;
@@ -363,7 +377,7 @@ export class Picture {
       }
       return line;
     });
-    if (this.ended) element("span", "labkit-entry", lines[0], `✕ ${about.ended}`);
+    for (const mark of this.marks) element("span", "labkit-entry", lines[0], mark);
     if (about.path?.length) element("span", "labkit-entry", lines[1], "line: critical path");
     if (this.behind) element("span", "labkit-entry", lines[1], "pale: before the change");
     this.legend.replaceChildren(...lines);

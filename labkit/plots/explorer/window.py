@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from labkit.errors.lists import listed
 from labkit.plots.bars import LANES, STYLES, Bars, blend, coverage, ink, legend_of, waiting_in_words
 from labkit.plots.style import INKS
-from labkit.plots.view import View, bubble_in_words, numbered_steps, rows_of
+from labkit.plots.view import RESTARTED, View, bubble_in_words, numbered_steps, rows_of
 from labkit.recording.group_keys import axis_of
 from labkit.recording.schema import COMMUNICATION, CUDA, ENDED, OPEN, STEP, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
@@ -47,8 +47,10 @@ def about(view: View, image: str) -> dict[str, Any]:
             for name, s in STYLES.items()
         ],
         "inks": INKS,
-        "ends": {s.rank: s.time_ns - whole.start_ns for s in whole.scalars if s.name == ENDED},
+        "ends": [(s.rank, s.time_ns - whole.start_ns) for s in whole.scalars if s.name == ENDED],
+        "restarts": [ns - whole.start_ns for ns in whole.restarts_ns],
         "ended": ENDED,
+        "restarted": RESTARTED,
         "communication": list(STYLES).index("exposed"),  # from this style on, styles belong to the lower lane
         "image": image,
     }

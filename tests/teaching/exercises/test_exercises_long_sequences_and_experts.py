@@ -58,7 +58,8 @@ def documents_as_one(lengths, rank, p):
 
 BLOCKS = "(rank, 2 * p - 1 - rank)"
 mutant(BLOCKS, "(2 * rank, 2 * rank + 1)", "the plain cut", cure="2p - 1 - rank")
-mutant("return positions", "return list(range(sum(lengths)))[rank::p]", "not the rank's two blocks", cure="from the document's start")
+STRIPES = "return list(range(sum(lengths)))[rank::p]"
+mutant("return positions", STRIPES, "not the rank's two blocks", cure="from the document's start")
 mutant("return positions", "return positions[::-1]", "in ascending order")
 mutant(BLOCKS, "(rank,)", "only the block from the front", cure="2p - 1 - rank")
 mutant("start += length", "pass", "every document begins at position 0", cure="all documents before it")
@@ -90,7 +91,6 @@ mutant(RING, "7 * own", "go on p - 1 times")
 @wrong("expected a dictionary")
 def bytes_as_a_pair(tokens, heads, kv_heads, width, p, value_bytes):
     return 1.0, 2.0
-
 
 
 right, wrong, mutant = answers.of("two_experts")
