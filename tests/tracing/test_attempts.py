@@ -98,7 +98,9 @@ def test_a_part_has_the_restarts_inside_it_and_the_memory_of_its_ranks() -> None
     assert run.between(10 * MS, 110 * MS).restarts_ns == (100 * MS,)
     assert step_ms(run.between(0, 100 * MS)) == 10, "of the first attempt"
     assert trace_of(run.step(1), "explain").duration_ns == 10 * MS
-    memory = [[s.time_ns for s in part.scalars if s.name.startswith(MEMORY)] for part in (run.step(0), run.between(10 * MS, 20 * MS))]
+    memory = [
+        [s.time_ns for s in part.scalars if s.name.startswith(MEMORY)] for part in (run.step(0), run.between(10 * MS, 20 * MS))
+    ]
     assert memory == [[], [10 * MS]]
 
 
