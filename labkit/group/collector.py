@@ -17,7 +17,7 @@ from labkit.launch.resource_usage import Load
 from labkit.recording.events import ProfilerEvent, Scalar
 from labkit.recording.ring_buffer import pending_of, record_dtype
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, ENDED, OPEN, READING, STEPS_IN_ALL, UNSHOWN, Pending
-from labkit.tracing.attempts import joined
+from labkit.tracing.attempts import joined_attempts
 from labkit.tracing.downsample import downsample
 from labkit.tracing.trace import Trace, from_records
 from labkit.worker.runtimes.tensorflow.profiler_events import COMPUTE as UNNAMED
@@ -243,7 +243,7 @@ class Records:
         while earlier is not None:
             attempts.append(earlier._own_trace([]))
             earlier = earlier._earlier
-        return joined(attempts[::-1]) if self._earlier else attempts[0]
+        return joined_attempts(attempts[::-1]) if self._earlier else attempts[0]
 
     def _own_trace(self, profiled: Sequence[Sequence[Any]]) -> Trace:
         profile = [ProfilerEvent(rank, *row) for rank, rows in enumerate(profiled) for row in rows]

@@ -11,7 +11,7 @@ from labkit.recording.events import STORED, Columns
 from labkit.tracing.trace import Trace
 
 
-def joined(attempts: Sequence[Trace]) -> Trace:
+def joined_attempts(attempts: Sequence[Trace]) -> Trace:
     """Return the trace of a run from those of its attempts.
 
     Fresh ranks number their operations from the beginning. Here the numbers go on, so that operations of two attempts
