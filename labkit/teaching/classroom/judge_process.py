@@ -76,7 +76,7 @@ def _verdict(exercise: Exercise, judging: Judging) -> Verdict:
         return judged(exercise, found["value"], judging.seed)
     answer = Packed.from_json(found["packed"])
     if exercise.number:
-        return Verdict(name, False, f"Given {answer.name}: expected a number or a text.")
+        return Verdict(name, False, f"Given {answer.name}: expected a number, a text or a list of them.")
     if (reason := looks_at_judge(answer.data)) is not None:
         return Verdict(name, False, reason)
     with only_trusted_pickles():

@@ -23,6 +23,7 @@ from labkit.teaching.classroom.confined_process import Cover, go_on_in_child
 from labkit.teaching.classroom.packed_answer import packed
 from labkit.teaching.classroom.statements import Statement, SubmittedProgram, compiled, parsed, without_magics
 
+VALUES: Final = (bool, int, float, str)  # answers that need not be functions; also lists of them
 SELECTED: Final = "Only what the answer seems to need was run; --execute runs the whole notebook."
 
 Examine = Callable[[Any, types.ModuleType], dict[str, Any]]
@@ -77,8 +78,10 @@ def _examiner() -> Examine:
     def examine(answer: Any, home: types.ModuleType) -> dict[str, Any]:
         if is_unwritten(answer):
             return {"unwritten": True}
-        number = answer if isinstance(answer, (bool, int, float, str)) or callable(answer) else one_number(answer)
-        if isinstance(number, (bool, int, float, str)):
+        if isinstance(answer, (list, tuple)) and all(type(one) in VALUES for one in answer):
+            return {"value": list(answer)}
+        number = answer if isinstance(answer, VALUES) or callable(answer) else one_number(answer)
+        if isinstance(number, VALUES):
             return {"value": number}
         if (why := refused(answer)) is not None:
             return {"refused": why}

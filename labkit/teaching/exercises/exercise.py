@@ -49,7 +49,7 @@ class Exercise:
         passed: what a right answer achieves; a format for its score, if it has one.
         judge: called with the answer as `AnswerRanks`, or with the number; returns the score of a right answer, where
             lower is better, or None in an exercise without a leaderboard; of a wrong one, raises `AnswerError`.
-        number: whether the answer is a number rather than a function or a class.
+        number: whether the answer is a number, a text or a list of them, rather than a function or a class.
     """
 
     name: str
@@ -95,7 +95,7 @@ def exercise(
             of the case that returns them.
         other: makes one more case, with which graders judge: an answer that knows only the results of `cases`, which
             verdicts show, fails.
-        number: whether the answer is a number rather than a function or a class.
+        number: whether the answer is a number, a text or a list of them, rather than a function or a class.
         options: options of the group. `ranks` and options may be functions of the case, too.
     """
 

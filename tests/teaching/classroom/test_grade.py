@@ -272,9 +272,17 @@ def test_a_number_reaches_its_judge_as_in_the_notebook(number: Any) -> None:
 
 
 def test_what_is_no_number_is_said_by_its_own_name() -> None:
-    found = _examiner()([0.5], types.ModuleType("__main__"))
+    found = _examiner()({0.5}, types.ModuleType("__main__"))
     verdict = _verdict(find("waiting_share"), Judging({"waiting_share": found}, 1, 60))
-    assert verdict.message == "Given list: expected a number or a text."
+    assert verdict.message == "Given set: expected a number, a text or a list of them."
+
+
+def test_a_list_of_texts_reaches_its_judge_as_in_the_notebook() -> None:
+    names = ("skipped collective", "summed gradients", "unequal batches", "unused layer")
+    found = _examiner()(names, types.ModuleType("__main__"))
+    assert found == {"value": [*names]}
+    graded_verdict = _verdict(find("name_the_faults"), Judging({"name_the_faults": found}, 1, 60))
+    assert graded_verdict.message == lab.check("name_the_faults", names).message
 
 
 @pytest.mark.parametrize("execute", [False, True])
