@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH_IN: Final = 9.0  # of figures as wide as the page
 WIDEST_PX: Final = 1300  # of a figure of `WIDTH_IN` on the page; a wider one would have larger letters than the page
 PNG_DPI: Final = 150  # so that a figure of `WIDTH_IN` has a pixel for each of the widest page
-COLOURS: Final = 160  # of the palette: those of the bars, and the shades of text and antialiasing
+COLOURS: Final = 128  # of the palette: those of the bars, and the shades of text and antialiasing
 MARGIN_IN: Final = 0.04
 NEARLY: Final = 0.85  # of the width: such figures fill it, too, so that several below one another have the same width
 HTML_CLASS: Final = "labkit-figure"
