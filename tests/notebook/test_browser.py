@@ -600,9 +600,17 @@ def test_a_slider_replays_the_run(lab_server: Server, browser: Browser) -> None:
     _until_said(page, f"The median step takes {slowest}, predicted by replay.")
     assert page.evaluate("() => window.pictures.size") == 2, "of the first and of the last move"
 
+    where = page.inner_text(".labkit-where")
+    page.locator(".labkit-plot").focus()
+    page.keyboard.press("+")
+    zoomed = page.inner_text(".labkit-where")
+    assert zoomed != where
+    slider.focus()
     before = int(slider.input_value())
     page.keyboard.press("ArrowLeft")  # still focused, and JupyterLab does not take the key
     page.wait_for_function("([s, value]) => document.querySelector(s).value == value", arg=[SLIDERS, str(before - 1)])
+    page.wait_for_selector(".labkit-controls:not(.labkit-querying)", timeout=LIMIT_MS)
+    assert page.inner_text(".labkit-where").split(",")[0] == zoomed.split(",")[0], "a move keeps the zoom"
     page.keyboard.press("Tab")
     page.keyboard.press("End")  # of the bandwidth
     assert page.get_by_label("bandwidth").get_attribute("aria-valuetext") == "1000 Gbit/s"

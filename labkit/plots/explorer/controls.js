@@ -32,7 +32,8 @@ class Controls {
     const old = this.explorer;
     this.recorded ??= { layer: old.base, ...this.model.get("about") };
     const isolated = about.ranks.length > old.isolated ? old.isolated : null;
-    const changed = { about, layer, isolated, behind: about.changed ? this.recorded : null };
+    const zoomed = old.view == old.home ? null : old.view;
+    const changed = { about, layer, isolated, zoomed, behind: about.changed ? this.recorded : null };
     this.explorer = new Explorer(this.model, old.root.parentElement, old.arrived, this.moved, changed);
     old.root.replaceWith(this.explorer.root);
     old.remove();

@@ -22,7 +22,9 @@ export class Explorer extends Picture {
     Object.assign(this, { base: changed.layer, behind: changed.behind, isolated: changed.isolated });
     this.view.end = this.view.start + this.longest;
     this.root.classList.remove("labkit-unseen");
-    this.redraw();
+    this.home = this.view;
+    if (changed.zoomed) this.look(changed.zoomed.start, changed.zoomed.end);
+    else this.redraw();
   }
 
   remove() {

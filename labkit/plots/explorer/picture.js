@@ -18,7 +18,7 @@ export class Picture {
     this.about = about;
     this.allRows = about.rows.map((_, row) => row); // a rank has one row, or one each for its GPU and its CPU
     this.whole = { start: 0, end: about.duration };
-    this.view = { start: about.begin, end: about.end };
+    this.view = this.home = { start: about.begin, end: about.end }; // what is shown first
     this.behind = null; // the recorded run, if this is another one
     this.isolated = null; // the only rank that is shown; null: all
     this.base = this.fine = this.pointed = null; // the whole run, a part in more detail, the bar under the pointer
