@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ class Trace:
         """
         data = self.columns.data
         keep = (data["end_ns"] > start_ns) & (data["start_ns"] < end_ns)
-        begun_ns = max((ns for ns in self.restarts_ns if ns <= start_ns), default=self.start_ns)
+        begun_ns = max((ns for ns in self.restarts_ns if ns <= start_ns), default=-math.inf)
         earlier = (s for s in self.scalars if begun_ns <= s.time_ns < start_ns)
         before = {(s.rank, s.name): s for s in earlier if s.name.startswith(MEMORY)}
         scalars = [replace(s, time_ns=start_ns) for s in before.values()]
