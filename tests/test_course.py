@@ -9,11 +9,7 @@ import pytest
 import labkit.teaching.exercises
 from tools.lesson_numbers import NOTEBOOKS, numbers_of
 
-# Lessons from before the course had this form; each leaves the list when it is written anew.
-OLD: set[str] = set()
-# Lessons that are not written yet; others may already name one of them as the next.
-PLANNED: set[str] = set()
-LESSONS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if path.stem not in OLD]
+LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
 PARTS = ["1 · Predict", "2 · Run and watch", "3 · Measure", "4 · Prove", "5 · Break", "6 · Build"]
 
 lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
@@ -117,7 +113,7 @@ def test_no_test_marker_is_in_the_code(path):
 def test_links_lead_to_files_that_exist(path):
     for cell in cells_of(path, "markdown"):
         for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)", cell.source):
-            if not target.startswith("http") and target.removesuffix(".ipynb") not in PLANNED:
+            if not target.startswith("http"):
                 assert (NOTEBOOKS / target).is_file(), f"{target} does not exist"
 
 
@@ -127,10 +123,6 @@ def test_folded_answers_are_rendered(path):
     for cell in cells_of(path, "markdown"):
         assert cell.source.count("<details>") == cell.source.count("</details>")
         assert all(rest.startswith("\n\n") for rest in cell.source.split("</summary>")[1:])
-
-
-def test_what_is_written_is_no_longer_planned():
-    assert not [path.stem for path in NOTEBOOKS.glob("*.ipynb") if path.stem in PLANNED]
 
 
 def test_every_lesson_has_solutions():

@@ -27,6 +27,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 CATALOGUE: Final = Path(__file__).with_suffix(".toml")
 PAGE: Final = ROOT / "docs" / "faults.md"
 PICTURES: Final = ROOT / "docs" / "pictures" / "faults"
+FOLDER: Final = tempfile.TemporaryDirectory(prefix="fixed-")  # of the programs without their faults
 DPI = 90
 EQUAL = 1e-5  # results that differ by less are equal but for the order in which numbers were added
 HEAD: Final = """# Faults
@@ -56,7 +57,7 @@ def fixed(name: str) -> Fault:
         if right.count(old) != 1:
             raise ValueError(f"{name}: expected this text once in the program: {old!r}")
         right = right.replace(old, new)
-    path = Path(tempfile.mkdtemp(prefix="fixed-")) / f"{name}.py"
+    path = Path(FOLDER.name) / f"{name}.py"
     path.write_text(right, encoding="utf-8")
     return Fault(path)
 

@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def _without_rows(self) -> str:
-        return f"this plan has no rows. {' '.join(self._notes()[2:])}"
+        return f"this plan has no rows. {' '.join(self._notes()[3:])}"
 
     @public_api
     def break_even(self, winner: str | None = None) -> tuple[Change, ...]:
@@ -165,7 +165,8 @@ class Plan:
         buffers = "DDP's buckets, FSDP2's gathered layers, what stages receive, what Adam needs, or a module's own"
         notes = [
             "m: micro-batches of a replica; (r): layers are recomputed, (s): selectively. The first axis is the outermost.",
-            f"{rate} are those of one rank. Buffers: {buffers}.",
+            f"{rate} are those of one rank, memory that of the rank and the moment that need most.",
+            f"Buffers: {buffers}.",
         ]
         if len(self.rows) > SHOWN:
             notes.append(f"{SHOWN} of {len(self.rows)} strategies are shown; all are in .rows.")
@@ -194,7 +195,9 @@ class Plan:
         return HEADINGS if self.work.tokens else tuple(each.replace("tokens", "samples") for each in HEADINGS)
 
     def _repr_html_(self) -> str:
-        table = Table(self._headings(), self.cells(), WORDS).html("padding:2px 4px;white-space:nowrap;text-align:{}")
+        table = Table(self._headings(), self.cells(), WORDS).html(
+            "padding:2px 3px;font-size:95%;white-space:nowrap;text-align:{}"
+        )
         caption = f'<caption style="text-align:left">{html.escape(self._title())}</caption>'
         notes = "<br>".join(map(html.escape, self._notes()))
         return f"{table.replace(', ', ',<br>').replace('<table>', f'<table>{caption}')}<small>{notes}</small>"

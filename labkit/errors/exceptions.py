@@ -15,7 +15,7 @@ LABKIT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os
 OWN_CODE: Final = (LABKIT, os.path.join(os.path.dirname(LABKIT[:-1]), "notebooks", "judges") + os.sep)
 _RULE = "─" * 70
 _ALL_STOPPED = "All ranks were stopped; the next run starts fresh ones."
-WIDTH: Final = 110  # characters that fit next to a notebook's file browser
+WIDTH: Final = 100  # characters that fit next to a file browser in a window of 1,280 pixels
 
 
 class LabError(Exception):

@@ -282,7 +282,8 @@ class RankPool:
         text = "\n".join(filter(None, (crash(end.crash), *printed)))
         cause, headline = explain_exit(end.code, oom_kills, end.lost)
         if end.lost and last:  # it may have gone on since
-            last = f"By its last report, {ago_ns / 1e9:.1f} s earlier, {last[0].lower()}{last[1:]}"
+            doing = f"{last[0].lower()}{last[1:]}".replace("it was", "it had been", 1)
+            last = f"By its last report, {ago_ns / 1e9:.1f} s earlier, {doing}"
         return RankFailure(member.rank, member.name, headline, text, at_ns=at_ns, last=last, cause=cause)
 
     def kill(self) -> None:

@@ -54,7 +54,7 @@ class Outcome:
             return ""
         low, high = self.spread
         wide = high - low > SURE_POINTS if self.unit == "%" else high > SURE * low
-        return f"Too close to call: measured {self.spread_in_words()}. Run it again" if wide else ""
+        return f"Too close to call: measured {self.spread_in_words()}. Measure again" if wide else ""
 
     def _in_spread(self, value: float) -> bool:
         return self.spread is not None and self.spread[0] <= value <= self.spread[1]

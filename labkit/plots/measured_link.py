@@ -36,7 +36,7 @@ def _draw(fits: Sequence[Fit], ax: Axes | None = None) -> Axes:
             sizes = np.geomspace(min(fit.nbytes), max(fit.nbytes), 100)
             ax.plot(sizes, [fit.predicted_s(n) for n in sizes.tolist()], color=colour, linewidth=1.4)
             label = f"{fit.operation}: {', '.join(fit.in_short)}, off by {percent(fit.error)}"
-            ax.plot(fit.nbytes, fit.seconds, marker, color=colour, markersize=5, label=label)
+            ax.plot(fit.nbytes, fit.seconds, marker, color=colour, markeredgecolor=INK, markersize=5.5, label=label)
         ax.set_xscale("log")
         ax.set_yscale("log")
         times = [s for fit in fits for s in fit.seconds]

@@ -49,8 +49,9 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     separate the nodes, and the title gives the bytes between nodes.
 
     Bytes are those of tensors, and for remote calls those of the pickled data. They are spread evenly over the time
-    from the arrival of the last rank to the end of the operation. An operation has the same colour in all figures;
-    operations with less than a hundredth of the bytes are drawn as one. Those of a device mesh are counted by axis.
+    from the arrival of the last rank to the end of the operation: while operations wait for one another on a link, the
+    sum of these means can be above what it carries. An operation has the same colour in all figures; operations with
+    less than a hundredth of the bytes are drawn as one. Those of a device mesh are counted by axis.
     Operations of unknown size are listed below the figure; "?" then stands between ranks of which nothing is known.
 
     Args:
@@ -91,7 +92,7 @@ def traffic(run: HasTrace | Trace, *, step: int | range | str = "all", ax: Axes 
     names_in = 0.0 if len(ranks) > TITLED else longest * CHARACTER_IN if upright else 0.15
     below = max(0.75 + 0.19 * -(-len(entries) // columns), 0.45 + names_in + 0.17 * rules.count("\n"))
     height = top_in + 1.9 + below
-    sides = {"left": 0.075, "right": 0.96, "top": 1 - top_in / height, "bottom": below / height}
+    sides = {"left": 0.095, "right": 0.96, "top": 1 - top_in / height, "bottom": below / height}
     with axes_for(ax, height, gridspec_kw=sides) as ax:
         from mpl_toolkits.axes_grid1 import make_axes_locatable  # type: ignore[import-untyped]  # part of matplotlib
 
@@ -205,7 +206,7 @@ def _draw_rates(ax: Axes, trace: Trace, flows: Flows, labels: list[str], part: s
     ax.stairs(floor, x, color=INK, linewidth=0.5)
     ax.set(xlim=(0, x[-1]), ylim=(0, 1.06 * floor.max()))
     ax.set_xlabel(f"time since the first rank began the {part} [{time_unit}]")  # longer than the step of any one rank
-    ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s]")
+    ax.set_ylabel(f"sent by all {_endpoint(flows)}s [{unit}/s],\nmean of each operation")
 
 
 def _looks(names: Sequence[str], types: Sequence[OperationType]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from labkit.plots.bars import Bars, lanes
 from labkit.recording.events import device_number
 from labkit.recording.schema import CALL, COMMUNICATION, COMPUTE, CUDA, OPEN, THROUGH_HOST
 from labkit.tracing.intervals import Intervals
-from labkit.tracing.step_times import lacking_cores, median_step
+from labkit.tracing.step_times import lacking_cores, median_step, steps_in_turn
 from labkit.tracing.trace import Trace
 
 _NUMBERED: Final = re.compile(r"(?i)(?:forward|backward)(?:\D*[\W_])?(\d+)")  # not "backward of NetShard2.forward"
@@ -226,7 +226,7 @@ class View:
         return found
 
     def steps_in_words(self) -> str:
-        """Return the steps shown, and their duration: as long as on the rank that took longest for them.
+        """Return the steps shown, and their duration, as `labkit.step_ms` measures it.
 
         Of a replayed or simulated run, which did not happen, it says so.
         """
@@ -240,10 +240,9 @@ class View:
             return ", ".join(filter(None, (f"{steps} {after}".strip(), length)))
         if self.to_end:
             return f"{self.chosen_in_words()} ({time_in_words(self.shown.duration_ns)})"
-        own = [self.whole.step_bounds(rank) for rank in range(len(self.whole.ranks))]
-        lasted = [int(steps[self.chosen[-1], 1] - steps[self.chosen[0], 0]) for steps in own if len(steps) >= self.steps]
         # The picture is longer than that, since the ranks do not start a step at the same time.
-        length = time_in_words(max(lasted, default=self.shown.duration_ns))
+        bounds = steps_in_turn(self.whole)
+        length = time_in_words(int(bounds[self.chosen[-1], 1] - bounds[self.chosen[0], 0]))
         return f"{self.chosen_in_words()} ({length}) of the steps 0 to {self.steps - 1}"
 
     def chosen_in_words(self) -> str:

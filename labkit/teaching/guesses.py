@@ -266,7 +266,7 @@ def _smallest(name: str, given: Mapping[Any, Any]) -> Note:
     if all(one.low > CLEARLY * measured[first].high for one in others):
         why = ""
     elif not why and len(close) > 1:
-        why = f"{listed(close)} are too close to call. Run it again"
+        why = f"{listed(close)} are too close to call. Measure again"
     if why:
         stays = " Your guess stays sealed." if sealed is not None else ""
         return Note(f"{_parts(name)[0]}: {why}. Measured: {each}.{stays}", "○")

@@ -15,7 +15,7 @@ from labkit.recording.group_keys import GroupKind, ends_of, kind_of, ranks_of
 from labkit.recording.operations import RPC, RPC_SHUTDOWN, TO_HERE, type_of
 from labkit.recording.schema import COMPUTE, OPEN, READING
 from labkit.tracing.intervals import Intervals, difference, intersection, length, union
-from labkit.tracing.step_times import step_ms, undisturbed_steps
+from labkit.tracing.step_times import step_ms, steps_in_turn, undisturbed_steps
 from labkit.tracing.trace import Trace
 
 SMALL_BYTES: Final = 16_384  # the time of a smaller message is latency: at 1 Gbit/s it carries these in 0.13 ms
@@ -48,7 +48,7 @@ class LimitFinding:
     duration_ns: int  # the time looked at: all steps but the first, or the whole trace if there are fewer than three
     steps: int  # how many steps that is; 0 if the trace has none
     step_ns: float  # the median step; 0 if the trace has none
-    mean_step_ns: float  # the mean of these steps, on the rank that took longest for them; 0 if the trace has none
+    mean_step_ns: float  # the mean of these steps; 0 if the trace has none
     compute: float  # this and the next four are shares of that time, from 0 to 1; overlap is a part of compute
     data: float
     overlap: float
@@ -181,10 +181,11 @@ def _settled(trace: Trace) -> tuple[range, Trace]:
 
 
 def _mean_ns(trace: Trace, steps: range) -> float:
-    """The mean length of these steps, which the ranks need not begin at the same time; 0 if there are none."""
-    bounds = [trace.step_bounds(rank) for rank in range(len(trace.ranks))]
-    lasted = [own[steps[-1], 1] - own[steps[0], 0] for own in bounds if steps and len(own) > steps[-1]]
-    return float(max(lasted, default=0)) / max(len(steps), 1)
+    """The mean length of these steps; 0 if there are none."""
+    if not steps:
+        return 0.0
+    bounds = steps_in_turn(trace)
+    return float(bounds[steps[-1], 1] - bounds[steps[0], 0]) / len(steps)
 
 
 def _operations(part: Trace) -> tuple[Any, NDArray[np.int64]]:

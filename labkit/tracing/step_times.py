@@ -19,6 +19,7 @@ from labkit.errors.wrong_calls import check_number, one_number, public_api
 from labkit.recording.cores import load_of_others, machine_load, usable_cores
 from labkit.recording.rank_facts import FactKind
 from labkit.recording.schema import COMMUNICATION, CUDA, OWN_THREAD, READING, SERVED
+from labkit.tracing.intervals import Intervals
 from labkit.tracing.trace import Trace
 
 UNITS_OF_TIME: Final = {name: 1e9 * size for name, (base, size) in UNITS.items() if base == "s"}  # in nanoseconds
@@ -36,8 +37,19 @@ def undisturbed_steps(trace: Trace) -> NDArray[np.int64]:
 
 def median_step(trace: Trace) -> int:
     """The number of the step of median length, if possible without a reading of TensorFlow's profiler."""
-    bounds, own = trace.step_bounds(), undisturbed_steps(trace)
-    return int(own[np.argsort((bounds[:, 1] - bounds[:, 0])[own], kind="stable")[len(own) // 2]])
+    own = undisturbed_steps(trace)
+    return int(own[np.argsort(np.diff(steps_in_turn(trace))[own, 0], kind="stable")[len(own) // 2]])
+
+
+def steps_in_turn(trace: Trace, rank: int | None = None) -> Intervals:
+    """The bounds of each step, shape (steps, 2), in ns, without what overlaps the step before; with `rank`, its own.
+
+    Each of `Trace.step_bounds` begins with the first rank, when others may still be in the step before: the sum of
+    their lengths can be more than the time that the steps took.
+    """
+    bounds = trace.step_bounds(rank)
+    bounds[1:, 0] = np.maximum(bounds[1:, 0], bounds[:-1, 1])
+    return bounds
 
 
 class HasTrace(Protocol):
@@ -72,8 +84,8 @@ def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
     """Return the median duration of a run's steps in milliseconds.
 
     A step is one iteration of `lab.steps`; in a program without it, what an optimizer's step ends. If there are at
-    least three, the first is left out, because it includes what is done only once. Without `rank`, a step lasts as long
-    as on the rank that took longest for it.
+    least three, the first is left out, because it includes what is done only once. Without `rank`, a step lasts from
+    when the last rank has ended the one before until the last rank has ended it; time between two loops does not count.
 
     Args:
         run: a run or a trace.
@@ -94,13 +106,8 @@ def step_ms(run: HasTrace | Trace, rank: int | None = None) -> float:
 
 def step_lengths_ns(trace: Trace, rank: int | None = None) -> NDArray[np.int64]:
     """Return the lengths of the steps of which `step_ms` is the median; empty if there are none."""
-    bounds = [trace.step_bounds(one) for one in (range(len(trace.ranks)) if rank is None else [rank])]
-    durations = [np.diff(own)[:, 0] for own in bounds if len(own)]
-    if not durations:
-        return np.empty(0, np.int64)
-    count = min(map(len, durations))
-    longest: NDArray[np.int64] = np.max([own[:count] for own in durations], axis=0)
-    return longest[1:] if count > 2 else longest
+    lengths: NDArray[np.int64] = np.diff(steps_in_turn(trace, rank))[:, 0]
+    return lengths[1:] if len(lengths) > 2 else lengths
 
 
 def spread_ns(trace: Trace) -> tuple[float, float, float]:
@@ -217,13 +224,13 @@ def _of_steps(run: HasTrace | Trace, unit: str, function: str) -> Measurement:
 def busy_machine(run: HasTrace | Trace | None = None) -> str:
     """Return a warning if other programs kept the machine busy during a run, or, without a run, until now; else "".
 
-    It reads "This machine was busy (load 6 on 2 cores): run it again".
+    It reads "This machine was busy (load 6 on 2 cores): measure again".
     """
     if run is None:
         load = load_of_others(machine_load(), usable_cores(), MOST_RANKS)
     else:
         _, load = threads_and_load(run, trace_of(run, "busy_machine"))
-    return f"This machine was busy (load {load:.0f} on {counted(usable_cores(), 'core')}): run it again" if load else ""
+    return f"This machine was busy (load {load:.0f} on {counted(usable_cores(), 'core')}): measure again" if load else ""
 
 
 def threads_and_load(run: Any, trace: Trace) -> tuple[int, float]:

@@ -360,7 +360,9 @@ def _compared(facts: Facts, faults: Sequence[SilentFault]) -> str:
     looked = max((fact.values["compared"] for fact in runs), default=0)
     when = f" in {min(looked, steps)} of {counted(steps, 'step')}" if steps else ""
     tensors = f"{words} of {counted(len(facts), 'rank')}{when}"
-    return f"Compared: {tensors}." if faults else f"No fault was found in what was compared: {tensors}."
+    apart = len({fact.step for fact in runs}) > 1 and not faults
+    made = f" The ranks' optimizers made {listed(fact.step for fact in runs)} steps." if apart else ""
+    return f"Compared: {tensors}." if faults else f"No fault was found in what was compared: {tensors}.{made}"
 
 
 def _some(names: Sequence[str]) -> str:

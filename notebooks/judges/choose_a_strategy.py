@@ -57,9 +57,12 @@ def strategy_memory(
     def otherwise(given: dict[str, float]) -> Hint:
         # No kind is wrong in a right answer: this is asked before the comparison.
         kind = next((kind for kind in right if not equal(given[kind], right[kind])), "")
+        if kind == "activations":
+            return ("the bytes of the activations are not right",
+                    "layers of the stage × micro-batches under way × layer_bytes, which is of one rank already")
         return (f"the bytes of the {kind} are not right",
-                "2 bytes per parameter, 2 for its gradient, 12 for Adam; activations: layers × micro-batches "
-                "under way × layer_bytes")
+                "2 bytes per parameter, 2 for its gradient from ZeRO stage 2 sharded, 12 for Adam from stage 1; "
+                "stage 3 shards all")
 
     own, of_stage = parameters / (stages * tensor), layers / stages
     kept = min(micro_batches, stages) * of_stage
@@ -121,8 +124,9 @@ def mesh_for(answer: Any, parameters: float, memory_gb: float, nodes: int, per_n
         if held > memory_gb:
             return (f"it does not fit: a rank would hold {held:.4g} GB",
                     "divide by pp · tp, and round up to a power of two")
-        return ("the model is divided among more ranks than it needs, or in another order",
-                "first tp, up to per_node, then pp")
+        if sorted(given) == sorted(right):
+            return ("these are the right sizes in another order", "return [pp, dp, tp]")
+        return ("the model is divided among more ranks than it needs", "first tp, up to per_node, then pp")
 
     parts = parts_for(STATE_BYTES)
     right = mesh(parts)
@@ -137,7 +141,6 @@ def mesh_for(answer: Any, parameters: float, memory_gb: float, nodes: int, per_n
          "Adam's state takes 12 bytes more: 16 in all"),
         (mesh(ranks), "this divides the model among all ranks, so that there is one replica",
          "as few parts as fit: every further rank is a replica, which communicates less"),
-        (right[::-1], "these are the right sizes in reverse order", "return [pp, dp, tp]"),
     ], otherwise, form="three whole numbers, [pp, dp, tp]")
 
 
@@ -187,6 +190,7 @@ def _at_other_prices(random: Random) -> Offers:
     LESSON, "The right offer is neither the fastest nor the one with the lowest price per hour.",
     [(OFFERS, SEVEN_B, BATCH, 10_000, 6.0), (OTHER_OFFERS, SEVEN_B, BATCH, 50_000, 20.0)],
     other=lambda random: (_at_other_prices(random), SEVEN_B, BATCH, 10_000, 6.0),
+    call="cheapest(offers, model, batch={batch}, steps={steps}, hours={hours})",
 )
 def cheapest(answer: Any, offers: Offers, model: Transformer, batch: int, steps: int, hours: float) -> None:
     """cheapest(offers, model, batch, steps, hours) returns the index of the offer that costs least of those
@@ -238,7 +242,7 @@ def _rows(_: Random) -> list[tuple[Estimate, str]]:
 
 
 @exercise(
-    LESSON, "Five plans, each slow for another reason; the factor is the most that curing it can bring.",
+    LESSON, "Five plans, each slow for another reason; the factor is the most that removing this part can gain.",
     _rows, call="slow_part(row) with the row {row.name!r}",
 )
 def slow_part(answer: Any, row: Estimate, part: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import Any, Final
+from unittest import mock
 
+import torch
 from torch import Tensor
 
 from labkit.teaching.exercises.answer_ranks import run_on_ranks
@@ -25,7 +28,7 @@ PROGRAMS: Final = (  # in the order of the lesson, each with the name of its fau
      "how many words has each rank, and how much does each rank's gradient count in the average?"),
     ("adapt", "unused layer", "two tensors got no gradient: which, and what does the forward pass do with them?"),
 )
-CASES: Final = ((2,), (4,))  # numbers of ranks
+CASES: Final = ((2, 0), (4, 0))  # numbers of ranks, and what is added to the program's seed
 Edits = list[tuple[str, str]]
 
 
@@ -40,11 +43,22 @@ def name_the_faults(answer: Any) -> None:
         wrong_if(given != name, f"{program}: not {given!r}; {hint}")
 
 
-def _called(answer: Callable[..., Any]) -> Any:
-    return answer()
+def _called(answer: Callable[..., Any], seed: int) -> Any:
+    """Call a program with other random numbers, if the seed is not 0."""
+    manual_seed = torch.manual_seed
+    with mock.patch.object(torch, "manual_seed", lambda own: manual_seed(own + seed)):
+        return answer()
 
 
-def _of_program(name: str, ranks: int, *edits: tuple[str, str]) -> list[Any]:
+def _in_words(name: str, ranks: int, seed: int) -> str:
+    return f"{name}() on {ranks} ranks" + (f", with torch.manual_seed({seed})" if seed else "")
+
+
+def _of_grader(random: Random) -> tuple[int, int]:
+    return 2, random.randrange(1, 8)
+
+
+def _of_program(name: str, ranks: int, seed: int, *edits: tuple[str, str]) -> list[Any]:
     """Return what the lesson's program returns on each rank, after texts of it were replaced."""
     source = fault(name).source
     for old, new in edits:
@@ -52,17 +66,18 @@ def _of_program(name: str, ranks: int, *edits: tuple[str, str]) -> list[Any]:
         source = source.replace(old, new)
     names: dict[str, Any] = {"__name__": name}
     exec(compile(source, f"{name}.py", "exec"), names)
-    return list(run_on_ranks(ranks, _called, names["train"]))
+    return list(run_on_ranks(ranks, _called, names["train"], seed))
 
 
 def _expect_serial(
-    name: str, results: Results, mistakes: list[tuple[Edits, str, str]], hint: str, serial: Edits | None = None
+    name: str, results: Results, seed: int, mistakes: list[tuple[Edits, str, str]], hint: str, serial: Edits | None = None
 ) -> None:
     """Accept results that are that of the program on one rank, where its fault has no effect.
 
     Args:
         name: the program.
         results: of the fixed program.
+        seed: what was added to its seed.
         mistakes: known ones: the edits of the program that make them, a hint and a cure.
         hint: of any other result.
         serial: edits for the run on one rank.
@@ -70,29 +85,29 @@ def _expect_serial(
     wrong_if(any(not isinstance(result, Tensor) for result in results),
              f"expected a function that returns what train() of {name} returns")
     ranks = len(results)
-    right = _of_program(name, 1, *(serial or ())) * ranks
-    known = [(_of_program(name, ranks, *edits), words, cure) for edits, words, cure in mistakes]
+    right = _of_program(name, 1, seed, *(serial or ())) * ranks
+    known = [(_of_program(name, ranks, seed, *edits), words, cure) for edits, words, cure in mistakes]
     expect(list(results), right, known, hint, same=partial(equal, within=TOLERANCE))
 
 
 @exercise(
-    LESSON, "All ranks stop after the same step, with the weights of one rank.", CASES, on_ranks=_called,
-    call="fix_early_stopping() on {ranks} ranks",
+    LESSON, "All ranks stop after the same step, with the weights of one rank.", ((2, 0), (4, 1)), on_ranks=_called,
+    call=partial(_in_words, "fix_early_stopping"), other=_of_grader,
     errors={"still waits for it": ("one rank leaves the loop, and another begins a step",
                          "broadcast the decision of rank 0, and let every rank act on it")},
 )
-def fix_early_stopping(results: Results, ranks: int) -> None:  # noqa: ARG001
+def fix_early_stopping(results: Results, ranks: int, seed: int) -> None:  # noqa: ARG001
     """fix_early_stopping() is the function `train` of early_stopping, fixed: on any number of ranks, all stop
     after the same step, and return what it returns on one rank."""
-    _expect_serial("early_stopping", results, [],
+    _expect_serial("early_stopping", results, seed, [],
                    "the ranks stop together, but not when one rank does: after how many steps without improvement?")
 
 
 @exercise(
     LESSON, "All gradients are waited for, and every rank has the weights of one rank.", CASES, on_ranks=_called,
-    call="fix_gradient_average() on {ranks} ranks",
+    call=partial(_in_words, "fix_gradient_average"), other=_of_grader,
 )
-def fix_gradient_average(results: Results, ranks: int) -> None:  # noqa: ARG001
+def fix_gradient_average(results: Results, ranks: int, seed: int) -> None:  # noqa: ARG001
     """fix_gradient_average() is the function `train` of gradient_average, fixed: it returns what it returns on
     one rank."""
     unwaited = [found for found in faults_in(results.trace) if found.kind is FaultKind.NEVER_WAITED_FOR]
@@ -100,7 +115,7 @@ def fix_gradient_average(results: Results, ranks: int) -> None:  # noqa: ARG001
              "keep what each all_reduce returns, and call wait() on all of them before the gradients are used",
              *(found.sentence for found in unwaited))
     wait = ("async_op=True)", "async_op=True).wait()")
-    _expect_serial("gradient_average", results, [
+    _expect_serial("gradient_average", results, seed, [
         ([wait, ("p.grad /= ranks", "pass")], "the gradients are added up, but not averaged",
          "divide each of them by the number of ranks"),
         ([wait, ("dist.all_reduce(p.grad, ", "dist.all_reduce(p.grad.clone(), ")],
@@ -112,15 +127,15 @@ def fix_gradient_average(results: Results, ranks: int) -> None:  # noqa: ARG001
 
 @exercise(
     LESSON, "Every word has the same weight, on whatever rank it is.", CASES, on_ranks=_called,
-    call="fix_sentences() on {ranks} ranks",
+    call=partial(_in_words, "fix_sentences"), other=_of_grader,
 )
-def fix_sentences(results: Results, ranks: int) -> None:  # noqa: ARG001
+def fix_sentences(results: Results, ranks: int, seed: int) -> None:  # noqa: ARG001
     """fix_sentences() is the function `train` of sentences, fixed: it returns what it returns on one rank."""
     loss = "cross_entropy(model(words), following)"
     total, count = "len(words)", "    for _ in range(8):\n"
     summed = (count, f"    total = torch.tensor(float({total}))\n    dist.all_reduce(total)\n{count}")
     by_sum = 'cross_entropy(model(words), following, reduction="sum")'
-    _expect_serial("sentences", results, [
+    _expect_serial("sentences", results, seed, [
         ([], "that is the result of the program as it was: a mean of two means",
          "add up the losses of the words, and divide by the number of words of all ranks"),
         ([summed, (loss, f"({by_sum} / total)")],
@@ -135,11 +150,11 @@ def fix_sentences(results: Results, ranks: int) -> None:  # noqa: ARG001
 
 @exercise(
     LESSON, "Every rank has the weights of one rank.", CASES, on_ranks=_called,
-    call="fix_adapt() on {ranks} ranks",
+    call=partial(_in_words, "fix_adapt"), other=_of_grader,
 )
-def fix_adapt(results: Results, ranks: int) -> None:  # noqa: ARG001
+def fix_adapt(results: Results, ranks: int, seed: int) -> None:  # noqa: ARG001
     """fix_adapt() is the function `train` of adapt, fixed: it returns what it returns on one rank."""
-    _expect_serial("adapt", results, [
+    _expect_serial("adapt", results, seed, [
         ([], "that is the result of the program as it was: rank 0 has the gradients of its own examples only",
          "leave the unused layer out, or let DDP look for unused parameters"),
         ([("return self.score(self.body(x).tanh())", "h = self.body(x).tanh()\n        return self.score(h) + self.spare(h)")],

@@ -53,14 +53,15 @@ def crossing_bytes(answer: Any, nbytes: float, machines: int, per_machine: int, 
             (levels / per_machine,
              "that is what one of the machine's ranks sends: the others share the cable with it",
              "each of the k ranks all-reduces 1/k of x with its partners on the other machines"),
+            (2 * right, "this is twice as much: count what leaves a machine, not what arrives as well"),
             (right / 2, "half is missing: an all-reduce is a reduce-scatter and an all-gather",
              "2(p − 1) pieces, not p − 1"),
             (ring if two_level else levels, "that is the other kind of all-reduce", "look at `two_level`"),
             (2 * nbytes, "that is 2n, however many take part", "the last piece need not be sent: 2(p − 1)/p"),
         ]
     otherwise = (
-        "in a ring, each rank sends 2(p − 1)/p · n to the next one: how many of a machine's ranks have "
-        "theirs elsewhere?", "only one of them",
+        "in a ring, each rank sends 2(p − 1)/p · n to the next one",
+        "only one rank of each machine has its neighbour on another machine; count what it sends",
     )
     if two_level:
         otherwise = (
@@ -115,7 +116,7 @@ def once_per_machine(answer: Any, counts: Sequence[int]) -> None:
              'LOCAL_RANK is text in os.environ: "0", not 0', *callers)
     wrong_if(all(of_ranks) and len(seen) > len(counts), "every rank called make(): one per machine is enough",
              "which number of a rank begins again on each machine?", *callers)
-    wrong_if(not all(map(sum, calls)), "a machine has nobody that called make()",
+    wrong_if(not all(map(sum, calls)), "on one machine, no rank called make()",
              "rank 0 is on the first machine only; LOCAL_RANK is 0 on each. It is text in os.environ: "
              '"0", not 0',
              *callers)

@@ -140,7 +140,7 @@ def test_break_even_needs_another_strategy() -> None:
 def test_the_table_has_a_line_for_each_row() -> None:
     found = planned()
     text, table = repr(found), found._repr_html_()
-    assert len(text.splitlines()) == 1 + 1 + len(found.rows) + 2  # title, headings, rows, notes
+    assert len(text.splitlines()) == 1 + 1 + len(found.rows) + 3  # title, headings, rows, notes
     for row in found.rows:
         assert row.name in text
         assert f">{row.name}</td>" in table

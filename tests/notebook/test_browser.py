@@ -443,8 +443,12 @@ def _share(at_ms: float) -> float:
 
 def _place(page: Page, rank: int, lane: int, share: float) -> tuple[float, float]:
     """Where a moment of a rank's lane is on the page: as a share of what is shown."""
-    page.locator(".labkit-plot").scroll_into_view_if_needed()
-    plot = page.locator(".labkit-plot").bounding_box()
+    plot = None
+    for _ in range(50):  # JupyterLab may be about to render a cell of a page that was loaded again
+        page.locator(".labkit-plot").scroll_into_view_if_needed()
+        if (plot := page.locator(".labkit-plot").bounding_box()) is not None:
+            break
+        page.wait_for_timeout(100)
     first, second = (page.locator(".labkit-rank").nth(i).bounding_box() for i in (0, 1))
     assert plot is not None
     assert first is not None

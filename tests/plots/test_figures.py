@@ -345,16 +345,16 @@ def test_a_run_of_many_steps_shows_one_of_median_length_below_the_whole():
     trace = data_parallel(steps=40)
     ax = timeline(trace)
     bounds = trace.step_bounds()
-    lengths = bounds[:, 1] - bounds[:, 0]
+    lengths = np.diff(bounds[:, 1], prepend=bounds[0, 0])
     number = int(np.argsort(lengths, kind="stable")[20])
-    assert f"step {number} " in title_of(ax)
-    assert "of the steps 0 to 39" in title_of(ax)
-    assert ax.get_xlim()[1] == pytest.approx(lengths[number] / MS)
+    window_ns = bounds[number, 1] - bounds[number, 0]
+    assert f"step {number} ({lengths[number] / MS:.1f} ms) of the steps 0 to 39" in title_of(ax)
+    assert ax.get_xlim()[1] == pytest.approx(window_ns / MS)
     (strip,) = ax.child_axes
     assert len(strip.images) == 8  # two lanes for each of four ranks
     (mark,) = strip.patches
     assert mark.get_x() == pytest.approx((bounds[number, 0] - trace.start_ns) / trace.duration_ns)
-    assert mark.get_width() == pytest.approx(lengths[number] / trace.duration_ns)
+    assert mark.get_width() == pytest.approx(window_ns / trace.duration_ns)
 
 
 @pytest.mark.parametrize(("step", "first", "last"), [(1, 1, 1), (-1, 4, 4), (range(1, 3), 1, 2)])
@@ -592,7 +592,7 @@ def test_compare_says_what_is_too_close_to_call_and_that_the_machine_was_busy(mo
     assert said([run_of(100), run_of(300)], [run_of(200)])[0] == ["too close to call"]
     assert said([run_of(100), run_of(110)], [run_of(300), run_of(310)])[0] == ["2.48 × as long"]
     assert "busy" not in said(noisy, clear)[1]
-    assert said(noisy, run_of(190, load=6.2))[1].endswith("This machine was busy (load 6 on 2 cores): run it again")
+    assert said(noisy, run_of(190, load=6.2))[1].endswith("This machine was busy (load 6 on 2 cores): measure again")
 
 
 def test_compare_of_the_same_steps_of_each():

@@ -137,7 +137,7 @@ def legend(ax):
 def test_the_figure_states_its_units_and_its_counting_rule():
     ax = traffic(data_parallel())
     assert ax.get_xlabel() == "time since the first rank began the run [ms]"
-    assert ax.get_ylabel() == "sent by all ranks [GB/s]"
+    assert ax.get_ylabel() == "sent by all ranks [GB/s],\nmean of each operation"
     assert legend(ax) == ["all_reduce: 9 ×, 132 MB"]
     assert ax.get_title(loc="left") == "What travelled  ·  4 ranks, 3 steps, 67.7 ms, 132 MB in all"
     beside = matrix_of(ax)
@@ -320,7 +320,7 @@ def test_the_figure_of_devices_names_devices():
     beside = matrix_of(ax)
     assert beside.get_title(loc="left") == "from device to device [kB]"
     assert beside.get_xlabel() == "to device\n(a collective counts as a ring of its devices)"
-    assert ax.get_ylabel() == "sent by all devices [MB/s]"
+    assert ax.get_ylabel() == "sent by all devices [MB/s],\nmean of each operation"
     assert ax.get_title(loc="left").endswith("2.00 kB in all")
     several = traffic(reduced_by_devices(2, across=True))
     assert several.get_title(loc="left").endswith("6.00 kB in all, 3.00 kB between ranks")

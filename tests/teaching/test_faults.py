@@ -22,7 +22,7 @@ SEEN = {
     "adapt": "spare.weight and spare.bias got none",
     "decaying_rate": "",
     "early_stopping": "The ranks parted at `while not stop`",
-    "expert_tokens": "rank 1 sends 5 rows to rank 0, which\nexpects 4",
+    "expert_tokens": "rank 1 sends 5 rows to rank 0,\nwhich expects 4",
     "batch_loss": "",
     "gradient_average": "was never waited for",
     "held_out": "",

@@ -325,15 +325,15 @@ def test_a_sum_of_predictions_is_converted_too():
     [
         ("step_ms", 11.5, run_of(9, 10, 10, 11), "Your guess was 15 % too high"),
         ("step_ms", 10.2, run_of(9, 10, 10, 11), "Your guess was within the spread"),
-        ("step_ms", 10.2, run_of(2, 4, 10, 10, 20, 40), "Too close to call: measured 5.5 ms to 17.5 ms. Run it again"),
+        ("step_ms", 10.2, run_of(2, 4, 10, 10, 20, 40), "Too close to call: measured 5.5 ms to 17.5 ms. Measure again"),
         ("step_ms", 90, run_of(2, 4, 10, 10, 20, 40), "Your guess was too high by a factor of 9"),
-        ("speed_up", 2.5, [2.6, 1.25, 2.77], "Too close to call: measured 1.25 to 2.77. Run it again"),
+        ("speed_up", 2.5, [2.6, 1.25, 2.77], "Too close to call: measured 1.25 to 2.77. Measure again"),
         ("speed_up", 2.5, (run_of(50, 50), run_of(20, 20)), "Your guess was right"),
         (
             "speed_up",
             2.5,
             ([run_of(50), run_of(90)], [run_of(20), run_of(60)]),
-            "Too close to call: measured 0.833 to 4.5. Run it again",
+            "Too close to call: measured 0.833 to 4.5. Measure again",
         ),
         ("saves_percent", 45, (run_of(100, 100), run_of(68, 68)), "Your guess was 13 points too high"),
         ("saves_percent", 31, (run_of(100, 100), run_of(68, 68)), "Your guess was within 5 points"),
@@ -343,10 +343,10 @@ def test_a_sum_of_predictions_is_converted_too():
             "saves_percent",
             30,
             ([run_of(150), run_of(80)], run_of(68)),
-            "Too close to call: measured 15 % to 54.7 %. Run it again",
+            "Too close to call: measured 15 % to 54.7 %. Measure again",
         ),
-        ("step_ms", 10, run_of(10, 10, load=6.2), "This machine was busy (load 6 on 2 cores): run it again"),
-        ("speed_up", 2.5, (run_of(50), run_of(20, load=6.2)), "This machine was busy (load 6 on 2 cores): run it again"),
+        ("step_ms", 10, run_of(10, 10, load=6.2), "This machine was busy (load 6 on 2 cores): measure again"),
+        ("speed_up", 2.5, (run_of(50), run_of(20, load=6.2)), "This machine was busy (load 6 on 2 cores): measure again"),
     ],
 )
 def test_a_guess_is_judged_by_what_the_measurements_decide(name, sealed, measured, title, tmp_path):
@@ -383,16 +383,16 @@ LOG, DATA = run_of(125, 125, 131), run_of(90, 90, 96)
     [
         ("data", {"log": LOG, "data": DATA}, "✓ better fix: data. Your guess was data. Measured: log 125 ms"),
         ("log", {"log": LOG, "data": DATA}, "✗ better fix: data. Your guess was log."),
-        ("log", {"log": [LOG, DATA], "data": [LOG, DATA]}, "○ better fix: log and data are too close to call. Run it again."),
+        ("log", {"log": [LOG, DATA], "data": [LOG, DATA]}, "○ better fix: log and data are too close to call. Measure again."),
         (
             "log",
             {"log": 127, "data": 127},
-            "○ better fix: log and data are too close to call. Run it again. Measured: log 127, data",
+            "○ better fix: log and data are too close to call. Measure again. Measured: log 127, data",
         ),
         (
             "log",
             {"log": LOG, "data": run_of(170, load=6.2)},
-            "○ better fix: This machine was busy (load 6 on 2 cores): run it again.",
+            "○ better fix: This machine was busy (load 6 on 2 cores): measure again.",
         ),
         ("log", {"log": LOG, "data": run_of(190, 200, 200, load=6.2)}, "✓ better fix: log. Your guess was log."),
         ("log", {"log": LOG, "data": DATA, "batch": [5, 99, 150]}, "○ better fix: data and batch are too close to call."),

@@ -11,7 +11,7 @@ from labkit.tracing import step_times as module
 from labkit.tracing.replaying.replay import replay
 from labkit.tracing.step_times import Measurement, busy_machine, measurement_of
 
-BUSY = "This machine was busy (load 6 on 2 cores): run it again"
+BUSY = "This machine was busy (load 6 on 2 cores): measure again"
 
 
 @pytest.fixture(autouse=True)

@@ -28,15 +28,25 @@ def trace(*durations_of_ranks):
         ([[50, 3, 5, 4], [50, 3, 5, 4]], None, 4),
         ([[50]], None, 50),  # one or two all count
         ([[50, 10]], None, 30),
-        ([[9, 2, 2, 2], [9, 6, 1, 8]], None, 6),  # as long as on the slowest rank
+        ([[9, 2, 2, 2], [9, 6, 1, 8]], None, 6),  # rank 1 is always the last
+        ([[35, 65, 35, 65], [50, 35, 65, 35]], None, 50),  # they take turns, so that together they end one in every 50 ms
         ([[9, 2, 2, 2], [9, 6, 1, 8]], 0, 2),
         ([[9, 2, 2, 2], [9, 6, 1, 8]], 1, 6),
-        ([[9, 2, 2, 8, 8], [9, 1, 3]], None, 2.5),  # only steps that all ranks have completed
+        ([[9, 2, 2, 8, 8], [9, 1, 3]], None, 2),  # only steps that all ranks have completed
         ([[9, 2, 4, 6], []], None, 4),  # a rank without steps does not count
     ],
 )
 def test_the_median_step(durations, rank, step):
     assert step_ms(trace(*durations), rank) == step_ms(SimpleNamespace(trace=trace(*durations)), rank) == step
+
+
+def test_time_between_two_loops_does_not_count():
+    book = Book()
+    for rank, steps in enumerate(([(0, 3), (3, 6), (40, 45)], [(2, 4), (4, 8), (43, 47)])):
+        book.whole(rank, "call", 0, 60)
+        for start, end in steps:
+            book.whole(rank, "step", start, end)
+    assert step_ms(book.trace(2)) == 5.5  # of 4 and 7: from 4 to 8, from 40 to 47
 
 
 def test_no_steps():

@@ -551,6 +551,24 @@ def test_what_was_compared(two: lab.Group) -> None:
     assert "in 4 of 25 steps" in repr(verdict(run))
 
 
+def test_other_numbers_of_steps_are_said(two: lab.Group) -> None:
+    """Steps of different lines are not compared: an optimizer of one rank only would be no fault."""
+
+    def twice_on_one_rank() -> None:
+        model = ddp()
+        optimizer = sgd(model)
+        for _ in range(5):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            if dist.get_rank() == 1:
+                optimizer.step()
+
+    found = verdict(two.run(twice_on_one_rank, check=True))
+    assert found.faults == ()
+    assert found.compared.endswith("The ranks' optimizers made 5 and 10 steps.")
+
+
 def test_faults_are_notes_of_a_run(two: lab.Group, capsys: pytest.CaptureFixture[str]) -> None:
     two.run(forward_outside_of_no_sync)
     assert "labkit: Inside no_sync() (test_verdict.py, line" in capsys.readouterr().out

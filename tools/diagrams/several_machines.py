@@ -56,7 +56,7 @@ def ring(picture: Diagram) -> None:
     picture.arrow((282, 91), (350, 91), color=COMMUNICATION, width=SLOW)
     picture.line((556, 114), (556, 182), (76, 182), color=COMMUNICATION, width=SLOW)
     picture.arrow((76, 182), (76, 118), color=COMMUNICATION, width=SLOW)
-    picture.text(316, 196, "wide: over the cables", size=13)
+    picture.text(316, 196, "thick arrows: over the cables", size=13)
 
 
 @diagram("09b_two_levels", 760, 300, "an all-reduce of two levels")

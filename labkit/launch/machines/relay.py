@@ -217,7 +217,7 @@ class _Relay:
             elif isinstance(one, LostError | LabError):
                 left = listed(m.name for m in self._machines.values() if not m.lost)
                 hint = f"To try {name} again, make a new group."
-                notes += [f"{name} is not used: {one}. All ranks are on {left}. {hint}"] * bool(left)
+                notes += [f"{name} is not used: {one}. All ranks are on {left}.\n{hint}"] * bool(left)
                 self._machines[name].lost = str(one)
             else:
                 raise one

@@ -49,21 +49,37 @@ class Futures:
       (`test_rpc_calls.py`: `test_futures_that_only_python_completes`).
     - The process ends while C++ holds callbacks, which it would release after the interpreter is gone
       (`test_process_group.py`: `test_the_end_of_a_process`).
+    - A group is destroyed before its backend's thread has called a callback (`test_process_group.py`:
+      `test_a_group_is_destroyed_before_its_last_callback`).
     """
 
     def __init__(self) -> None:
         self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
         self._callbacks: set[Any] = set()  # weak references to callbacks that C++ holds
-        self._of_backends: set[Any] = set()  # the same, of futures that a process group's backend completes
+        self._of_backends: dict[Any, str] = {}  # the same, of futures that the backend of a group completes; to its label
 
-    def tell(self, future: Any, callback: Callable[[Any], None], *, of_backend: bool = False) -> None:
+    def tell(self, future: Any, callback: Callable[[Any], None], *, group: str | None = None) -> None:
         """Call a function with the future when it has completed.
 
-        `of_backend`: whether a process group's backend completes the future, which a process that ends waits for.
+        `group`: the label of the process group whose backend completes the future, if one does. Its end is waited for
+        when the group is destroyed, and when the process ends.
         """
-        callbacks = self._of_backends if of_backend else self._callbacks
-        callbacks.add(ref(callback, callbacks.discard))
+        if group is None:
+            self._callbacks.add(ref(callback, self._callbacks.discard))
+        else:
+            self._of_backends[ref(callback, self._of_backends.pop)] = group
         future.add_done_callback(callback)
+
+    def finish(self, group: str) -> None:
+        """Wait until all callbacks of a group's futures have returned, as torch waits for its own hooks.
+
+        Its last reference may be that of DistributedDataParallel's reducer, which keeps Python's global lock while it
+        destroys the group and joins the backend's threads. A callback, which needs the lock, would wait for ever.
+        """
+        begin = time.monotonic()
+        while group in list(self._of_backends.values()) and time.monotonic() - begin < BACKENDS_EXIT_LIMIT_S:
+            time.sleep(0.001)
+        time.sleep(0.001)  # torch's own threads need the lock, too, to release tensors after the callbacks
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""

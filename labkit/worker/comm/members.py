@@ -133,7 +133,7 @@ def watch_creation(recorder: Recorder) -> None:
         line = student_line()
         order = f"its group number {len(before) + 1}" + (f", after that of {before[-1]}" if before else "")
         before.append(line)
-        _agree_on_members(given["group_name"], len(before), ranks)
+        _agree_on_members(given["group_name"], len(before), ranks, line)
         group = creation_key(given["group_name"], ranks)
         name = _called()
         operation = Operation(recorder.ring, name, clock(), group=group, match=1, line=f"{line}; {order}")
@@ -160,21 +160,22 @@ def _called() -> str:
     return name
 
 
-def _agree_on_members(name: str, number: int, ranks: Sequence[int]) -> None:
-    """Compare a new group's members with those that other ranks give to the group with this name and number.
+def _agree_on_members(name: str, number: int, ranks: Sequence[int], line: str) -> None:
+    """Compare a new group's members with those that other ranks give to the group with this name and number, at a line.
 
     Raises:
-        ValueError: they differ. A group of one rank needs no connection, and may be another one on each rank.
+        ValueError: they differ. Groups of one rank may, since they look for nobody in the store. Beside a larger group,
+            they may not: all write their addresses into the store under the same name.
     """
-    if len(ranks) < 2:
-        return
-    mine = theirs = ",".join(map(str, ranks))
+    mine = ",".join(map(str, ranks))
+    found = f"{mine} {line}"
     world: Any = c10d.GroupMember.WORLD
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot compare
-        theirs = world.get_group_store().compare_set(f"labkit's new group {number} {name}", "", mine).decode()
-    if theirs != mine:
-        one, other = (listed(text.split(",")) for text in (mine, theirs))
+        found = world.get_group_store().compare_set(f"labkit's new group {number} {name}", "", found).decode()
+    theirs, _, where = found.partition(" ")
+    if theirs != mine and "," in mine + theirs:
+        one, other = (f"{'the ranks' if ',' in text else 'rank'} {listed(text.split(','))}" for text in (mine, theirs))
         raise ValueError(
-            f"new_group of the ranks {one}: for another rank, this group has the ranks {other}. Every rank must call new_group "
-            "for each group, in the same order, including ranks that do not belong to it"
+            f"new_group of {one}: for another rank, this group has {other}{where and f' ({where})'}. Every rank must call "
+            "new_group for each group, in the same order, including ranks that do not belong to it"
         )

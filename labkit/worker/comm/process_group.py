@@ -138,6 +138,11 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
         self._set_at[timeout.total_seconds()] = student_line()
         self._real.set_timeout(timeout)
 
+    def shutdown(self) -> None:
+        """End communication; `destroy_process_group` calls it."""
+        self.futures.finish(self._label)
+        self._real.shutdown()
+
     @property
     def label(self) -> str:
         """The group's key, the same on all its ranks."""
@@ -212,7 +217,7 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
             future = work.get_future()
         except RuntimeError:  # "getFuture not implemented": gloo's reduce_scatter
             return False
-        self.futures.tell(future, operation.on_completion, of_backend=True)
+        self.futures.tell(future, operation.on_completion, group=operation.group)
         return True
 
     def _message(self, method: str, tensors: list[Any], peer: int, tag: int, *who: int) -> Any:

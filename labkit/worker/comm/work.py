@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -98,11 +99,11 @@ class RecordedWork(Work):
         self._futures.tie(future, self._operations, fail=True)
         for operation in self._operations:
             if not self._notified:
-                self._futures.tell(future, operation.on_completion, of_backend=True)
+                self._futures.tell(future, operation.on_completion, group=operation.group)
         self._notified = True
         booking = self._operations[-1].booking
         if booking is not None:
-            future = self._future = booking.delayed(future, self._futures.tell)
+            future = self._future = booking.delayed(future, partial(self._futures.tell, group=self._operations[-1].group))
             self._futures.tie(future, self._operations, fail=True)
         for operation in self._operations:
             operation.has_future = True

@@ -83,7 +83,7 @@ def test_a_pulled_cable(machines: lab.EmulatedMachines, capsys: pytest.CaptureFi
         with pytest.raises(lab.RankError, match="its machine pc2 is lost"):
             group.run(sum_for_ever)
         assert group.run(addresses).results == [["127.0.0.1", "198.18.0.2"]] * 2
-        assert "All ranks are on pc1. To try pc2 again, make a new group." in capsys.readouterr().out
+        assert "All ranks are on pc1.\nTo try pc2 again, make a new group." in capsys.readouterr().out
         machines.plug_in("pc2")
         assert [found[1] for found in group.run(addresses).results] == ["198.18.0.2", "198.18.0.3"]
         ranks = group.run(os.getpid).results

@@ -217,7 +217,7 @@ def test_a_machine_that_is_silent_is_lost(four: lab.Group) -> None:
     finally:
         agent.kill()
     assert causes(error) == [(0, Cause.LOST_MACHINE), (1, Cause.LOST_MACHINE)]
-    assert re.search(r"By its last report, 1[0-9]\.\d s earlier, it was computing", str(error))
+    assert re.search(r"By its last report, 1[0-9]\.\d s earlier, it had been computing", str(error))
     trace = error.run.trace
     calls = trace.filter(kind="call").spans
     since = {s.rank: s.start_ns for s in calls if s.name == UNKNOWN}

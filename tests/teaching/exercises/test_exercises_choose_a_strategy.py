@@ -27,6 +27,7 @@ mutant(
     cure="do not divide the activations",
 )
 mutant('"optimizer": 12', '"optimizer": 8', "the bytes of the optimizer are not right", cure="12 for Adam")
+mutant(ACTIVATIONS, f"{ACTIVATIONS} / tensor", "of the activations are not right", cure="of one rank already")
 mutant(ACTIVATIONS, "", "activations is missing")
 
 
@@ -50,7 +51,7 @@ mutant(TENSOR, "tensor = 1", "into stages only", cure="it has no bubble")
 mutant("16 *", "2 *", "the parameters alone", cure="gradients and Adam's state")
 mutant("16 *", "4 *", "parameters and gradients only", cure="12 bytes more")
 mutant(SIZES, "[nodes, 1, per_node]", "there is one replica", cure="every further rank is a replica")
-mutant(SIZES, f"{SIZES}[::-1]", "in reverse order", cure="[pp, dp, tp]")
+mutant(SIZES, f"{SIZES}[::-1]", "in another order", cure="[pp, dp, tp]")
 mutant("per_node // parts", "per_node", "ranks are not 128", cure="dp = nodes")
 ROUND_UP = "it does not fit: a rank would hold 140 GB"
 mutant(TENSOR, f"parts //= 2\n    {TENSOR}", ROUND_UP, cure="round up to a power of two")

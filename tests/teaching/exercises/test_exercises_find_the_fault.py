@@ -23,6 +23,7 @@ mutant("dist.broadcast(decision, src=0)", "dist.all_reduce(decision, op=dist.Red
 mutant("dist.broadcast(decision, src=0)", "dist.barrier()", "one rank leaves the loop", cure="broadcast the decision of rank 0")
 mutant("stop = bool(decision)", "stop = bool(decided)", "NameError")
 mutant("stop = bool(decision)", "stop = True", "not when one rank does")
+mutant("while not stop:", "for _ in range(9):", "after how many steps")  # as many as the program makes with its own seed
 mutant("waited == 3", "waited == 5", "after how many steps without improvement")
 mutant("return model.module.weight.detach()", "return None", "returns what train() of early_stopping returns")
 

@@ -31,12 +31,13 @@ mutant(
 )
 mutant(CROSSING, "* nbytes * per_machine ** two_level", "the whole of x to the other machine", cure="1/k of it")
 mutant(CROSSING, "* nbytes / per_machine ** two_level", "share the cable with it", cure="all-reduces 1/k")
+mutant(CROSSING, "* nbytes * 2", "what leaves a machine, not what arrives as well")
 mutant(CROSSING, "* nbytes / 2", "half is missing", cure="not p − 1")
 mutant("if two_level", "if not two_level", "the other kind of all-reduce", cure="look at `two_level`")
 mutant(BYTES, "2 * nbytes", "that is 2n, however many take part", cure="the last piece")
 mutant("0 if machines == 1 else ", "", "a single machine sends nothing")
-ELSEWHERE, INSIDE = "how many of a machine's ranks have theirs elsewhere", "inside the machines nothing crosses"
-mutant(BYTES, f"{BYTES} if two_level else nbytes / 7", ELSEWHERE, cure="only one")
+ELSEWHERE, INSIDE = "in a ring, each rank sends 2(p − 1)/p · n", "inside the machines nothing crosses"
+mutant(BYTES, f"{BYTES} if two_level else nbytes / 7", ELSEWHERE, cure="only one rank of each machine")
 mutant(BYTES, f"nbytes / 7 if two_level else {BYTES}", INSIDE, cure="share the cable")
 
 
@@ -51,7 +52,7 @@ def once_by_the_last(make):
 
 
 FIRST, BARRIER = 'os.environ["LOCAL_RANK"] == "0"', "    dist.barrier()"
-mutant(FIRST, "dist.get_rank() == 0", "a machine has nobody", cure="LOCAL_RANK is 0 on each")
+mutant(FIRST, "dist.get_rank() == 0", "On one machine, no rank called", cure="LOCAL_RANK is 0 on each")
 mutant('"0"', "0", "nobody called make()", cure="LOCAL_RANK is text")
 mutant(FIRST, "True", "every rank called make()", cure="begins again on each machine")
 mutant(FIRST, f"{FIRST} or dist.get_rank() == 1", "more than once on a machine", cure="occurs once on each machine")

@@ -51,6 +51,15 @@ def test_groups_of_one_rank_may_differ(four: Group) -> None:
     assert four.run(both_halves).results == [1.0, 1.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize("times", range(3))  # by chance, torch connects the right ones
+def test_a_group_of_one_rank_beside_a_larger_one_is_refused(four: Group, times: int) -> None:
+    def uneven() -> float:
+        return total(dist.new_group([0] if dist.get_rank() == 0 else [1, 2, 3]))
+
+    with pytest.raises(lab.RankError, match=r"new_group of .*rank.*: for another rank, this group has .*rank"):
+        four.run(uneven)
+
+
 def test_groups_that_only_their_members_create_may_differ(four: Group) -> None:
     def by_members() -> float:
         first = dist.get_rank() // 2 * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from python_programs import ROOT, python
 
+from labkit.costs.link import Link
 from labkit.group.group import Group
 from labkit.group.run import Run
 from labkit.plots.flows import flows_of
@@ -321,12 +324,12 @@ def test_what_carries_out_each_method_of_a_group() -> None:
     for method, half in HALVES.items():
         by_half.setdefault(half, set()).add(method)
     print("\n".join(f"{half}: {', '.join(sorted(found))}" for half, found in by_half.items()))
-    made = {"send", "recv", "recv_anysource", "monitored_barrier", "split_group", "set_timeout"}
+    made = {"send", "recv", "recv_anysource", "monitored_barrier", "split_group", "set_timeout", "shutdown"}
     made |= {"_get_backend", "_start_coalescing", "_end_coalescing"}
     assert by_half["ours"] - {"start_coalescing", "end_coalescing"} == made  # which torch after 2.13 has, too
     assert by_half["both halves"] == {"_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name"}
     assert {"allreduce", "broadcast", "barrier", "allgather", "_allgather_base"} <= by_half["recorded"]
-    assert {"abort", "shutdown", "name", "group_name", "bound_device_id"} <= by_half["delegated"]
+    assert {"abort", "name", "group_name", "bound_device_id"} <= by_half["delegated"]
 
 
 def test_a_group_split_from_another_is_recorded(pair: Group) -> None:
@@ -458,6 +461,29 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
         "fifty under way: 0 0",
         "data parallel, group destroyed: 0 0",
     ]
+
+
+@pytest.mark.parametrize("link", [None, Link(gbit_per_s=1, latency_us=50)], ids=["", "link"])
+def test_a_group_is_destroyed_before_its_last_callback(link: Link | None) -> None:
+    """The reducer, whose model ends with the function, has the last reference to the group."""
+
+    def train() -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        sys.setswitchinterval(10)  # the main thread does not hand over Python's lock while it computes
+        model(torch.ones(4, 64)).sum().backward()
+        dist.destroy_process_group()
+
+    def bounded() -> str:
+        faulthandler.dump_traceback_later(60, exit=True)
+        train()
+        sys.setswitchinterval(0.005)
+        faulthandler.cancel_dump_traceback_later()
+        return "ended"
+
+    with Group(2, link=link) as group:
+        assert group.run(bounded).results == ["ended", "ended"]
 
 
 def test_nothing_is_computed_while_a_call_issues_an_operation_and_waits_for_it(pair: Group) -> None:
