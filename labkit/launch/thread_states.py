@@ -128,6 +128,8 @@ class Threads:
         children = children_of(processes) if self.children else {}
         looks = ask(processes, insist=self.insist)
         silent = [process for process, look in zip(processes, looks, strict=True) if look is None and self.insist]
+        # A suspended rank would handle the signal when it continues, long after the question.
+        silent = [process for process in silent if not process.status().frozen]
         stacks = dict(zip((process.number for process in silent), interrupt(silent), strict=True))
         found = []
         for process, look in zip(processes, looks, strict=True):

@@ -285,10 +285,10 @@ class Trace:
     def step_bounds(self, rank: int | None = None) -> Intervals:
         """Return the bounds of each step: from the first rank's start to the last rank's end, shape (steps, 2), in ns.
 
-        In nested loops, only the steps of the innermost count. Ranks without steps are ignored; only steps that all
-        other ranks have completed count, and after a restart only those of the last attempt. A step belongs to a window
-        that contains its middle: ranks do not enter a step at the same time, so its window contains parts of
-        neighbouring steps.
+        In nested loops, only the steps of the innermost count; in `zip(steps(a), steps(b))`, those of `a`. Ranks
+        without steps are ignored; only steps that all other ranks have completed count, and after a restart only those
+        of the last attempt. A step belongs to a window that contains its middle: ranks do not enter a step at the same
+        time, so its window contains parts of neighbouring steps.
 
         Args:
             rank: only this rank's own steps; default: those of all ranks.
@@ -510,9 +510,19 @@ def from_records(
 
 
 def steps_of_rank(steps: Any, start_ns: int, end_ns: int) -> Intervals:
-    """Return the bounds of those of a rank's steps that contain no other step, and whose middle is in a window."""
+    """Return the bounds of those of a rank's steps that contain no other step, and whose middle is in a window.
+
+    Of steps that overlap without one containing the other, as in `zip(steps(a), steps(b))`, the first counts.
+    """
     steps = steps[np.lexsort((-steps["end_ns"], steps["start_ns"]))]
-    steps = steps[np.append(steps["start_ns"][1:] >= steps["end_ns"][:-1], np.ones(len(steps[:1]), bool))]
-    middle = steps["start_ns"] + (steps["end_ns"] - steps["start_ns"]) // 2
-    steps = steps[(middle >= start_ns) & (middle <= end_ns)]
-    return np.stack([steps["start_ns"], steps["end_ns"]], axis=1)
+    first_end_ns = np.minimum.accumulate(steps["end_ns"][::-1])[::-1]  # of this step and those that start later
+    innermost = steps[np.append(first_end_ns[1:] > steps["end_ns"][:-1], np.ones(len(steps[:1]), bool))]
+    bounds = np.stack([innermost["start_ns"], innermost["end_ns"]], axis=1)
+    if (bounds[1:, 0] < bounds[:-1, 1]).any():
+        apart: list[Any] = []
+        for one in bounds:
+            if not apart or one[0] >= apart[-1][1]:
+                apart.append(one)
+        bounds = np.stack(apart)
+    middle = bounds.sum(axis=1) // 2
+    return bounds[(middle >= start_ns) & (middle <= end_ns)]

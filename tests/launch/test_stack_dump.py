@@ -27,7 +27,7 @@ from labkit.launch.frames import stacks_in
 from labkit.launch.rank_process import Status
 from labkit.launch.thread_states import RankThreads, Thread, ask
 from labkit.worker import stack_writer
-from labkit.worker.stack_writer import ANSWER_AT, ASK, INTERRUPT
+from labkit.worker.stack_writer import ANSWER_AT, ASK, INTERRUPT, TEXT_AT, TEXT_BYTES
 
 RAW = """Thread 0x00007f2b4c9fd700 (most recent call first):
   File "{library}", line 1002 in _bootstrap
@@ -296,6 +296,9 @@ def test_between_two_runs_ranks_are_idle(ranks: lab.Group) -> None:
 @pytest.mark.processes
 def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = ranks.run(os.getpid).results
+    assert ranks._pool is not None
+    memory = ranks._pool.members[1].process.memory
+    before = os.pread(memory, TEXT_BYTES, TEXT_AT)
     monkeypatch.setattr("labkit.launch.thread_states.ANSWER_LIMIT_S", 0.2)
     os.kill(pids[1], signal.SIGSTOP)
     try:
@@ -305,6 +308,7 @@ def test_a_suspended_rank_does_not_answer(ranks: lab.Group, monkeypatch: pytest.
     assert stacks["rank 0"].startswith("is idle")
     assert stacks["rank 1"].startswith("does not answer: its process was stopped")
     assert ranks.run(os.getpid).results == pids, "nothing was hurt"
+    assert os.pread(memory, TEXT_BYTES, TEXT_AT) == before, "a signal handler read its frames while it ran"
 
 
 @pytest.mark.processes

@@ -449,6 +449,9 @@ def test_which_steps_count() -> None:
     nested = [step(0, start, start + 5) for start in (0, 5, 10, 21, 26)]
     with_epochs = Trace([*nested, step(0, 0, 20), step(0, 20, 40)], ranks=["a"])
     assert with_epochs.step_bounds().tolist() == [[0, 5], [5, 10], [10, 15], [21, 26], [26, 31]], "the innermost"
+    zipped = [*nested[:3], *(step(0, start + 1, start + 6) for start in (0, 5, 10))]
+    assert Trace(zipped, ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15]], "zip(steps(a), steps(b))"
+    assert Trace([*zipped, step(0, 0, 20)], ranks=["a"]).step_bounds().tolist() == [[0, 5], [5, 10], [10, 15]]
 
 
 def test_a_step_cut_out_of_a_run_has_its_own_bounds() -> None:

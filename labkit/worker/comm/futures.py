@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 from collections.abc import Callable, Iterable
 from types import CellType
@@ -61,8 +62,8 @@ class Futures:
     def tell(self, future: Any, callback: Callable[[Any], None], *, group: str | None = None) -> None:
         """Call a function with the future when it has completed.
 
-        `group`: the label of the process group whose backend completes the future, if one does. Its end is waited for
-        when the group is destroyed, and when the process ends.
+        `group`: the label of the process group whose backend completes the future, if one does. Until the callback has
+        returned, the group is kept after it was destroyed, and the process does not end.
         """
         if group is None:
             self._callbacks.add(ref(callback, self._callbacks.discard))
@@ -70,16 +71,21 @@ class Futures:
             self._of_backends[ref(callback, self._of_backends.pop)] = group
         future.add_done_callback(callback)
 
-    def finish(self, group: str) -> None:
-        """Wait until all callbacks of a group's futures have returned, as torch waits for its own hooks.
+    def keep(self, group: Any, label: str) -> None:
+        """Keep a process group that is destroyed until the callbacks of its futures have returned.
 
-        Its last reference may be that of DistributedDataParallel's reducer, which keeps Python's global lock while it
-        destroys the group and joins the backend's threads. A callback, which needs the lock, would wait for ever.
+        The last reference may be that of DistributedDataParallel's reducer, which keeps Python's global lock while it
+        destroys the group and joins the backend's threads. A callback, which needs the lock, would wait for ever. Where
+        Python drops the last reference, torch releases the lock first.
         """
-        begin = time.monotonic()
-        while group in list(self._of_backends.values()) and time.monotonic() - begin < BACKENDS_EXIT_LIMIT_S:
-            time.sleep(0.001)
-        time.sleep(0.001)  # torch's own threads need the lock, too, to release tensors after the callbacks
+        pending = {callback for callback, of in list(self._of_backends.items()) if of == label}
+
+        def wait(_: Any) -> None:
+            while not pending.isdisjoint(list(self._of_backends)):
+                time.sleep(0.001)
+            time.sleep(0.001)  # torch's own threads need the lock, too, to release tensors after the callbacks
+
+        threading.Thread(target=wait, args=(group,), name="labkit-group").start()  # the process ends after it
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""
@@ -154,7 +160,7 @@ class Futures:
         for cell in getattr(callback, "__closure__", None) or ():
             # A callback that refers to another future completes it: `RRef.rpc_async` returns the result of its second
             # call in this way.
-            if cell != CellType() and isinstance(cell.cell_contents, torch.Future):
+            if cell != CellType() and isinstance(cell.cell_contents, torch.Future) and cell.cell_contents is not future:
                 self.tie(cell.cell_contents, ties.operations)
         child = self._made_of([future], then(future, callback))
         self.tie(child, ties.operations)

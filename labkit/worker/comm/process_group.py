@@ -140,7 +140,7 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
 
     def shutdown(self) -> None:
         """End communication; `destroy_process_group` calls it."""
-        self.futures.finish(self._label)
+        self.futures.keep(self, self._label)
         self._real.shutdown()
 
     @property

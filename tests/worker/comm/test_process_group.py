@@ -460,7 +460,7 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
         "kept for a late rank: 0 0",
         "fifty under way: 0 0",
         "data parallel, group destroyed: 0 0",
-    ]
+    ], answer.stderr
 
 
 @pytest.mark.parametrize("link", [None, Link(gbit_per_s=1, latency_us=50)], ids=["", "link"])
@@ -484,6 +484,54 @@ def test_a_group_is_destroyed_before_its_last_callback(link: Link | None) -> Non
 
     with Group(2, link=link) as group:
         assert group.run(bounded).results == ["ended", "ended"]
+
+
+def test_nothing_waits_when_a_group_is_destroyed() -> None:
+    """Rank 1 comes to the operation only after rank 0 has destroyed the group; torch allows that."""
+
+    def in_turn() -> float:
+        faulthandler.dump_traceback_later(60, exit=True)
+        part, ones, token = dist.new_group(), torch.ones(4), torch.ones(1)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(ones, group=part, async_op=True)
+            dist.destroy_process_group(part)
+            dist.send(token, 1)
+            work.wait()
+        else:
+            dist.recv(token, 0)
+            dist.all_reduce(ones, group=part)
+            dist.destroy_process_group(part)
+        faulthandler.cancel_dump_traceback_later()
+        return float(ones.sum())
+
+    with Group(2) as group:
+        assert group.run(in_turn).results == [8, 8]
+
+
+def test_a_callback_destroys_its_group() -> None:
+    def destroying() -> str:
+        faulthandler.dump_traceback_later(60, exit=True)
+        part = dist.new_group()
+        future = dist.all_reduce(torch.ones(4), group=part, async_op=True).get_future()
+        future.then(lambda _: dist.destroy_process_group(part)).wait()
+        faulthandler.cancel_dump_traceback_later()
+        return "ended"
+
+    with Group(2) as group:
+        assert group.run(destroying).results == ["ended", "ended"]
+
+
+def test_a_callback_refers_to_its_own_future(pair: Group) -> None:
+    def own() -> float:
+        faulthandler.dump_traceback_later(60, exit=True)
+        future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+        child = future.then(lambda _: float(future.value()[0].sum()))
+        faulthandler.cancel_dump_traceback_later()
+        return float(child.wait())
+
+    run = pair.run(own)
+    assert run.results == [8, 8]
+    assert len(communications(run, 0)) == 1
 
 
 def test_nothing_is_computed_while_a_call_issues_an_operation_and_waits_for_it(pair: Group) -> None:
