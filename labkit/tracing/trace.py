@@ -517,12 +517,12 @@ def steps_of_rank(steps: Any, start_ns: int, end_ns: int) -> Intervals:
     steps = steps[np.lexsort((-steps["end_ns"], steps["start_ns"]))]
     first_end_ns = np.minimum.accumulate(steps["end_ns"][::-1])[::-1]  # of this step and those that start later
     innermost = steps[np.append(first_end_ns[1:] > steps["end_ns"][:-1], np.ones(len(steps[:1]), bool))]
-    bounds = np.stack([innermost["start_ns"], innermost["end_ns"]], axis=1)
+    bounds: Intervals = np.stack([innermost["start_ns"], innermost["end_ns"]], axis=1)
     if (bounds[1:, 0] < bounds[:-1, 1]).any():
         apart: list[Any] = []
         for one in bounds:
             if not apart or one[0] >= apart[-1][1]:
                 apart.append(one)
         bounds = np.stack(apart)
-    middle = bounds.sum(axis=1) // 2
+    middle = (bounds[:, 0] + bounds[:, 1]) // 2
     return bounds[(middle >= start_ns) & (middle <= end_ns)]

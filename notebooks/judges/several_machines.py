@@ -163,6 +163,9 @@ def _reduce_on_rank(answer: Callable[..., Any], counts: list[int]) -> tuple[Tens
     "the cable.",
     [(counts,) for counts in COUNTS], on_ranks=_reduce_on_rank, ranks=sum,
     call="hierarchical_all_reduce(x, {counts})",
+    errors=dict.fromkeys(["is out of range", "rank should be within"],  # the second: before torch 2.13
+                         ("a group has a rank that does not exist",
+                          "machines differ in size: the first rank of machine m is sum(counts[:m])")),
 )
 def hierarchical_all_reduce(results: Results, counts: list[int]) -> None:
     """hierarchical_all_reduce(x, counts) runs on every rank: put the sum of all ranks' x into x. `counts` has

@@ -186,7 +186,7 @@ def test_a_run_without_steps_is_changed_as_a_whole() -> None:
 def test_a_schedule_is_computed_again_for_the_same_work() -> None:
     controls = Schedules(lab.schedule("1f1b", stages=4, micro_batches=8, forward=2e-3, backward=4e-3))
     assert recorded_texts(controls) == {"schedule": "1F1B", "ranks": "4", "micro-batches": "8", "cost per call": "0"}
-    view, said, _ = moved(controls, micro_batches="16", cost="200 µs", ranks="8")
+    view, said, _ = moved(controls, micro_batches="16", cost="0.20 ms", ranks="8")
     expected = lab.schedule("1f1b", stages=8, micro_batches=16, forward=0.7e-3, backward=1.2e-3)
     assert same_times(view.whole, expected)
     step = time_in_words(expected.duration_ns)

@@ -14,7 +14,7 @@ from labkit.costs.link import Link
 from labkit.costs.network import Network
 from labkit.costs.prediction import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from labkit.errors.exceptions import LabError
-from labkit.errors.units import percent, time_in_words
+from labkit.errors.units import percent, three_digits, time_in_words, unit_of
 from labkit.plots.view import View, bubble_in_words, view_of
 from labkit.tracing.ideal_pipeline import IdealPipeline, schedule
 from labkit.tracing.replaying.changes import AS_RECORDED, ProgramChanges
@@ -151,7 +151,9 @@ class Schedules(Controls):
             numbers = sorted({*usual, given.arguments[name]})
             self._add(name, label, "range", numbers, map(str, numbers), given.arguments[name])
         costs = [part / 20 * forward for part in range(21)]
-        self._add("cost", "cost per call", "range", costs, [time_in_words(1e9 * cost) if cost else "0" for cost in costs], 0.0)
+        unit, length_ns = unit_of(1e9 * forward)
+        texts = [f"{three_digits(1e9 * cost / length_ns)} {unit}" if cost else "0" for cost in costs]
+        self._add("cost", "cost per call", "range", costs, texts, 0.0)
 
     def ask(self, stops: Mapping[str, int]) -> tuple[View, tuple[str, str], list[Piece]]:
         """Compute the chosen schedule."""

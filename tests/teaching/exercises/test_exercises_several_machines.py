@@ -96,6 +96,7 @@ mutant(REDUCE, f"{ALL_REDUCE}{BETWEEN}", OWN_SUM, cure="who still needs it")
 mutant(REDUCE, "pass", LEADERS, cure="inside each machine before")
 TWICE = f"{ALL_REDUCE}; {ALL_REDUCE}"
 mutant(REDUCE, TWICE, "not the sum of all ranks' x", cure="three steps")
+mutant("first += count", "first += counts[0]", "a group has a rank that does not exist", cure="sum(counts[:m])")
 
 # The last one, since wrong answers share their ranks, and torch numbers groups in each process.
 mutant(
