@@ -68,6 +68,7 @@ class Records:
         self._labels = [m.label for m in members]
         self._readers = [m.reader for m in members]
         self._chunks: list[list[Any]] = [[] for _ in members]
+        self._shown = [0 for _ in members]  # chunks that the live picture has
         self._dropped = [r.dropped for r in self._readers]
         self._names: list[list[str]] = [[] for _ in members]
         self._numbers: list[dict[str, tuple[int, int]]] = [{} for _ in members]  # see `_counted_numbers`
@@ -111,8 +112,10 @@ class Records:
         self._clock_error_ns = sum(sorted(errors.values())[-2:]) if len(errors) > 1 else 0  # each is that to this machine
         self._clocks = []
 
-    def part(self, new: list[list[Any]]) -> Trace:
-        """Return a downsampled trace of some records, in chunks by rank, for the live picture."""
+    def unshown(self) -> Trace:
+        """Return a downsampled trace of the records read since the last call, for the live picture."""
+        new = [chunks[shown:] for chunks, shown in zip(self._chunks, self._shown, strict=True)]
+        self._shown = list(map(len, self._chunks))
         names = [list(r.names()) for r in self._readers]
         loops = [own.index(STEPS_IN_ALL) if STEPS_IN_ALL in own else -1 for own in names]
         sampled = [[downsample(rows, loop) for rows in n] for n, loop in zip(new, loops, strict=True)]

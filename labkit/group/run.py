@@ -137,7 +137,6 @@ class Execution:
         self._failed_s = 0.0  # when the first failure was reported, or when the student was last asked after it
         self._announced = False  # whether the student knows of it at a prompt
         self._cores = Cores([])
-        self._new: list[list[Any]] = [[] for _ in self._members]  # records that the picture has not shown
         self._start_ns = time.perf_counter_ns()  # before any rank is called: nothing of this run happens earlier
 
     def wait(self, deadline_s: float | None, *, profile: bool = False, may_restart: bool = False) -> Run | None:
@@ -195,6 +194,8 @@ class Execution:
                 self._records.end(failure.rank, failure.at_ns)
             if may_restart and not self._quit:
                 self.failed = failed.failures[0]
+                if self._picture is not None:
+                    self._show(self._picture)  # all of this attempt
                 self._pool.state.spend()
                 self._close("failed")
                 self._output.complete()
@@ -253,12 +254,8 @@ class Execution:
         return 0 if self._hurry else GRACE_S / 10 if self._failed_s else LOOK_EVERY_S
 
     def _drain(self) -> None:
-        records = self._records.drain()
-        if self._picture is not None:
-            for mine, fresh in zip(self._new, records, strict=True):
-                mine.append(fresh)
-            if any(len(fresh) for fresh in records):
-                self._recorded_s = time.monotonic()
+        if any(len(fresh) for fresh in self._records.drain()):
+            self._recorded_s = time.monotonic()
 
     def _ask(self, member: Member) -> None:
         self._drain()
@@ -323,8 +320,7 @@ class Execution:
     def _show(self, picture: Picture) -> None:
         assert self._loads is not None
         now_ns, pending = time.perf_counter_ns(), [m.reader.pending() for m in self._members]
-        picture.update(now_ns, self._records.part(self._new), pending, self._loads(now_ns), self._pool.silent(now_ns))
-        self._new = [[] for _ in self._members]
+        picture.update(now_ns, self._records.unshown(), pending, self._loads(now_ns), self._pool.silent(now_ns))
         self._pictured_s = time.monotonic()
 
     def _unanswered(self) -> set[int]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cells as in_cells
 import pytest
@@ -60,6 +61,40 @@ def test_the_function_starts_again_on_fresh_ranks(end: str, ranks: lab.Group, ce
     assert "labkit: rank 1 failed: " in said
     assert said.count("(restart 1 of 2)") == 1
     assert ranks.run(os.getenv, COUNT).results == ["0"] * 3, "of the run that begins"
+
+
+def test_the_picture_has_all_of_an_attempt_before_the_next_one(
+    ranks: lab.Group, cells: in_cells.Cells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+
+    class Picture:
+        interval_s = 1000.0
+
+        def begin(self, *_: Any) -> None: ...
+
+        def update(self, _: int, new: lab.Trace, *__: Any) -> None:
+            said.extend((s.name, s.rank, s.value) for s in new.scalars)
+
+        def restart(self, _: int) -> None:
+            said.append("restart")
+
+        def end(self, trace: lab.Trace, stopped: str) -> None: ...
+
+    monkeypatch.setattr(lab.Group, "picture", Picture)
+    cells("""
+        import os, threading
+        import labkit as lab
+
+        def f():
+            lab.record(attempt=int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+                os._exit(3)
+            return threading.Event().wait() if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
+    """)
+    ranks.watch(cells.f)
+    assert ("attempt", 1, 0.0) in said
+    assert said[-2:] == [(ENDED, 1, 1.0), "restart"]
 
 
 def test_the_error_after_the_last_restart_says_how_many_there_were(ranks: lab.Group, cells: in_cells.Cells) -> None:

@@ -18,7 +18,7 @@ from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live.curves import Curves, draw_below
-from labkit.plots.live.drawing import STILL, svg
+from labkit.plots.live.drawing import CURVE, STILL, svg
 from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
 from labkit.plots.live.recent import Progress, Recent
@@ -751,3 +751,41 @@ def test_fresh_ranks_after_a_restart():
     assert frame.detail.trace.filter(kind="step").columns.data["start_ns"].min() == 210 * MS
     assert live._progress.done == 1
     assert not live._failed
+
+
+def test_a_restart_is_marked_and_nothing_goes_on_across_it():
+    album, live = begun()
+    losses = [Scalar(rank, "loss", at * MS, value) for rank in (0, 1) for at, value in ((20, 4), (40, 2))]
+    live.update(100 * MS, part(scalars=losses), ((), ()))
+    assert "all ranks replaced" not in texts(album.pages[-1])
+    live.update(120 * MS, part(Span(0, "f", "call", 0, 60 * MS), scalars=[Scalar(1, ENDED, 80 * MS, 1)]), ((), ()))
+    live.restart(200 * MS)
+    later = [Scalar(0, "loss", at * MS, value) for at, value in ((220, 4), (240, 3))]
+    live.update(300 * MS, part(scalars=later), ((), ()))
+    live.update(400 * MS, part(), ((), ()))
+    assert not live._failed
+    page, frame = album.pages[-1], album.frames[-1]
+    for rank, returned_ms in ((0, 60), (1, 80)):
+        unlabelled = frame.past.cells[rank][0][list(STYLES).index("unlabelled")]
+        bins = np.arange(recent_module.BINS) * live._recent.bin_ns
+        away = (bins >= returned_ms * MS) & (bins + live._recent.bin_ns <= 200 * MS)
+        assert not unlabelled[away].any(), "between two attempts, no rank is in the function"
+        assert unlabelled.sum() == pytest.approx((returned_ms + 300 - 200) * MS)
+    (in_strip, *_), (in_rows, *_), _ = dashed(page)  # the last is in the legend
+    share = 200 * MS / frame.past.shown_ns
+    assert in_rows - in_strip == pytest.approx(share * CURVE, abs=1), "the rows, which show the whole run, are wider"
+    assert "all ranks replaced" in texts(page)
+    lines = [line.get("points").split() for line in drawing(page).iter(f"{SVG}polyline")]
+    assert [len(points) for points in lines] == [2, 2, 2, 2, 2], "rank 0 twice, rank 1 once, their mean twice"
+    assert lines[1] == lines[4], "the mean of rank 0 alone"
+    ends = [float(point.split(",")[0]) for point in lines[0]], [float(point.split(",")[0]) for point in lines[1]]
+    assert max(ends[0]) < min(ends[1])
+
+
+def dashed(page):
+    """The lines of a restart, as (x, top, bottom)."""
+    found = []
+    for path in drawing(page).iter(f"{SVG}path"):
+        if path.get("stroke-dasharray"):
+            found += re.findall(r"M([\d.]+) ([\d.]+)[Vv](-?[\d.]+)", path.get("d"))
+    return [tuple(map(float, one)) for one in found]

@@ -38,6 +38,12 @@ def recorded(scalars: Sequence[Scalar]) -> list[Scalar]:
     return [s for s in scalars if s.name not in (STEPS_IN_ALL, ENDED) and not s.name.startswith(MEMORY)]
 
 
+def attempts(bins: int, restarts_ns: Sequence[int], shown_ns: int) -> list[NDArray[np.int64]]:
+    """The numbers of the bins, of all that cover `shown_ns`, before, between and after the restarts of a run."""
+    parts = np.split(np.arange(bins), sorted({ns * bins // shown_ns for ns in restarts_ns}))
+    return [part for part in parts if len(part)]
+
+
 class Curves:
     """The values recorded during a run of so many ranks, averaged in a fixed number of bins."""
 
@@ -68,18 +74,23 @@ class Curves:
         """The names that any rank has recorded more than once, in the order in which they first appeared."""
         return [name for name, (_, numbers) in self._sums.items() if (numbers.sum(axis=1) > 1).any()]
 
-    def means(self, name: str) -> NDArray[np.float64]:
+    def means(self, name: str, restarts_ns: Sequence[int] = ()) -> NDArray[np.float64]:
         """Return the mean of each bin per rank, then over all ranks, shape (ranks + 1, bins); NaN for empty bins.
 
-        Ranks reach the same step at different times, so the mean over all ranks uses the last value of each rank.
+        Ranks reach the same step at different times, so the mean over all ranks uses the last value of each rank since
+        all ranks were last replaced.
         """
         sums, numbers = self._sums[name]
         with np.errstate(invalid="ignore"):
             each = sums / numbers
         present = numbers > 0
-        last = np.maximum.accumulate(np.where(present, np.arange(BINS), 0), axis=1)
-        lasting = np.take_along_axis(each, last, axis=1)[present.any(axis=1)]
-        over_ranks = lasting.mean(axis=0) if len(lasting) else np.full(BINS, np.nan)
+        over_ranks = np.full(BINS, np.nan)
+        for bins in attempts(BINS, [ns - self._start_ns for ns in restarts_ns], self._shown_ns):
+            here = present[:, bins]
+            last = np.maximum.accumulate(np.where(here, bins, bins[0]), axis=1)
+            lasting = np.take_along_axis(each, last, axis=1)[here.any(axis=1)]
+            if len(lasting):
+                over_ranks[bins] = lasting.mean(axis=0)
         return np.vstack([each, np.where(present.any(axis=0), over_ranks, np.nan)])
 
 

@@ -25,8 +25,9 @@ from labkit.errors.units import bytes_in_words, clock_time, round_stride, unit_o
 from labkit.launch.resource_usage import Load
 from labkit.plots.bars import ALONE, LANES, STYLES, Bars, blend, caption, captioned, coverage, ink, lanes
 from labkit.plots.image import STAYS
-from labkit.plots.live.curves import COLOUR, EACH_RANK
+from labkit.plots.live.curves import COLOUR, EACH_RANK, attempts
 from labkit.plots.style import shortened
+from labkit.plots.view import RESTARTED
 from labkit.tracing.trace import Trace
 
 Cells = tuple[NDArray[np.float64], NDArray[np.float64]]  # covered time in ns of each lane, shape (styles, bins)
@@ -88,6 +89,7 @@ class LiveFrame:
     past: Past  # the content of the strip
     detail: Detail | None  # the content of the rows; None: the same as the strip
     curve: Curve | None = None  # the first recorded value with several points; None if there is none yet
+    restarts_ns: list[int] = field(default_factory=list)  # when all ranks had been replaced, in ns since the run's start
     held: bool = False  # whether it stays for as long as the student thinks at a debugger's prompt
 
     @property
@@ -124,6 +126,7 @@ _SOFT: Final = ' opacity=".65"'
 _PAPER: Final = "var(--jp-layout-color0,var(--vscode-editor-background,white))"
 _HALO: Final = f' paint-order="stroke" stroke-width="3" stroke="{_PAPER}"'
 _LINE: Final = 'fill="currentColor" fill-opacity=".5"'
+_RESTART: Final = 'stroke="currentColor" stroke-width="1.6" stroke-dasharray="4 2"'
 _NAMES: Final = tuple(STYLES)
 _COMMUNICATION: Final = _NAMES.index("exposed")  # from this style on, styles belong to the lower lane
 
@@ -230,6 +233,10 @@ class _Drawing:
         """Draw the legend: the visible styles of the upper lane, and those of the lower lane."""
         styles = self.frame.past.styles() | (self.frame.detail.styles if self.frame.detail else set())
         pen, x, y, lower = _Pen(), self.left, self.bottom + 43, False
+        if self.frame.restarts_ns:
+            pen.above.append(f'<path d="M{x + 7:.1f} {y + 2:g}v-10" {_RESTART}/>')
+            pen.text(x + 18, y, RESTARTED, ' font-size="10"')
+            x += 34 + 5.5 * len(RESTARTED)
         for number, (style, look) in enumerate(STYLES.items()):
             if number not in styles:
                 continue
@@ -300,13 +307,16 @@ class _Drawing:
         each = (np.arange(curve.means.shape[1]) + 0.5) * wide / curve.means.shape[1] + left
         ranks = curve.means[:-1]
         lines = [(row, ' stroke-width=".8" stroke-opacity=".5"') for row in ranks] if 1 < len(ranks) <= EACH_RANK else []
+        parts = attempts(curve.means.shape[1], self.frame.restarts_ns, self.frame.past.shown_ns)
         for row, look in (*lines, (curve.means[-1], ' stroke-width="1.8" stroke-linecap="round"')):
-            there = ~np.isnan(row)
-            y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
-            points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
-            if points.count(" ") == 0 and points:
-                points = f"{points} {points}"  # a line needs two points; two equal ones draw a dot
-            self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
+            for part in parts:
+                there = part[~np.isnan(row[part])]
+                y = (top + bottom) / 2 - (row[there] - middle) / half * (bottom - top) / 2
+                points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(each[there].tolist(), y.tolist(), strict=True))
+                if points.count(" ") == 0 and points:
+                    points = f"{points} {points}"  # a line needs two points; two equal ones draw a dot
+                if points:
+                    self.pen.above.append(f'<polyline points="{points}" fill="none" stroke="{COLOUR}"{look}/>')
 
     def _strip(self) -> str:
         frame, columns = self.frame, min(128, max(CELLS_IN_ALL // (4 * self.count), 16))
@@ -316,11 +326,21 @@ class _Drawing:
         if frame.detail is not None and frame.detail.marked is not None:
             begin, end = (self.head * t / frame.past.shown_ns for t in frame.detail.marked)
             self._outline(self.left + begin, max(end - begin, 2), 2, ' stroke-width="1.4"')
+        self._restarts(self.head, HEAD, HEAD + self.strip_high)
+        if frame.detail is None:
+            self._restarts(self.wide, self.top, self.bottom)
         return strip
 
     def _outline(self, x: float, width: float, beyond: float, more: str) -> None:
         size = f'y="{HEAD - beyond:g}" width="{width:.1f}" height="{self.strip_high + 2 * beyond:g}"'
         self.pen.above.append(f'<rect x="{x:.1f}" {size} fill="none" stroke="currentColor"{more}/>')
+
+    def _restarts(self, wide: float, top: float, bottom: float) -> None:
+        """Draw a dashed line where all ranks were replaced, in a part that shows the whole run in this width."""
+        at = {f"{self.left + wide * ns / self.frame.past.shown_ns:.0f}" for ns in self.frame.restarts_ns}
+        if at:
+            lines = "".join(f"M{x} {top - 2:g}V{bottom + 2:g}" for x in sorted(at))
+            self.pen.above.append(f'<path d="{lines}" {_RESTART}/>')
 
     def _rows(self) -> str:
         detail = self.frame.detail

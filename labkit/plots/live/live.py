@@ -140,10 +140,10 @@ class Live:
         if self._past is None or (self._past_at_ns, self._past.shown_ns) != (recent.complete_ns, recent.shown_ns):
             cells = [recent.binned(rank) for rank in range(len(rows))]
             self._past, self._past_at_ns = Past(cells, recent.shown_ns), recent.complete_ns
-        curve = next((Curve(name, self._curves.means(name)) for name in self._curves.names), None)
+        curve = next((Curve(name, self._curves.means(name, recent.restarts_ns)) for name in self._curves.names), None)
         return LiveFrame(
             self._title, elapsed_ns, self._progress.fraction, self._progress.parts(now_ns), rows, self._past,
-            self._detail_at(now_ns, pending), curve, held=bool(asking),
+            self._detail_at(now_ns, pending), curve, [ns - self._start_ns for ns in recent.restarts_ns], held=bool(asking),
         )  # fmt: skip
 
     def _detail_at(self, now_ns: int, pending: Sequence[Sequence[Pending]]) -> Detail | None:

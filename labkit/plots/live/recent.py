@@ -54,11 +54,18 @@ class Recent:
         self.returned_ns = list(self._before_ns)
         self.silent: Mapping[int, int] = {}  # by rank, the time of the last report of a machine that does not answer
         self.ended_ns: dict[int, int] = {}  # when processes ended without which the others went on, by rank
+        # By rank, from when its function was no longer running until all ranks were replaced, for each time they were.
+        self._away_ns: list[list[tuple[int, int]]] = [[] for _ in ranks]
 
     @property
     def bin_ns(self) -> float:
         """Width of a bin."""
         return self.shown_ns / BINS
+
+    @property
+    def restarts_ns(self) -> list[int]:
+        """When all ranks had been replaced, and the function was called again, for each time."""
+        return [until for _, until in self._away_ns[0]]
 
     def add(self, new: Trace, now_ns: int, *, drawn: bool = True) -> None:
         """Add completed spans. If no frame is `drawn`, the bins are filled later: at once is cheaper than in parts."""
@@ -91,6 +98,8 @@ class Recent:
     def restart(self, now_ns: int) -> None:
         """Keep the bins, and forget the spans of ranks that were replaced: fresh ones number operations from 1."""
         self._bin(np.concatenate([self._unbinned, self._last]), self._last[:0], now_ns)
+        for away, returned_ns in zip(self._away_ns, self.returned_ns, strict=True):
+            away.append((self._last_ns if returned_ns is None else returned_ns, now_ns))
         self._rows, self._unbinned, self._last = self._rows[:0], self._unbinned[:0], self._last[:0]
         self._last_ns = self.complete_ns = self._binned_ns = self.dropped_ns = now_ns
         self.returned_ns, self.ended_ns = list(self._before_ns), {}
@@ -111,6 +120,7 @@ class Recent:
         returned_ns = self.returned_ns[rank]
         reported_ns = min(self.silent.get(rank, self.complete_ns), self.complete_ns)
         called = self._before(reported_ns if returned_ns is None else min(returned_ns, reported_ns))
+        called = called - sum(self._before(until) - self._before(since) for since, until in self._away_ns[rank])
         occupied = self._bins[rank][_EXCLUSIVE].sum(axis=0)  # the rank computed in a span or was blocked
         compute[_NUMBER["unlabelled"]] = np.maximum(called - occupied, 0)
         compute[_NUMBER["unknown"]] = self._before(self.complete_ns) - self._before(reported_ns)
