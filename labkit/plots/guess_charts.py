@@ -78,7 +78,7 @@ class Outcome:
             return self.undecided
         if self.guess is None:
             return "Revealed without a guess"
-        if self.guess == self.measured:
+        if _digits(self.guess) == _digits(self.measured):
             return "Your guess was right"
         if self.is_count:
             return f"Your guess was {_digits(self.guess)} instead of {_digits(self.measured)}"

@@ -329,6 +329,7 @@ def test_a_sum_of_predictions_is_converted_too():
         ("step_ms", 90, run_of(2, 4, 10, 10, 20, 40), "Your guess was too high by a factor of 9"),
         ("speed_up", 2.5, [2.6, 1.25, 2.77], "Too close to call: measured 1.25 to 2.77. Measure again"),
         ("speed_up", 2.5, (run_of(50, 50), run_of(20, 20)), "Your guess was right"),
+        ("speed_up", 2.5, (run_of(50, 50), run_of(20.01, 20.01)), "Your guess was right"),  # 2.499
         (
             "speed_up",
             2.5,
