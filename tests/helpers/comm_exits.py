@@ -3,6 +3,7 @@ exit codes."""
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import mmap
 import os
@@ -65,9 +66,24 @@ def data_parallel_group_destroyed(rank: int) -> object:
     return model
 
 
+def not_waited_for_group_destroyed_at_exit(rank: int) -> object:
+    atexit.register(dist.destroy_process_group)
+    return kept(rank)
+
+
+def group_destroyed_after_the_last_wait(rank: int) -> object:
+    left = kept(rank)
+    left.wait()
+    ends_last.append(dist.destroy_process_group)
+    return left
+
+
+ends_last: list[Callable[[], object]] = []
+atexit.register(lambda: [end() for end in ends_last])  # before labkit's, so that it is called after that one
 WAYS: list[Callable[[int], object]] = [
     received_never, received_never_group_destroyed, not_waited_for_group_destroyed, kept, kept_for_a_late_rank,
-    fifty_under_way, data_parallel_group_destroyed,
+    fifty_under_way, data_parallel_group_destroyed, not_waited_for_group_destroyed_at_exit,
+    group_destroyed_after_the_last_wait,
 ]  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from labkit.worker.comm.operation import Operation
 EXIT_LIMIT_S: Final = 0.5  # for the threads of RPC and of the program to finish the callbacks
 BACKENDS_EXIT_LIMIT_S: Final = 1800.0  # for those of a process group: gloo's own time limit for an operation
 
+KEEPER: Final = "labkit-group"  # the name of threads that keep a destroyed group
+
 
 class _Ties:
     """The operations that complete a future, and the threads that wait for it."""
@@ -58,6 +60,7 @@ class Futures:
         self._ties: WeakKeyDictionary[Any, _Ties] = WeakKeyDictionary()
         self._callbacks: set[Any] = set()  # weak references to callbacks that C++ holds
         self._of_backends: dict[Any, str] = {}  # the same, of futures that the backend of a group completes; to its label
+        self._over = False  # whether the interpreter exits, and this has waited for all callbacks
 
     def tell(self, future: Any, callback: Callable[[Any], None], *, group: str | None = None) -> None:
         """Call a function with the future when it has completed.
@@ -78,6 +81,8 @@ class Futures:
         destroys the group and joins the backend's threads. A callback, which needs the lock, would wait for ever. Where
         Python drops the last reference, torch releases the lock first.
         """
+        if self._over:
+            return  # all callbacks have returned, and a new thread might not run any more
         pending = {callback for callback, of in list(self._of_backends.items()) if of == label}
 
         def wait(_: Any) -> None:
@@ -85,7 +90,10 @@ class Futures:
                 time.sleep(0.001)
             time.sleep(0.001)  # torch's own threads need the lock, too, to release tensors after the callbacks
 
-        threading.Thread(target=wait, args=(group,), name="labkit-group").start()  # the process ends after it
+        try:
+            threading.Thread(target=wait, args=(group,), name=KEEPER, daemon=True).start()
+        except RuntimeError:  # from Python 3.12 on, while functions of `atexit` run
+            wait(group)
 
     def install(self) -> None:
         """Wrap the methods of torch's futures."""
@@ -94,7 +102,7 @@ class Futures:
         atexit.register(self._let_go)
 
     def _let_go(self) -> None:
-        """Wait for pending callbacks.
+        """Wait for pending callbacks, and for destroyed groups.
 
         A backend's thread that releases a callback while the interpreter exits would abort the process. Without labkit,
         too, a process with a collective under way ends only after it: torch waits for the backend's threads.
@@ -103,6 +111,10 @@ class Futures:
         for callbacks, limit_s in ((self._of_backends, BACKENDS_EXIT_LIMIT_S), (self._callbacks, EXIT_LIMIT_S)):
             while callbacks and time.monotonic() - begin < limit_s:
                 time.sleep(0.001)
+        self._over = True
+        for thread in threading.enumerate():
+            if thread.name == KEEPER:
+                thread.join(BACKENDS_EXIT_LIMIT_S)
 
     def tie(self, future: Any, operations: Iterable[Operation], *, fail: bool = False) -> None:
         """Note that the future completes with these operations.

@@ -460,6 +460,8 @@ def test_the_end_of_a_process(tmp_path: Path) -> None:
         "kept for a late rank: 0 0",
         "fifty under way: 0 0",
         "data parallel, group destroyed: 0 0",
+        "not waited for, group destroyed at exit: 0 0",
+        "group destroyed after the last wait: 0 0",
     ], answer.stderr
 
 
