@@ -7,6 +7,7 @@ import atexit
 import faulthandler
 import mmap
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -71,6 +72,20 @@ def not_waited_for_group_destroyed_at_exit(rank: int) -> object:
     return kept(rank)
 
 
+def group_destroyed_then_forked(rank: int) -> object:
+    if rank:
+        time.sleep(0.5)
+    dist.all_reduce(torch.ones(1), async_op=True)
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()  # it locks what a forked process would wait for
+    child = os.fork()
+    if child == 0:
+        signal.alarm(100)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+    return None
+
+
 def group_destroyed_after_the_last_wait(rank: int) -> object:
     left = kept(rank)
     left.wait()
@@ -83,7 +98,7 @@ atexit.register(lambda: [end() for end in ends_last])  # before labkit's, so tha
 WAYS: list[Callable[[int], object]] = [
     received_never, received_never_group_destroyed, not_waited_for_group_destroyed, kept, kept_for_a_late_rank,
     fifty_under_way, data_parallel_group_destroyed, not_waited_for_group_destroyed_at_exit,
-    group_destroyed_after_the_last_wait,
+    group_destroyed_after_the_last_wait, group_destroyed_then_forked,
 ]  # fmt: skip
 
 

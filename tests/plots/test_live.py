@@ -18,7 +18,7 @@ from labkit.plots.bars import COMPUTE_LANE, STYLES, coverage, lanes
 from labkit.plots.live import live as live_module
 from labkit.plots.live import recent as recent_module
 from labkit.plots.live.curves import Curves, draw_below
-from labkit.plots.live.drawing import CURVE, STILL, svg
+from labkit.plots.live.drawing import CURVE, HEAD, STILL, svg
 from labkit.plots.live.drawing import page as html_of
 from labkit.plots.live.live import Live
 from labkit.plots.live.recent import Progress, Recent
@@ -598,6 +598,11 @@ def test_a_second_loop_starts_again():
     assert progress.done == 3
 
 
+def test_two_loops_in_step_are_one():
+    steps = [step(0, begin + late, begin + late + 10) for begin in (0, 10) for late in (0, 0.1)]
+    assert in_words(progress_of((steps, [loop(0, 0, 2), loop(0, 0.1, 2)]))).startswith("2 of 2 steps")
+
+
 def test_the_step_of_an_outer_loop_does_not_count():
     inner = [step(0, 10 * i, 10 * (i + 1)) for i in range(3)]
     progress = progress_of((inner, [loop(0, 0, 1), loop(0, 0.1, 3)]), ([step(0, 0, 30)], []))
@@ -751,6 +756,23 @@ def test_fresh_ranks_after_a_restart():
     assert frame.detail.trace.filter(kind="step").columns.data["start_ns"].min() == 210 * MS
     assert live._progress.done == 1
     assert not live._failed
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 7, 9, 40])
+def test_the_strip_has_the_scale_of_the_whole_run(ranks):
+    album, live = begun([f"rank {rank}" for rank in range(ranks)], called=())
+    live.update(
+        300 * MS, part(*(Span(rank, "forward", "compute", 0, 300 * MS) for rank in range(ranks)), ranks=ranks), [()] * ranks
+    )
+    live.update(400 * MS, part(ranks=ranks), [()] * ranks)
+    page = album.pages[-1]
+    found = [path.get("d") for path in drawing(page).iter(f"{SVG}path") if re.match(r"#...$", path.get("fill") or "")]
+    cells = [tuple(map(float, box)) for d in found for box in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", d)]
+    outline = min(drawing(page).iter(f"{SVG}rect"), key=lambda rect: abs(float(rect.get("y") or 0) - HEAD + 1))
+    left, wide = float(outline.get("x")), float(outline.get("width"))
+    in_strip = [(x - left, width) for x, y, width in cells if y < HEAD + 40]
+    pixel = wide / 16
+    assert max(x + width for x, width in in_strip) == pytest.approx(wide * 300 / 500, abs=pixel)
 
 
 def test_a_restart_is_marked_and_nothing_goes_on_across_it():

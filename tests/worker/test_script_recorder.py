@@ -315,7 +315,8 @@ def test_machines_with_uncompared_clocks_use_their_own_time(script: Callable[...
     assert any(note.startswith("the clocks of host1 were not compared with rank 0's: ") for note in trace.notes)
 
 
-def test_a_folder_without_a_trace_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_a_trace_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no script has left a trace
     (tmp_path / "other.json").write_text(json.dumps({"mine": 1}))
     (tmp_path / "broken.json").write_text("{")
     forgotten = r"either LABKIT_TRACE=.* was not set .*, or the script neither has `import labkit` nor was run with .* -m labkit"

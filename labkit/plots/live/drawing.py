@@ -371,12 +371,16 @@ class _Drawing:
         return pen.drawn()
 
     def _cells(self, pen: _Pen, cells: Cells, columns: int, shown_ns: int, place: tuple[float, float, float]) -> None:
-        """Draw a rank's bins as cells; neighbours of one colour are merged. `place` is top, height and width."""
+        """Draw a rank's bins as at most so many cells; neighbours of one colour are merged.
+
+        `place` is top, height and width.
+        """
         y, high, wide = place
+        columns = 1 << (columns.bit_length() - 1)  # a power of two, as the number of bins is: it divides that
         pixel = wide / columns
         for covered, (top, height) in zip(cells, LANES, strict=True):
             fold = covered.shape[1] // columns
-            sums = covered[:, : fold * columns].reshape(len(covered), columns, fold).sum(axis=2)
+            sums = covered.reshape(len(covered), columns, fold).sum(axis=2)
             mixed = np.round(blend(sums, shown_ns / columns) * COARSE).astype(np.int64)  # red, green, blue, opacity
             first = np.append(0, np.flatnonzero((mixed[1:] != mixed[:-1]).any(axis=1)) + 1)
             for colour, a, b in zip(mixed[first].tolist(), first.tolist(), [*first[1:].tolist(), columns], strict=True):

@@ -233,7 +233,7 @@ class _StepsOfRank:
                 continue  # a step of an outer loop
             self.last.append((start, end))
             self.count += 1
-            self.in_loop += start >= since
+            self.in_loop += end > since  # in `zip(steps(a), steps(b))`, the second loop begins within the first step
 
 
 class Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ class Futures:
         """Call a function with the future when it has completed.
 
         `group`: the label of the process group whose backend completes the future, if one does. Until the callback has
-        returned, the group is kept after it was destroyed, and the process does not end.
+        returned, `keep` keeps the group, and the process does not end.
         """
         if group is None:
             self._callbacks.add(ref(callback, self._callbacks.discard))
@@ -77,15 +78,15 @@ class Futures:
     def keep(self, group: Any, label: str) -> None:
         """Keep a process group that is destroyed until the callbacks of its futures have returned.
 
-        The last reference may be that of DistributedDataParallel's reducer, which keeps Python's global lock while it
-        destroys the group and joins the backend's threads. A callback, which needs the lock, would wait for ever. Where
-        Python drops the last reference, torch releases the lock first.
+        It is for groups that C++ refers to, perhaps longer than Python: DistributedDataParallel's reducer keeps
+        Python's global lock while it drops the last reference, which joins the backend's threads. A callback, which
+        needs the lock, would wait for ever. Where Python drops the last reference, torch releases the lock first.
         """
         if self._over:
             return  # all callbacks have returned, and a new thread might not run any more
         pending = {callback for callback, of in list(self._of_backends.items()) if of == label}
 
-        def wait(_: Any) -> None:
+        def wait(_group: Any) -> None:
             while not pending.isdisjoint(list(self._of_backends)):
                 time.sleep(0.001)
             time.sleep(0.001)  # torch's own threads need the lock, too, to release tensors after the callbacks
@@ -100,6 +101,11 @@ class Futures:
         wrap(torch.Future, wait=self._wait, then=self._then)
         wrap(torch.futures, collect_all=self._collect_all, wait_all=_wait_all)
         atexit.register(self._let_go)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked process, no thread of a backend runs that would call the callbacks."""
+        self._callbacks, self._of_backends = set(), {}
 
     def _let_go(self) -> None:
         """Wait for pending callbacks, and for destroyed groups.

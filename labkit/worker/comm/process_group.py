@@ -75,6 +75,7 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
         self.numbers: list[int] = []  # for a part, whose ranks torch does not list: its ranks in the default group
         self.collectives = 0  # that it has begun
         self._pairs: dict[tuple[str, int, int], tuple[int, str, Iterator[int]]] = {}  # a cache of `_pair`
+        self._used_by_torch = False  # whether a part of torch has issued operations, which may refer to the group in C++
         self._together: list[tuple[Operation, object]] | None = None  # the current batch
         self._created_at = student_line()
         self._set_at: dict[float, str] = {}  # time limits that were set later, with their lines
@@ -140,7 +141,8 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
 
     def shutdown(self) -> None:
         """End communication; `destroy_process_group` calls it."""
-        self.futures.keep(self, self._label)
+        if self._used_by_torch:
+            self.futures.keep(self, self._label)
         self._real.shutdown()
 
     @property
@@ -205,6 +207,7 @@ class _RecordedGroup(ProcessGroup, metaclass=_Kind):
             return None
         silent = tells and not isinstance(operation, DeviceOperation) and not self._tell(operation, work, kept)
         own = _called_by_program()
+        self._used_by_torch |= not own
         return RecordedWork(work, [operation], self.futures, notified=tells and not silent, own=own, silent=silent)
 
     def _tell(self, operation: Operation, work: Any, arguments: Any) -> bool:
